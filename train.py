@@ -45,10 +45,11 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
 from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.run.health import Health
-from deskgpt.run.init_state import InitState, choose_runner, code_versions, initial_state, open_log, prepare_machine
-from deskgpt.run.report import Report, end_screen
+from deskgpt.run.init_state import choose_runner, initial_state, prepare_machine
+from deskgpt.run.log import code_versions
+from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
-from deskgpt.run.settings import Change, changes_of_settings, check_same_on_all_hosts, settings_of_start
+from deskgpt.run.settings import settings_of_start
 from deskgpt.run.timer import TimeBudget
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
@@ -166,7 +167,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         return math.inf
     data.open(config.block_size, init.model_config.vocab_size, init.tokenizer, config.seed, config.align_documents)
     checksums = data.start_checksums(dist.is_first)
-    check_experiment(config, init, data, dist)
+    init.check_experiment(config, data, learning_rate, dist)
     make_optimizer = functools.partial(build_optimizer, config)
     model = init.build_model(config, make_optimizer, dist)
 
@@ -182,13 +183,13 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
-    report = Report(config, state, open_log(config, state), batching, data.windows)
+    report = Report(config, state, data, batching)
     saver = Saver.of(config, state)
     health = Health(config, state, report, saver)
     stops = StopController(config, dist, started, runner.sharded)
     sampler = sampler_for(config, runner, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
-    report.start(data.lines(checksums.state, batching, dist), data.log_metadata(), time.perf_counter() - started)
+    report.start(checksums.state, time.perf_counter() - started)
 
     while True:
         # ---- evaluate ----------------------------------------------------------------------------------------
@@ -214,16 +215,16 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                 report.warn(runner.verify_again(state.step, dist, is_last))  # in at most 1% of the time
             if not stops.interrupted():
                 improved = state.add_evaluation(train, val)
-                report.evaluation(train, val, data.bits_per_byte(val.loss), lr, texts, data.eval_digest(batching)[1])
+                report.evaluation(train, val, lr, texts)
                 health.check_val_loss(val.loss)
                 save_is_due = save_is_due or improved or config.always_save_checkpoint
                 stops.check_patience(state.evaluations)
 
         # ---- save --------------------------------------------------------------------------------------------
-        if save_is_due or saver.is_stale:
+        if save_is_due:
             saver.save_if_new(state, report, best=improved)
             stops.saved()
-        saver.report_finished(state, report)
+        saver.report_ended(state, report)
         if is_last or stops.reason:
             break
 
@@ -259,7 +260,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
 
     # ---- end -------------------------------------------------------------------------------------------------
     saver.finish(state, report, stops.reason)
-    end_screen(config, state, report, stops.reason)
+    report.end(stops.reason)
     loader.close()
     checksums.close(dist.print0)
     report.log.close()
@@ -310,18 +311,6 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 
 
 # ---- set-up --------------------------------------------------------------------------------------------------
-
-
-def check_experiment(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> None:
-    """Raises ValueError where hosts differ, or where a resumed run is another experiment; prints other changes."""
-    check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {init.step}"}, dist)
-    if init.is_resumed:
-        changes: list[Change] = []
-        if init.earlier:
-            splits = [Batching.of(asdict(of_run)) for of_run in (init.earlier, config)]
-            n_windows = [data.val.n_eval_windows(split.eval_windows) for split in splits]
-            changes = changes_of_settings(init.earlier, config, n_windows, learning_rate, init.step)
-        init.check_changes(config, data.metadata, changes, dist)
 
 
 def batching_of(config: TrainConfig, dist: DistContext) -> Batching:

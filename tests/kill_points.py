@@ -56,13 +56,14 @@ def save_all(out_dir: Path, in_background: bool, report: int) -> None:
     if not in_background:
         saver.in_background = False
     for state, best in STATES:
+        saver.wait()
+        if saver.last:
+            os.write(report, f"done {saver.last.step}\n".encode())
         saver.save(state, best)
         os.write(report, f"begun {state.iter_num}\n".encode())
-        for saved in saver.finished():
-            os.write(report, f"done {saved.step}\n".encode())
     saver.wait()
-    for saved in saver.finished():
-        os.write(report, f"done {saved.step}\n".encode())
+    assert saver.last
+    os.write(report, f"done {saver.last.step}\n".encode())
     saver.raise_if_last_failed()
 
 

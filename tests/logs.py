@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.log import read_events, with_checksum
+from deskgpt.run.log import read_events
 
 SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
 SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
@@ -36,19 +36,14 @@ def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None =
             lines.append({"event": "iter", "iter": i} | step)
     lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})
     path.mkdir(parents=True, exist_ok=True)
-    (path / "log.jsonl").write_bytes(b"".join(with_checksum(json.dumps(e)) + b"\n" for e in lines))
+    (path / "log.jsonl").write_bytes("".join(json.dumps(e) + "\n" for e in lines).encode())
     return str(path)
 
 
-def rewrite(path: str, changed: Callable[[dict[str, Any]], dict[str, Any]], checksum: bool = True) -> None:
+def rewrite(path: str, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Adds to each event of a log, or replaces in it, what a function says."""
     file = Path(path) / "log.jsonl"
-    lines = []
-    for event in read_events(file):
-        del event["crc"]
-        line = json.dumps(event | changed(event))
-        lines.append(with_checksum(line) if checksum else line.encode())
-    file.write_bytes(b"\n".join(lines))
+    file.write_text("\n".join(json.dumps(event | changed(event)) for event in read_events(file)))
 
 
 def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: float) -> str:

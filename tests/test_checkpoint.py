@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)}),
     "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
     "config": (None, []),
-    "scaler": ({"scale": 1.0}, 3, {"scale": math.inf, "growth_factor": 2.0, "backoff_factor": 0.5}),
+    "scaler": (3,),
     "wandb_run_id": (3, 2.5),
     "tokenizer": ("bytes",),
 }

@@ -349,7 +349,7 @@ four_runs = st.tuples(*[st.tuples(st.just(2 + n), edits, st.just([])) for n in r
 def test_logs(folder, whole_logs, written):
     paths = []
     for number, (base, edits, flips) in enumerate(written):
-        text = re.sub(r', "crc": "\w+"', "", whole_logs[base].read_text())  # or a changed line is only damaged
+        text = whole_logs[base].read_text()
         path = folder / f"{number}" / ("log.jsonl" if text[0] == "{" else "log.txt")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(damaged(changed_log(text, edits), flips))

@@ -128,7 +128,7 @@ def test_checkpoint_holds_what_the_weights_were_although_training_goes_on(tmp_pa
             for p in runner.parameters:
                 p.mul_(2.0)
         saver.wait()
-        assert [saved.error for saved in saver.finished()] == [None]
+        saver.raise_if_last_failed()
         loaded = store.load(tmp_path)
         assert loaded.iter_num == step
         assert_equal(loaded.model, {key: w.cpu() for key, w in expected.items()})

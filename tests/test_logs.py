@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_line
-from hypothesis import given
-from hypothesis import strategies as st
 from logs import TIMES, log, nanogpt
 
 from bench.analysis.logs import loss_at, nanogpt_mfu, read_run
-from deskgpt.run.log import read_events, with_checksum
+from deskgpt.run.log import read_events
 
 
 def test_evaluation_is_taken_out_of_nanogpts_times_and_mfu(tmp_path):
@@ -52,24 +50,6 @@ def test_damaged_printed_logs_are_read_as_far_as_they_go(tmp_path, encoding):
     assert_one_line(*b.notes, "1 damaged")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    return Path(log(tmp_path_factory.mktemp("whole"), {0: 4.0, 3: 3.0}), "log.jsonl")
-
-
-@given(share=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_damaged_byte_changes_nothing_that_is_read_without_a_note(whole, share, byte):
-    content = bytearray(whole.read_bytes())
-    content[int(share * len(content))] = byte
-    damaged = whole.parent.parent / "damaged" / whole.parent.name / "log.jsonl"
-    damaged.parent.mkdir(parents=True, exist_ok=True)
-    damaged.write_bytes(content)
-    undamaged = read_run(str(whole))
-    after = read_run(str(damaged))
-    assert not undamaged.notes
-    assert after == undamaged or after.notes
-
-
 def test_a_log_that_goes_on_after_a_restart_counts_each_step_once(tmp_path):
     first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
     path = tmp_path / "log.txt"
@@ -88,8 +68,7 @@ def test_a_resumed_or_rewound_run_counts_each_step_once_and_all_of_its_parts(tmp
     before_s = 1.0 if kind == "start" else 0.0  # a resumed run counts its seconds from 0
     again = [start | {"event": kind, "iter": 10}]
     again += [e | {"train_s": e.get("train_s", 1) - before_s} for e in later]
-    texts = [with_checksum(json.dumps({k: v for k, v in e.items() if k != "crc"})).decode() for e in again]
-    file.write_text("\n".join([*lines[:16], '{"event": "iter", "it', *texts]))
+    file.write_text("\n".join([*lines[:16], '{"event": "iter", "it', *map(json.dumps, again)]))
     run = read_run(str(file.parent))
     assert [e["iter"] for e in run.iters] == list(range(20))
     assert [e["iter"] for e in run.evals] == [0, 10, 20]

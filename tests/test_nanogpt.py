@@ -78,9 +78,3 @@ def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
     }  # fmt: skip
     assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
     assert saved["config"]["dataset"] == str(chars)
-
-
-def test_run_keeps_its_optimizer(chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=3))
-    with pytest.raises(ValueError, match="--optimizer"):
-        main(tiny(chars, tmp_path, init_from="resume", optimizer="muon"))

@@ -1,4 +1,4 @@
-"""The rooms of deskgpt/: imports go down only, without a circle, also those that only type checkers see."""
+"""The rooms of deskgpt/: imports go down only, without a circle. Those of types alone (TYPE_CHECKING) may go up."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ ABOVE = {"bench", "config", "export", "sample", "tasks", "tests", "train"}
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The names of modules that a file imports anywhere, also within functions and under TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The names of modules that a file imports when it runs, also within functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -146,14 +146,13 @@ def in_order(events: Events) -> list[dict[str, Any]]:
 def add_events(run: Run, lines: list[str]) -> None:
     """Fills a run from its log.jsonl. Each step counts once, with its last figures: a resumed run repeats some."""
     seen: dict[str, Events] = {"iter": {}, "eval": {}, "sample": {}}
-    n_read = n_unverified = step = 0
+    n_read = step = 0
     earlier_s = 0.0  # seconds of training before the latest start, whose own count begins at 0
     for line in lines:
         event = event_of(line)
         if event is None or type(event.get("iter", 0)) is not int or not 0 <= event.get("iter", 0) < MOST_STEPS:
             continue
         n_read += 1
-        n_unverified += "crc" not in event
         step = event.get("iter", step)
         kind = event["event"]
         if kind == "start":
@@ -180,8 +179,6 @@ def add_events(run: Run, lines: list[str]) -> None:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
     if len(lines) > n_read:
         run.notes.append(f"{len(lines) - n_read} unreadable lines of its log are left out")
-    if n_unverified:
-        run.notes.append(f"{n_unverified} lines of its log have no checksum: their figures are unverified")
 
 
 def begin_again(run: Run, event: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deskgpt.checkpoint import ckpt_file, folders
+from deskgpt.checkpoint import folders
 from deskgpt.compute.optimizer import Muon
 from deskgpt.compute.sharding import is_dtensor, local, rows_of
 from model import GPT
@@ -23,13 +23,17 @@ from model import GPT
 OURS = (torch.optim.AdamW, Muon)
 # In each group: what the run sets, and what suits the machine.
 SET_BY_THE_RUN = ("params", "lr", "fused", "foreach", "capturable")
+SET_BY_A_SCALER = {"grad_scale", "found_inf"}  # attributes, during a step
 
 
 class OptimizerState:
     """An optimizer's state, as `state` and `load` give and take it. To be made before the optimizer's first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: GPT) -> None:
-        """Raises ValueError where the optimizer keeps something that a checkpoint could not give back."""
+        """Raises ValueError where the optimizer keeps something that a checkpoint could not give back.
+
+        Numbers that it counts in an attribute show in its first step, which then raises ValueError.
+        """
         self.optimizer = optimizer
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         name_of: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -39,18 +43,21 @@ class OptimizerState:
         own: Any = type(optimizer)
         self.has_own_methods = (own.state_dict, own.load_state_dict) != (torchs.state_dict, torchs.load_state_dict)
         self.first_groups = [copy.deepcopy(hyperparameters(group)) for group in optimizer.param_groups]
-        self.first_attributes = plain_attributes(optimizer)
-        ckpt_file.refuse_unreadable(self.state())
-        stepped = None if self.is_ours or self.has_own_methods else after_a_step(optimizer)
-        if stepped is not None:
-            self.state(stepped)
+        self.first_attributes: dict[str, list[Any]] = {}
+        self._has_stepped = False
+        if not (self.is_ours or self.has_own_methods):
+            self.first_attributes = plain_attributes(optimizer)
+            optimizer.register_step_post_hook(self._check_first_step)
+        self.state()
 
-    def state(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """For a checkpoint: plain values and tensors. Raises ValueError where that would lose something.
+    def _check_first_step(self, *_: Any) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.state()
 
-        optimizer: a copy that has made a step, in place of the optimizer itself.
-        """
-        optimizer = optimizer or self.optimizer
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: plain values and tensors. Raises ValueError where that would lose something."""
+        optimizer = self.optimizer
         name = type(optimizer).__name__
         is_sharded = any(is_dtensor(p) for p in self.params)
         found = optimizer.state_dict()
@@ -63,7 +70,9 @@ class OptimizerState:
         found |= {"names": self.names}
         if self.is_ours:
             return found
-        refuse_hidden_state(optimizer, self.first_attributes)
+        for attribute, numbers in plain_attributes(optimizer).items():
+            if numbers != self.first_attributes.get(attribute, []):
+                raise hidden(optimizer, attribute)
         changed = []
         for group, first in zip(optimizer.param_groups, self.first_groups, strict=True):
             now = hyperparameters(group).items()
@@ -145,50 +154,27 @@ class OptimizerState:
 
 
 def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """The numbers and texts in each attribute that torch's optimizers do not have."""
+    """The numbers and texts in each attribute that torch's optimizers do not have.
+
+    Raises ValueError where one holds a tensor, a random generator or another optimizer.
+    """
     torchs: Any = torch.optim.Optimizer
-    known = vars(torchs([torch.zeros(1)], {})).keys()
-    own = {name: tree_leaves(value) for name, value in vars(optimizer).items() if name not in known}
-    return {name: [x for x in leaves if isinstance(x, bool | int | float | str)] for name, leaves in own.items()}
-
-
-def refuse_hidden_state(optimizer: torch.optim.Optimizer, first: dict[str, list[Any]]) -> None:
-    """Raises ValueError for an attribute that holds a tensor or another optimizer, or numbers that have changed.
-
-    first: plain_attributes before the first step.
-    """
+    known = vars(torchs([torch.zeros(1)], {})).keys() | SET_BY_A_SCALER
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, plain in plain_attributes(optimizer).items():
-        others = [x for x in tree_leaves(getattr(optimizer, name)) if id(x) not in params]
-        if any(isinstance(x, Tensor | torch.Generator | torch.optim.Optimizer) for x in others) or (
-            plain != first.get(name, [])
-        ):
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps state in {name}, which checkpoints would lose: keep it in "
-                "`state`, or give the class a state_dict and a load_state_dict of its own"
-            )
+    found = {}
+    for name in vars(optimizer).keys() - known:
+        leaves = [x for x in tree_leaves(getattr(optimizer, name)) if id(x) not in params]
+        if any(isinstance(x, Tensor | torch.Generator | torch.optim.Optimizer) for x in leaves):
+            raise hidden(optimizer, name)
+        found[name] = [x for x in leaves if isinstance(x, bool | int | float | str)]
+    return found
 
 
-def after_a_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """A copy of the optimizer after a step on tensors of at most 2 x 2, else on ones without storage; None if neither
-    works, where the first save must find out.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for device in ("cpu", "meta"):
-        sizes = [tuple(min(n, 2) for n in p.shape) if device == "cpu" else p.shape for p in params]
-        shapes = [torch.ones(size, dtype=p.dtype, device=device) for size, p in zip(sizes, params, strict=True)]
-        trial: torch.optim.Optimizer = object.__new__(type(optimizer))
-        try:
-            # The memo replaces each parameter; torch's own copy of an optimizer would drop attributes.
-            memo = {id(p): shape.requires_grad_() for p, shape in zip(params, shapes, strict=True)}
-            trial.__dict__ = copy.deepcopy(vars(optimizer), memo)
-            for shape in shapes:
-                shape.grad = torch.ones_like(shape)
-            trial.step()
-        except Exception:  # of no common class: an optimizer may need its real shapes, or numbers
-            continue
-        return trial
-    return None
+def hidden(optimizer: torch.optim.Optimizer, attribute: str) -> ValueError:
+    return ValueError(
+        f"{type(optimizer).__name__} keeps state in {attribute}, which checkpoints would lose: keep it in `state`, or "
+        "give the class a state_dict and a load_state_dict of its own"
+    )
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def load(
         found = [path / NAME, *found]  # to say that it is missing
     damages: list[str] = []
     for p in found:
-        damage = damage_for(p, ranks, checksums)
+        damage = damage_of(p, checksums, ranks)
         if damage is None:
             saved = load_checked(p)
             if damages:
@@ -313,14 +313,6 @@ def runs_beside(folder: Path) -> str:
     return f" Here are {', '.join(found[:5])}" if found else ""
 
 
-def damage_for(path: Path, ranks: DistContext | None, checksums: bool) -> str | None:
-    """As damage_of, for ranks, of which the first compares checksums; damage that one finds counts for all."""
-    if ranks is None or not checksums:
-        return damage_of(path, checksums)
-    damage = damage_of(path, ranks.is_first)
-    return damage if ranks.all(damage is None) else damage or "is damaged, as another rank has found"
-
-
 def resume(out_dir: str | Path, print0: Callable[[str], object] = str, ranks: DistContext | None = None) -> Checkpoint:
     """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower.
 
@@ -331,7 +323,7 @@ def resume(out_dir: str | Path, print0: Callable[[str], object] = str, ranks: Di
     path = best_of(folder_of(out_dir))
     if path is None:
         return saved
-    damage = damage_for(path, ranks, checksums=True)
+    damage = damage_of(path, ranks=ranks)
     if damage is None:
         best = load_checked(path)
         names = (VAL_DATA, EVAL_WINDOWS)  # older checkpoints know less
@@ -464,18 +456,21 @@ def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 # ---- checks --------------------------------------------------------------------------------------------------
 
 
-def damage_of(path: Path, checksums: bool = True) -> str | None:
+def damage_of(path: Path, checksums: bool = True, ranks: DistContext | None = None) -> str | None:
     """Why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
 
     Each content is checked once: a resumed run asks several times. checksums: whether those of tensors are compared,
-    which takes minutes for a large checkpoint.
+    which takes minutes for a large checkpoint: the first rank does it, and what one rank finds counts for all.
     """
     try:
         files = sorted(path.iterdir()) if is_folder(path) else [path]
-        stats = [file.stat() for file in files]
+        stats = tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in (file.stat() for file in files))
+        damage = _damage_of(path, checksums and (ranks is None or ranks.is_first), stats)
     except OSError:  # the run that writes there may have just removed it
-        return MISSING_FILE
-    return _damage_of(path, checksums, tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in stats))
+        damage = MISSING_FILE
+    if ranks is None or not checksums or ranks.all(damage is None):
+        return damage
+    return damage or "is damaged, as another rank has found"
 
 
 @lru_cache(32)
@@ -503,10 +498,6 @@ def _damage_of(path: Path, checksums: bool, stats: tuple[tuple[int, int, int], .
     return None
 
 
-def is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def is_optional(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: value is None or isinstance(value, kinds)
 
@@ -517,19 +508,10 @@ def is_loss(value: Any) -> bool:
     return is_one and not isinstance(value, bool) and not math.isnan(value)
 
 
-def is_scaler(value: Any) -> bool:
-    """Whether a value is the state of a GradScaler, {} for one that is not in use."""
-    if not value:
-        return is_optional(dict)(value)
-    names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-    numbers = [is_dict(value) and value.get(name) for name in names]
-    return all(type(x) in (int, float) and 0 <= x < math.inf for x in numbers) and numbers[0] > 0
-
-
-CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), is_dict)
-CONTENT |= dict.fromkeys(("optimizer", "tokenizer", "form", "health", "facts", "parts"), is_optional(dict))
+CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), lambda value: isinstance(value, dict))
+CONTENT |= dict.fromkeys(("optimizer", "scaler", "tokenizer", "form", "health", "facts", "parts"), is_optional(dict))
 CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), is_optional(str))
-CONTENT |= {"best_val_loss": is_loss, "iter_num": lambda x: is_number(x) and x < MOST_STEPS, "scaler": is_scaler}
+CONTENT |= {"best_val_loss": is_loss, "iter_num": lambda x: is_number(x) and x < MOST_STEPS}
 
 
 def check_content(found: Any) -> None:

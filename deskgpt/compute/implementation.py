@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, find_wrong_replacements, is_reference
-from deskgpt.estimate.fit import VariantSettings, larger_batch, smaller_batch, times_memory
+from deskgpt.estimate.fit import larger_batch, smaller_batch, times_memory
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.verify import Mismatch
@@ -30,6 +30,9 @@ from deskgpt.system.cache import digest_of_code
 from deskgpt.system.errors import is_out_of_memory
 from deskgpt.system.terminal import clock, not_silent
 from model import GPT
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 CODE = (Path(__file__).resolve().parents[2] / "model.py", Path(__file__))  # with all that they import of ours
 CACHE = "variants"  # of the choices that are remembered
@@ -88,7 +91,7 @@ class Tuner:
     """
 
     model: GPT
-    config: VariantSettings
+    config: TrainConfig
     batching: Batching  # becomes one whose micro-batches fit
     ranks: DistContext
     batch_of: Callable[[int], Batch]  # the first micro-batch of a number of sequences

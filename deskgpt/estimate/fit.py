@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 
@@ -18,20 +17,6 @@ from model import GPT, GPTConfig
 SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%
 ENOUGH_TOKENS = 1 << 14  # of a micro-batch that auto_batch enlarges; assumed, no card has measured it
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
-
-
-class VariantSettings(Protocol):
-    """The settings of the variant that a run computes in, and of its micro-batch, by train.py's names."""
-
-    dtype: Any
-    attention: Any
-    compile: Any
-    auto_batch: Any
-    activation_checkpoint: Any
-    sync_each_batch: bool
-    eval_only: bool
-    dp_shard: int
-    max_minutes: float
 
 
 def refuse_beyond_memory(

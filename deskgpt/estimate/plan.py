@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -21,11 +21,14 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Variant
 from deskgpt.compute.sharding import describe_shards, shards_of
-from deskgpt.estimate.fit import USABLE, VariantSettings, largest_batch
+from deskgpt.estimate.fit import USABLE, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions
 from model import GPT, GPTConfig
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 # Shares of the bfloat16 peak that runs reach, and what they rest on. Cards whose 16-bit peak is only twice that of
 # float32 (GeForce) are fed well by their memory; the others are not, and no run on one is known here.
@@ -37,20 +40,11 @@ LONGEST_TIMED = 2e12  # FLOPs of a micro-batch that is timed: some seconds on a 
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
-class PlanSettings(VariantSettings, Protocol):
-    """The settings that this file reads, by train.py's names."""
-
-    max_iters: int
-    eval_interval: int
-    dp_shard: int
-    reshard_after_forward: bool
-
-
 @dataclass(frozen=True)
 class Planned:
     """The run that a plan is for."""
 
-    settings: PlanSettings
+    settings: TrainConfig
     config: GPTConfig
     batching: Batching  # of one rank of all
     make_optimizer: MakeOptimizer

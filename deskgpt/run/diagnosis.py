@@ -1,7 +1,4 @@
-"""What a run's numbers mean: gradients that are not finite, loss spikes, evaluations that no longer improve.
-
-Functions of plain numbers; health.py and report.py call them.
-"""
+"""What a run's numbers mean: loss spikes, and evaluations that no longer improve. Functions of plain numbers."""
 
 from __future__ import annotations
 
@@ -9,45 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from deskgpt.compute.runner import Variant
-
-# ---- bad gradients -------------------------------------------------------------------------------------------
-
-
-def advice(variant: Variant, no_update_before: bool, broken_weight: str | None) -> str:
-    """What to try after gradients or a loss that are not finite.
-
-    no_update_before: whether this run has not made an update yet. broken_weight: the first parameter that is
-    not finite.
-    """
-    if broken_weight:
-        return f"the weights themselves are not finite ({broken_weight}): go on from another checkpoint"
-    tries = ["--compile=False"] if variant.compiled else []
-    if variant.dtype != "float32":
-        tries.append("--dtype=float32")
-    if not no_update_before:
-        return f"try {', then '.join(['a lower --learning_rate', *tries])}"
-    remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
-    return f"no update of this run came before, so it is not the learning rate: {remedy}"
-
-
-def bad_parameters(norms: list[float], names: list[str]) -> str:
-    """How many gradients are not finite, and the first of them in the order of the forward pass."""
-    bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-    first = f", {bad[0]} first" if bad else ""  # each can be finite where their norm is not
-    return f"{len(bad)} of {len(names)} parameters{first}"
-
-
-def clip_rate(norms: Sequence[float], grad_clip: float) -> float | None:
-    """The share of gradient norms above grad_clip, those that are not finite left out; None without any."""
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    if not grad_clip or not finite:
-        return None
-    return sum(norm > grad_clip for norm in finite) / len(finite)
-
+from typing import NamedTuple
 
 # ---- loss spikes ---------------------------------------------------------------------------------------------
 
@@ -103,11 +62,6 @@ class EvalRecord(NamedTuple):
     standard_error: float | None  # of val_loss
 
 
-def lowest(evaluations: Sequence[EvalRecord]) -> EvalRecord:
-    """The evaluation with the lowest val loss; there must be one."""
-    return min(evaluations, key=lambda e: e.val_loss)
-
-
 def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
     """How many evaluations in a row, up to the last one, are not below the best before them by a standard error.
 
@@ -133,9 +87,8 @@ def overfit(evaluations: Sequence[EvalRecord]) -> tuple[int, float] | None:
     """
     if not evaluations:
         return None
-    best = lowest(evaluations)
+    best = min(evaluations, key=lambda e: e.val_loss)
     last = evaluations[-1]
     rise = last.val_loss - best.val_loss
-    if last.standard_error is None or rise <= 4 * last.standard_error or last.train_loss >= best.train_loss:
-        return None
-    return best.step, rise
+    is_risen = last.standard_error is not None and 4 * last.standard_error < rise < math.inf
+    return (best.step, rise) if is_risen and last.train_loss < best.train_loss else None

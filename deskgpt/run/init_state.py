@@ -1,4 +1,4 @@
-"""What a run starts from: random weights, a checkpoint, or GPT-2's weights; and what it must not start with."""
+"""What a run starts from (random weights, a checkpoint, GPT-2's weights), and how the model runs here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,22 +21,29 @@ from deskgpt.compute.implementation import EarlierVariant, Tuner, dtype_of_shard
 from deskgpt.compute.runner import Runner
 from deskgpt.estimate.fit import refuse_beyond_memory
 from deskgpt.estimate.memory import MakeOptimizer
-from deskgpt.run.log import RunLog, git_commit, start_wandb, versions
 from deskgpt.run.settings import (
-    OF_EVALUATION,
     RESUMED_SETTINGS,
     Change,
     Metadata,
-    RunSettings,
+    changed_schedule,
+    check_same_on_all_hosts,
     compare,
-    earlier_settings,
+    known_settings,
+    of_experiment,
 )
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 
+if TYPE_CHECKING:
+    from data.dataset import Dataset
+    from train import TrainConfig
 
-def prepare_machine(config: RunSettings, dist: DistContext) -> None:
+# Where one of these changes, the best loss so far is another quantity than this run's losses.
+OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS, "block_size"}
+
+
+def prepare_machine(config: TrainConfig, dist: DistContext) -> None:
     """What a run sets before anything else. Raises ValueError where settings do not work with sharded weights."""
     sharding.check_sharding(config.dp_shard, config.world or dist.world, config.dtype, config.sample_interval)
     hardware.keep_freed_memory()
@@ -54,15 +61,48 @@ class InitState:
     checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     is_resumed: bool = False
-    earlier: Any = None  # the settings of the resumed run, of the script's class, if its checkpoint has them
+    earlier: TrainConfig | None = None  # the settings of the resumed run, if its checkpoint has them
 
     @property
     def step(self) -> int:
         return self.checkpoint.iter_num if self.is_resumed and self.checkpoint else 0
 
-    # ---- the model ---------------------------------------------------------------------------------------
+    def check_experiment(
+        self, config: TrainConfig, data: Dataset, rate: Callable[[TrainConfig, int], float], dist: DistContext
+    ) -> None:
+        """Prints how a resumed run differs from the run before; forgets a best loss of other evaluations.
 
-    def build_model(self, config: RunSettings, make_optimizer: MakeOptimizer, dist: DistContext) -> GPT:
+        rate: the learning rate at a step. Raises ValueError where hosts differ, and where a change matters for what is
+        learned or compared, unless resume_changed.
+        """
+        check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {self.step}"}, dist)
+        if not self.is_resumed:
+            return
+        assert self.checkpoint is not None
+        changes = compare(self.checkpoint.facts, data.metadata)
+        of_schedule: list[Change] = []
+        if self.earlier:
+            before, now = (
+                of_experiment(c) | data.eval_metadata(Batching.of(asdict(c))) for c in (self.earlier, config)
+            )
+            rates, of_schedule = changed_schedule(self.earlier, config, rate, self.step)
+            changes += compare(before, now) + rates
+            if rates:
+                changes += of_schedule
+                of_schedule = []
+        if changes and not config.resume_changed and not config.eval_only:
+            raise ValueError(
+                f"{self.source} belongs to another experiment: {'; '.join(map(str, changes))}. Go on all the same with "
+                f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
+            )
+        for change in changes + of_schedule:
+            dist.print0(f"changed: {change}")
+        if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
+            self.checkpoint.best_val_loss = math.inf
+            if self.checkpoint.health:  # nor does patience count across them
+                self.checkpoint.health["evaluations"] = []
+
+    def build_model(self, config: TrainConfig, make_optimizer: MakeOptimizer, dist: DistContext) -> GPT:
         """The model on this rank's device, as a whole or sharded.
 
         Where it is sharded, only the first rank builds it in the machine's memory, and none where each can read its own
@@ -109,7 +149,7 @@ class InitState:
         batch_size = self.earlier.batch_size if self.earlier else None
         return EarlierVariant.of(self.checkpoint.form, dist.device, batch_size)
 
-    def restore(self, state: TrainState, config: RunSettings, code: Metadata) -> None:
+    def restore(self, state: TrainState, config: TrainConfig, code: Metadata) -> None:
         """Gives a resumed run its step, optimizer and progress; frees what was loaded. Raises ValueError.
 
         code: what computes now. Where that is not what computed before, a line is printed.
@@ -121,31 +161,8 @@ class InitState:
         self.weights = None
         self.checkpoint = None
 
-    # ---- differences from the resumed run ----------------------------------------------------------------
 
-    def check_changes(self, config: RunSettings, data: Metadata, of_settings: list[Change], dist: DistContext) -> None:
-        """Prints how a resumed run differs from the run before; forgets a best loss of other evaluations.
-
-        of_settings: what changes_of_settings has found. Raises ValueError where a change matters for what is
-        learned or compared, unless resume_changed.
-        """
-        assert self.checkpoint is not None
-        changes = compare(self.checkpoint.facts, data) + of_settings
-        refused = [str(change) for change in changes if change.matters]
-        if refused and not config.resume_changed and not config.eval_only:
-            raise ValueError(
-                f"{self.source} belongs to another experiment: {'; '.join(refused)}. Go on all the same with "
-                f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
-            )
-        for change in changes:
-            dist.print0(f"changed: {change}")
-        if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
-            self.checkpoint.best_val_loss = math.inf
-            if self.checkpoint.health:  # nor does patience count across them
-                self.checkpoint.health["evaluations"] = []
-
-
-def initial_state(config: RunSettings, scratch: GPTConfig, dist: DistContext) -> InitState:
+def initial_state(config: TrainConfig, scratch: GPTConfig, dist: DistContext) -> InitState:
     """Where init_from says that the run starts. scratch: the model if it is a new one.
 
     Raises ValueError where the settings describe another model than the source has.
@@ -157,19 +174,17 @@ def initial_state(config: RunSettings, scratch: GPTConfig, dist: DistContext) ->
         )
     if config.init_from == "scratch":
         return InitState("scratch", scratch)
-    if config.init_from == "resume":
-        init = resumed_state(config, writes, dist)
-        given = RESUMED_SETTINGS
-    elif store.is_one(config.init_from):
-        init = finetuned_state(config, writes, dist)
-        given = RESUMED_SETTINGS
+    given = RESUMED_SETTINGS
+    if config.init_from == "resume" or store.is_one(config.init_from):
+        init = from_checkpoint(config, writes, dist)
     else:
         from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 
         model_args, weights = load_gpt2(config.init_from)
         model_config = GPTConfig.from_args(model_args | {"dropout": config.dropout}, config.init_from)
         init = InitState(config.init_from, model_config, weights, tokenizer=tokenizer_of(config.init_from))
-        given = MODERN_CHOICES if exported_model_args(config.init_from) is None else RESUMED_SETTINGS
+        if exported_model_args(config.init_from) is None:  # a folder of GPT-2's does not have all settings
+            given = MODERN_CHOICES
 
     for name in given:
         # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a longer one.
@@ -182,42 +197,37 @@ def initial_state(config: RunSettings, scratch: GPTConfig, dist: DistContext) ->
     return init
 
 
-def resumed_state(config: RunSettings, writes: bool, dist: DistContext) -> InitState:
-    """The last good checkpoint of out_dir. Raises ValueError where the run is past max_iters already."""
-    saved = store.resume(config.out_dir, dist.print0, dist)
-    if saved.iter_num > config.max_iters and writes:
-        raise ValueError(
-            f"{config.out_dir} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
-        )
-    dist.print0(f"going on from {config.out_dir}, step {saved.iter_num}")
-    return InitState(
-        source=config.out_dir,
-        model_config=GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, config.out_dir),
-        checkpoint=saved,
-        tokenizer=saved.tokenizer,
-        is_resumed=True,
-        earlier=earlier_settings(type(config), saved.config),
-    )
+def from_checkpoint(config: TrainConfig, writes: bool, dist: DistContext) -> InitState:
+    """The last good checkpoint of the run that goes on, or the weights of another run's.
 
-
-def finetuned_state(config: RunSettings, writes: bool, dist: DistContext) -> InitState:
-    """The weights of another run's checkpoint. Raises ValueError where the new run would overwrite that run."""
-    source = config.init_from
-    if writes and store.folder_of(source).resolve() == store.folder_of(config.out_dir).resolve():
-        raise ValueError(
-            f"init_from={source} is where the new run would write, too: choose another --out_dir, or go on with that "
-            "run: --init_from=resume"
-        )
-    saved = store.load(source, ranks=dist)
+    Raises ValueError where a run that goes on is past max_iters, or a new one would overwrite the other.
+    """
+    is_resumed = config.init_from == "resume"
+    source = config.out_dir if is_resumed else config.init_from
+    earlier = None
+    if is_resumed:
+        saved = store.resume(source, dist.print0, dist)
+        if saved.iter_num > config.max_iters and writes:
+            raise ValueError(
+                f"{source} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
+            )
+        dist.print0(f"going on from {source}, step {saved.iter_num}")
+        known = known_settings(type(config), saved.config)
+        if "learning_rate" in known:  # nanoGPT's has fewer; a setting that came later has its default
+            earlier = type(config)(**known)
+    else:
+        if writes and store.folder_of(source).resolve() == store.folder_of(config.out_dir).resolve():
+            raise ValueError(
+                f"init_from={source} is where the new run would write, too: choose another --out_dir, or go on with "
+                "that run: --init_from=resume"
+            )
+        saved = store.load(source, ranks=dist)
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
-    return InitState(source, model_config, checkpoint=saved, tokenizer=saved.tokenizer)
-
-
-# ---- how it runs here ----------------------------------------------------------------------------------------
+    return InitState(source, model_config, None, saved, saved.tokenizer, is_resumed, earlier)
 
 
 def choose_runner(
-    config: RunSettings,
+    config: TrainConfig,
     init: InitState,
     model: GPT,
     make_optimizer: MakeOptimizer,
@@ -228,7 +238,7 @@ def choose_runner(
 
     first_batch: the first micro-batch of a number of sequences. Raises ValueError where no such variant is allowed.
     """
-    batching = Batching.of(asdict(config), dist.rank, dist.world)  # type: ignore[call-overload]
+    batching = Batching.of(asdict(config), dist.rank, dist.world)
     steps = 0 if config.eval_only else config.max_iters - init.step
     tuner = Tuner(model, config, batching, dist, first_batch, make_optimizer, init.earlier_variant(dist), steps)
     runner, fitting = tuner.choose()
@@ -238,38 +248,3 @@ def choose_runner(
     if dist.distributed and not config.eval_only:
         runner.distribute(*first_batch(config.batch_size))
     return runner
-
-
-# ---- provenance and log --------------------------------------------------------------------------------------
-
-
-def code_versions(runner: Runner) -> Metadata:
-    """Commit, versions, device and variant, for checkpoints: a resumed run prints a change and goes on."""
-    on_cpu = runner.device.type == "cpu"  # whose full name has the number of threads, which ranks share
-    device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
-    return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.variant)}
-
-
-def open_log(config: RunSettings, state: TrainState) -> RunLog:
-    """The log of this run; an earlier run in out_dir is moved aside. Other ranks and eval_only write no file."""
-    dist = state.dist
-    if not dist.is_first or config.eval_only:
-        return RunLog(None)
-    wandb_run = None
-    if config.wandb_log:
-        settings = asdict(state.config)
-        wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, settings, state.wandb_run_id)
-        state.wandb_run_id = wandb_run.id
-    out_dir = store.folder_of(config.out_dir)
-    if config.init_from != "resume":
-        found = tuple(path.name for path in store.candidates(out_dir))
-        old = store.set_aside(out_dir, (*found, "log.jsonl"))
-        if old:
-            dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
-    elif math.isinf(state.best_val_loss) and state.first_step > 0:
-        best = store.best_of(out_dir)
-        is_last = best in store.candidates(out_dir)[:1]  # a folder, which the run goes on from
-        old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
-        kept = f"; {best.name} is now in {old}" if best and old else ""
-        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
-    return RunLog(out_dir / "log.jsonl", wandb_run)

@@ -6,17 +6,18 @@ import json
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deskgpt.system.files import read_small
 from deskgpt.system.terminal import reason
+
+if TYPE_CHECKING:
+    from deskgpt.compute.runner import Runner
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
@@ -26,7 +27,7 @@ MOST_BYTES = 1 << 30  # of a log that is read whole; a line has about 450, so th
 
 
 class RunLog:
-    """Events as JSON lines, each with a checksum and written at once. A resumed run appends, from a new "start" on.
+    """Events as JSON lines, each written at once. A resumed run appends, from a new "start" on.
 
     path None writes no file. wandb_run, if given, gets the metrics too. Raises OSError where the file cannot be
     written at first; later the run goes on without the lines that fail.
@@ -46,7 +47,7 @@ class RunLog:
     def write(self, event: str, **fields: Any) -> None:
         if self.path:
             known = {name: null_if_not_finite(value) for name, value in fields.items()}
-            line = with_checksum(json.dumps({"event": event, **known})) + b"\n"
+            line = json.dumps({"event": event, **known}).encode() + b"\n"
             if event == "start":
                 self._start_line = line
             try:
@@ -141,24 +142,15 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line of log.jsonl; None if it is no whole event, or differs from what was written.
+    """The event of a line of log.jsonl; None if it is no whole event.
 
-    An event with a "crc" is verified. Logs from before 2026-11-23 have none.
+    Logs written until 2026-11-26 have a "crc" in each, which is not compared.
     """
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # a line of brackets only
         return None
-    if not isinstance(event, dict) or "event" not in event:
-        return None
-    line = line.strip()
-    without = re.sub(r', "crc": "[0-9a-f]{8}"}$', "}", line)
-    return event if "crc" not in event or with_checksum(without) == line.encode() else None
-
-
-def with_checksum(line: str) -> bytes:
-    """A JSON object with a last field "crc": the CRC-32 of its text without that field."""
-    return f'{line[:-1]}, "crc": "{zlib.crc32(line.encode()):08x}"}}'.encode()
+    return event if isinstance(event, dict) and "event" in event else None
 
 
 # ---- what a run's figures come from --------------------------------------------------------------------------
@@ -182,3 +174,12 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return out.stdout.strip() or None
+
+
+def code_versions(runner: Runner) -> dict[str, Any]:
+    """Commit, versions, device and variant, for checkpoints: a resumed run prints a change and goes on."""
+    from deskgpt.system import hardware
+
+    on_cpu = runner.device.type == "cpu"  # whose full name has the number of threads, which ranks share
+    device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
+    return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.variant)}

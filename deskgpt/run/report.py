@@ -6,14 +6,13 @@ import math
 import os
 import re
 import shlex
-import string
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,25 +22,17 @@ from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Evaluation
 from deskgpt.kernels.verify import whole
-from deskgpt.run.diagnosis import clip_rate, lowest, overfit, without_improvement
-from deskgpt.run.log import RunLog
-from deskgpt.run.settings import RunSettings, sensitive
+from deskgpt.run.diagnosis import overfit, without_improvement
+from deskgpt.run.log import RunLog, start_wandb
+from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions, not_silent
 
-
-@dataclass(frozen=True)
-class Step:
-    """The numbers of an optimizer step."""
-
-    step: int
-    position: int  # of its global batch in the order of batches
-    loss: float  # mean over all micro-batches and ranks
-    grad_norm: float  # before clipping
-    norms: list[float]  # of each parameter's gradient, in the order of the model's parameters
-    bad: bool = False  # its gradients were not finite, and nothing was changed
+if TYPE_CHECKING:
+    from data.dataset import Dataset
+    from train import TrainConfig
 
 
 class Report:
@@ -51,18 +42,11 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(
-        self,
-        config: RunSettings,
-        state: TrainState,
-        log: RunLog,
-        batching: Batching,
-        windows: Callable[[int, int], dict[str, list[int]]],
-    ) -> None:
-        """windows(n, position): by token file, the offsets at which the n sequences of a global batch begin."""
+    def __init__(self, config: TrainConfig, state: TrainState, data: Dataset, batching: Batching) -> None:
         self.config = config
         self.state = state
-        self.log = log
+        self.data = data
+        self.log = open_log(config, state)
         self.dist = state.dist
         self.print0 = state.dist.print0
         self.batching = batching
@@ -70,8 +54,7 @@ class Report:
         self.counts = dict.fromkeys(("bad_step", "spike", "rewind"), 0)  # in this process, for the end of the run
         self.warm_up_s = 0.0
         self.flops_per_token = state.runner.flops_per_token
-        self._windows = windows
-        self._norms_since_log: list[float] = []
+        self.grad_norms: list[float] = []  # of the steps since the last log line, which health.py adds
         dtype = state.runner.variant.dtype
         peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
         measured = peaks.measured_matmul_flops(self.dist.device, dtype)
@@ -80,11 +63,8 @@ class Report:
 
     # ---- the beginning -----------------------------------------------------------------------------------
 
-    def start(self, about_data: list[str], metadata: dict[str, Any], warm_up_s: float) -> None:
-        """Prints and logs what runs, and on what; from here on, steps are timed.
-
-        about_data: lines. metadata: further fields for the log.
-        """
+    def start(self, checksums: str, warm_up_s: float) -> None:
+        """Prints and logs what runs, and on what; from here on, steps are timed. checksums: what is verified."""
         state = self.state
         device = self.dist.device
         variant = state.runner.variant
@@ -97,7 +77,7 @@ class Report:
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
         self.warm_up_s = warm_up_s
-        for line in about_data:
+        for line in self.data.lines(checksums, self.batching, self.dist):
             self.print0(line)
         parameters = millions(model.num_params())
         self.print0(f"number of parameters: {parameters}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
@@ -114,7 +94,7 @@ class Report:
             parameters=model.num_params(),
             flops_per_token=self.flops_per_token,
             tokens_per_step=self.batching.tokens_per_step,
-            **metadata,
+            **self.data.log_metadata(),
             device=name,
             cpu=hardware.cpu_facts() if device.type == "cpu" else None,
             world_size=self.dist.world,
@@ -138,10 +118,6 @@ class Report:
         step = self.state.step
         return step % self.config.log_interval == 0 or step == self.config.max_iters - 1
 
-    def add_step(self, step: Step) -> None:
-        """The numbers of a step that were fetched from the device, whether it has a line or not."""
-        self._norms_since_log.append(step.grad_norm)
-
     def step(self, lr: float, loss: Tensor | float, grad_norm: Tensor | float, **numbers: Tensor | float) -> None:
         """A step is done: prints and logs its line, if it has one.
 
@@ -150,39 +126,42 @@ class Report:
         self.timer.step_done(self.state.runner.take_tokens() * self.dist.world)
         if not self.is_due():
             return
-        window = self.timer.end_window()
+        step_s, tokens_per_s, data_wait = self.timer.end_window()
         step = self.state.step
         mean_loss = self._mean(loss)
         mean_norm = self._mean(grad_norm)
         own = {name: self._mean(value) for name, value in numbers.items()}
-        tokens_per_s = window.tokens_per_s
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
         has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops
         on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
+        grad_clip = self.config.grad_clip or math.inf
+        norms = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        self.grad_norms = []
         self.print0(
-            f"iter {step}: loss {mean_loss:.4f}, time {window.step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
+            f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
             f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {mean_norm:.3f}, "
-            f"data wait {window.data_wait * 100:.1f}%, eta {clock(self._left_s(window.step_s))}{more}"
+            f"data wait {data_wait * 100:.1f}%, eta {clock(self._left_s(step_s))}{more}"
         )
         known = {
             "iter": step,
             "loss": mean_loss,
-            "time_ms": window.step_s * 1e3,
+            "time_ms": step_s * 1e3,
             "mfu": mfu,
             "mfu_measured": mfu_measured,
             "tokens_per_s": tokens_per_s,
-            "data_wait": window.data_wait,
+            "data_wait": data_wait,
             "lr": lr,
             "grad_norm": mean_norm,
-            "clip_rate": clip_rate(self._norms_since_log, self.config.grad_clip),
+            "clip_rate": sum(norm > grad_clip for norm in norms) / len(norms)
+            if norms and grad_clip < math.inf
+            else None,
             "tokens": (step + 1) * self.batching.tokens_per_step,
             "train_s": self.timer.train_s(),
             "peak_memory_bytes": hardware.peak_memory_bytes(self.dist.device),
         }
         self.log.write("iter", **own, **known)  # a name of `numbers` that is taken is a TypeError
-        self._norms_since_log = []
 
     def _mean(self, value: Tensor | float) -> float:
         """A tensor's mean over the ranks; a float as it is."""
@@ -206,36 +185,24 @@ class Report:
         if kind in self.counts:
             self.counts[kind] += 1
 
-    def step_event(self, kind: str, step: Step, text: str, /, **fields: Any) -> None:
-        """An event of a step, with the rows of all batches that its batch has, and where in which file they are."""
-        n = self.batching.sequences
-        first = step.position * n
-        line = f"step {step.step}: {text}; its batch has rows {first:,} to {first + n - 1:,}, see log.jsonl"
-        place = {"rows": [first, first + n - 1], "windows": self._windows(n, step.position)}
-        self.event(kind, line, iter=step.step, loss=step.loss, **fields, **place)
-
     # ---- evaluations and saves ---------------------------------------------------------------------------
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Times an evaluation and prints now and then that it goes on. A terminal shows a progress bar instead."""
-        is_shown = sys.stderr.isatty()
-        with (
-            self.timer.spent_on("evaluation"),
-            nullcontext() if is_shown else not_silent("still evaluating", self.print0),
-        ):
+        """Times an evaluation, and prints now and then that it goes on where no terminal shows a progress bar."""
+        waiting = nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", self.print0)
+        with self.timer.spent_on("evaluation"), waiting:
             yield
 
     def warn(self, lines: list[str]) -> None:
         for line in lines:
             self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
-    def evaluation(
-        self, train: Evaluation, val: Evaluation, val_bpb: float | None, lr: float, texts: list[str], digest: str
-    ) -> None:
-        """val_bpb: the val loss in bits per byte, where that is known. texts: samples. digest: of the val windows."""
+    def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
+        """texts: samples."""
         step = self.state.step
         eval_s = self.timer.last_s["evaluation"]
+        val_bpb = self.data.bits_per_byte(val.loss)
         error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
         bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
         self.event(
@@ -251,85 +218,97 @@ class Report:
             train_s=self.timer.train_s(),
             eval_s=eval_s,
             eval_windows=val.windows,
-            eval_digest=digest,
+            eval_digest=self.data.eval_digest(self.batching)[1],
             val_batches=val.batch_losses,
         )
         if texts:
             self.log.write("sample", iter=step, texts=texts)
-        if math.isfinite(val.loss):
-            self._overfitting()
-
-    def _overfitting(self) -> None:
-        """Prints when the val loss has begun to rise while the train loss falls."""
         evaluations = self.state.evaluations
-        now = overfit(evaluations)
-        if now is None or overfit(evaluations[:-1]) is not None:
+        found = overfit(evaluations)
+        if found is not None and overfit(evaluations[:-1]) is None:  # it is printed once
+            best_step, rise = found
+            text = (
+                f"overfitting: the val loss has risen by {rise:.4f} since step {best_step}, while the train loss has "
+                "fallen; more data, --dropout or a smaller model may help"
+            )
+            self.event("overfit", text, iter=step, best_iter=best_step, rise=rise)
+
+    # ---- the end -----------------------------------------------------------------------------------------
+
+    def end(self, stop: str | None) -> None:
+        """Prints the screen and logs the "end" event; nothing after eval_only.
+
+        stop: why the run ends before max_iters, such as a signal's name.
+        """
+        config, state, timer = self.config, self.state, self.timer
+        bad, spikes, rewinds = self.counts["bad_step"], self.counts["spike"], self.counts["rewind"]
+        if config.eval_only:
             return
-        step, rise = now
-        self.event(
-            "overfit",
-            f"overfitting: the val loss has risen by {rise:.4f} since step {step}, while the train loss has fallen; "
-            "more data, --dropout or a smaller model may help",
-            iter=evaluations[-1].step,
-            best_iter=step,
-            rise=rise,
+        if stop == "patience":
+            n = without_improvement(state.evaluations)
+            best = min(state.evaluations, key=lambda e: e.val_loss)
+            self.print0(
+                f"patience={config.patience}: the last {n} evaluations improved by no more than the standard error; "
+                f"the lowest val loss was {best.val_loss:.4f} at step {best.step}"
+            )
+        elif stop and state.step > 0:
+            self.print0(f"stopped by {stop} at step {state.step}")
+        memory = hardware.peak_memory_bytes(self.dist.device)
+        memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
+        self.print0(
+            f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training ({clock(timer.wait_s)} "
+            f"waiting for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} "
+            f"of saving; warm-up {clock(self.warm_up_s)}; peak memory {memory_gib}; best val loss "
+            f"{state.best_val_loss:.4f}"
         )
-
-
-# ---- the end -------------------------------------------------------------------------------------------------
-
-
-def end_screen(config: RunSettings, state: TrainState, report: Report, stop: str | None) -> None:
-    """Prints the screen and logs the "end" event; nothing after eval_only.
-
-    stop: why the run ends before max_iters, such as a signal's name.
-    """
-    if config.eval_only:
-        return
-    timer = report.timer
-    print0 = report.print0
-    if stop == "patience":
-        n = without_improvement(state.evaluations)
-        best = lowest(state.evaluations)
-        print0(
-            f"patience={config.patience}: the last {n} evaluations improved by no more than the standard error; the "
-            f"lowest val loss was {best.val_loss:.4f} at step {best.step}"
+        if bad or spikes:
+            self.print0(f"{bad} steps without an update, {spikes} loss spikes, {rewinds} rewinds")
+        verdict = compare_with_band(state)
+        if verdict:
+            self.print0(verdict)
+        found = [e.step for e in state.evaluations if e.val_loss == state.best_val_loss]
+        self.log.write(
+            "end",
+            iter=state.step,
+            stop=stop,
+            train_s=timer.train_s(),
+            data_wait_s=timer.wait_s,
+            eval_s=timer.total_s["evaluation"],
+            save_s=timer.total_s["saving"],
+            peak_memory_bytes=memory,
+            best_val_loss=state.best_val_loss,
+            best_iter=found[0] if found else None,  # unknown where an older checkpoint has only the loss
+            bad_steps=bad,
+            spikes=spikes,
+            rewinds=rewinds,
         )
-    elif stop and state.step > 0:
-        print0(f"stopped by {stop} at step {state.step}")
-    memory = hardware.peak_memory_bytes(report.dist.device)
-    memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
-    print0(
-        f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training ({clock(timer.wait_s)} waiting "
-        f"for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} of saving; "
-        f"warm-up {clock(report.warm_up_s)}; peak memory {memory_gib}; best val loss {state.best_val_loss:.4f}"
-    )
-    bad = report.counts["bad_step"]
-    spikes = report.counts["spike"]
-    rewinds = report.counts["rewind"]
-    if bad or spikes:
-        print0(f"{bad} steps without an update, {spikes} loss spikes, {rewinds} rewinds")
-    verdict = compare_with_band(state)
-    if verdict:
-        print0(verdict)
-    found = [e.step for e in state.evaluations if e.val_loss == state.best_val_loss]
-    report.log.write(
-        "end",
-        iter=state.step,
-        stop=stop,
-        train_s=timer.train_s(),
-        data_wait_s=timer.wait_s,
-        eval_s=timer.total_s["evaluation"],
-        save_s=timer.total_s["saving"],
-        peak_memory_bytes=memory,
-        best_val_loss=state.best_val_loss,
-        best_iter=found[0] if found else None,  # unknown where an older checkpoint has only the loss
-        bad_steps=bad,
-        spikes=spikes,
-        rewinds=rewinds,
-    )
-    if report.dist.is_first:
-        next_commands(config, state, report)
+        if self.dist.is_first:
+            print_next_commands(config, state)
+
+
+def open_log(config: TrainConfig, state: TrainState) -> RunLog:
+    """The log of this run; an earlier run in out_dir is moved aside. Other ranks and eval_only write no file."""
+    dist = state.dist
+    if not dist.is_first or config.eval_only:
+        return RunLog(None)
+    wandb_run = None
+    if config.wandb_log:
+        settings = asdict(config)
+        wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, settings, state.wandb_run_id)
+        state.wandb_run_id = wandb_run.id
+    out_dir = store.folder_of(config.out_dir)
+    if config.init_from != "resume":
+        found = tuple(path.name for path in store.candidates(out_dir))
+        old = store.set_aside(out_dir, (*found, "log.jsonl"))
+        if old:
+            dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
+    elif math.isinf(state.best_val_loss) and state.first_step > 0:
+        best = store.best_of(out_dir)
+        is_last = best in store.candidates(out_dir)[:1]  # a folder, which the run goes on from
+        old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
+        kept = f"; {best.name} is now in {old}" if best and old else ""
+        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
+    return RunLog(out_dir / "log.jsonl", wandb_run)
 
 
 def compare_with_band(state: TrainState) -> str:
@@ -341,13 +320,12 @@ def compare_with_band(state: TrainState) -> str:
     return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
 
 
-def next_commands(config: RunSettings, state: TrainState, report: Report) -> None:
+def print_next_commands(config: TrainConfig, state: TrainState) -> None:
     """The best model on the disk, and the commands to sample from it, to go on and to compare."""
-    print0 = report.print0
+    print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
     best = store.best_of(out_dir)
-    last = next(iter(store.candidates(out_dir)), None)
-    model = best or last
+    model = best or next(iter(store.candidates(out_dir)), None)
     if model is None:
         print0(f"no checkpoint was saved in {out_dir}")
         return
@@ -355,43 +333,30 @@ def next_commands(config: RunSettings, state: TrainState, report: Report) -> Non
     print0(f"{kind} of step {store.load(model, checksums=False).iter_num}: {model}")
     chat = ["--chat"] if state.chat is not None else []
     print0("sample:  " + command("python", "sample.py", f"--out_dir={model}", *chat))
-    more = []  # the settings without which a resumed run would have nothing to do
-    if 0 < config.patience <= without_improvement(state.evaluations):
-        more = ["--patience=0"]
-    if state.step >= config.max_iters:
-        more = [f"--max_iters={2 * state.step}"]
-        if config.decay_lr and not config.lr_decay_iters:  # the schedule gets another end
-            more.append("--resume_changed=True")
-    print0("resume:  " + resume_command(config, state, report.dist.world, *more))
-    if "--resume_changed=True" in more:
-        print0("         a longer run changes the learning rate; --resume_changed=True turns off the check for that")
-    print0("report:  " + command("python", "bench/report.py", str(out_dir)))
-    print0("compare: " + command("python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"))
-
-
-def resume_command(config: RunSettings, state: TrainState, world: int, *more: str) -> str:
-    """What to type to go on with this run; the checkpoint knows most of its settings. more: further settings."""
-    again = [f"--{name}={value}" for name, value in sensitive(asdict(state.config)).items()]
-    out_dir = store.folder_of(config.out_dir)
-    script = command("train.py", "--init_from=resume", f"--out_dir={out_dir}", *again, *more)
-    if not state.dist.distributed:
-        return f"python {script}"
+    # The settings that the checkpoint does not give, and those without which a resumed run would have nothing to do.
+    more = [f"--{name}={value}" for name, value in sensitive(asdict(config)).items()]
+    is_longer = state.step >= config.max_iters
+    has_other_end = is_longer and config.decay_lr and not config.lr_decay_iters  # of its schedule
+    if is_longer:
+        more.append(f"--max_iters={2 * state.step}")
+    elif 0 < config.patience <= without_improvement(state.evaluations):
+        more.append("--patience=0")
+    if has_other_end:
+        more.append("--resume_changed=True")
+    launcher = "python"
+    if state.dist.distributed:
+        launcher = f"torchrun --standalone --nproc_per_node={state.dist.world}"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses
-        return f"torchrun (with its options as before) {script}"
-    return f"torchrun --standalone --nproc_per_node={world} {script}"
+        launcher = "torchrun (with its options as before)"
+    script = command("train.py", "--init_from=resume", f"--out_dir={out_dir}", *more)
+    print0(f"resume:  {launcher} {script}")
+    if has_other_end:
+        print0("         a longer run changes the learning rate; --resume_changed=True turns off the check for that")
+    print0("report:  " + command("python", "bench/report.py", out_dir))
+    print0("compare: " + command("python", "bench/compare.py", out_dir, "OTHER_OUT_DIR"))
 
 
 def command(*words: str | Path) -> str:
     """A line to type in this system's shell."""
     texts = [str(word) for word in words]
-    return subprocess.list2cmdline(texts) if sys.platform == "win32" else " ".join(map(quoted, texts))
-
-
-def quoted(word: str) -> str:
-    """A word for a POSIX shell. What the terminal would not show as it is becomes bytes, which bash and zsh read."""
-    encoding = sys.stdout.encoding or "utf-8"
-    if word.isprintable() and word.encode(encoding, "replace").decode(encoding) == word:
-        return shlex.quote(word)
-    plain = string.ascii_letters + string.digits + "-_./=:,+@%"
-    escaped = [chr(byte) if chr(byte) in plain else f"\\x{byte:02x}" for byte in os.fsencode(word)]
-    return f"$'{''.join(escaped)}'"
+    return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)

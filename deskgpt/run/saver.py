@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -20,26 +19,27 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import group_for_saves, is_dtensor, local
 from deskgpt.run.report import Report
-from deskgpt.run.settings import RunSettings
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
+
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 MEMORY_FACTOR = 1.5  # how much of a copy's size must be free: the system needs some, too
 
 
-@dataclass
+@dataclass(eq=False)
 class Saved:
-    """A save that has ended."""
+    """A save that was begun."""
 
     step: int
     best: bool
-    save_s: float | None = None  # what it cost the training loop, which sets this
-    write_s: float = 0.0  # until the files were durable
+    save_s: float = 0.0  # what it cost the training loop
+    write_s: float | None = None  # until the files were durable; None while it goes on
     error: BaseException | None = None
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """The latest checkpoint on the disk, to which a run can go back."""
 
     path: Path  # of the file or its folder
@@ -65,26 +65,24 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.latest_step = self.kept.step if self.kept else 0  # that was saved, or that the run began with
-        self.writes = True
-        self.is_stale = False  # whether the run went back to that step: what it skips must be saved
-        self.thread: threading.Thread | None = None
         self.last: Saved | None = None
-        self.ended: list[Saved] = []
-        self.has_taken_over = False
-        self.has_noted_memory = False
+        self._reported: Saved | None = None
+        self._thread: threading.Thread | None = None
+        self._has_taken_over = False
 
     @classmethod
-    def of(cls, config: RunSettings, state: TrainState) -> Saver:
+    def of(cls, config: TrainConfig, state: TrainState) -> Saver:
         """For a run of these settings."""
         group = group_for_saves(config.dist_timeout_s) if state.runner.sharded else None
         kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
         out_dir = store.folder_of(config.out_dir)
         print0 = state.dist.print0
         saver = cls(out_dir, print0, state.best_val_loss, config.keep_checkpoints, config.save_async, group, kept)
-        saver.writes = not config.eval_only
         if config.init_from not in ("scratch", "resume"):
             saver.latest_step = -1  # weights that were trained elsewhere can stay the best: they are saved, too
         return saver
+
+    # ---- in a run ----------------------------------------------------------------------------------------
 
     def save_if_new(self, state: TrainState, report: Report, best: bool) -> None:
         """Saves the run as it is now, unless its step was saved already. All ranks call this.
@@ -92,41 +90,44 @@ class Saver:
         best: whether its val loss is the best so far. That of random weights is not worth a file. While gradients are
         not finite nothing is saved: the weights may be the cause, and the last good checkpoint stays.
         """
-        if state.bad_in_a_row or not self.writes:
-            return
         is_new_best = best and state.step > 0
-        if state.step == self.latest_step and not is_new_best and not self.is_stale:
+        is_saved = state.step == self.latest_step and not is_new_best
+        if is_saved or state.bad_in_a_row or state.config.eval_only:
             return
         self.latest_step = state.step
-        self.is_stale = False
         if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
             with report.timer.spent_on("saving"):
+                self.wait()
+                self.report_ended(state, report)
                 saving = self.save(state.checkpoint(), best)
             saving.save_s = report.timer.last_s["saving"]
+
+    def report_ended(self, state: TrainState, report: Report) -> None:
+        """Reports the last save, once, when it has ended. After one that failed, an earlier loss is the best."""
+        saved = self.last
+        if saved is None or saved.write_s is None or saved is self._reported:
+            return
+        self._reported = saved
+        if saved.error is None:
+            report.event("save", "", iter=saved.step, best=saved.best, save_s=saved.save_s, write_s=saved.write_s)
+            return
+        if not isinstance(saved.error, OSError | ValueError):  # no user's
+            raise saved.error
+        self.latest_step = -1  # so that the same step is tried again
+        state.best_val_loss = self.best_val_loss
 
     def finish(self, state: TrainState, report: Report, stop: str | None) -> None:
         """At the end of a run: saves what was not saved yet if something stopped it, and waits for the last save."""
         if stop:
             self.save_if_new(state, report, best=False)
         self.wait()
-        self.report_finished(state, report)
-
-    def report_finished(self, state: TrainState, report: Report) -> None:
-        """Reports the saves that have ended since the last call. After one that failed, an earlier loss is the best."""
-        for saved in self.finished():
-            if saved.error is None:
-                times = {"save_s": saved.save_s, "write_s": saved.write_s}
-                report.event("save", "", iter=saved.step, best=saved.best, **times)
-            elif saved is self.last:
-                self.latest_step = -1  # so that the same step is tried again
-                state.best_val_loss = self.best_val_loss
+        self.report_ended(state, report)
 
     def latest(self, dist: DistContext) -> Kept | None:
         """The latest checkpoint, once the save that goes on has ended. All ranks call this and get the same."""
         self.wait()
-        self.kept = dist.gather(self.kept)[0]
-        return self.kept
+        return dist.gather(self.kept)[0]
 
     def kept_text(self) -> str:
         """What an error says about the checkpoints."""
@@ -135,70 +136,53 @@ class Saver:
             return "no checkpoint was saved yet"
         return f"the last checkpoint is {self.kept.path} of step {self.kept.step}"
 
-    def save(self, state: Checkpoint, best: bool) -> Saved:
-        """Begins to write a checkpoint, after the one before has been written. The state may change afterwards."""
-        self.wait()
-        self.last = saved = Saved(state.iter_num, best)
-        has_room = self.in_background and has_room_for(state)
-        if self.in_background and not has_room and not self.has_noted_memory:
-            self.print0("little memory is free: training waits while a checkpoint is written")
-            self.has_noted_memory = True
-        if not has_room:
-            self._write(state, saved)
-            return saved
-        # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
-        self.thread = threading.Thread(target=self._write, args=(snapshot(state), saved), name="saver")
-        self.thread.start()
-        return saved
+    # ---- writing -----------------------------------------------------------------------------------------
 
-    def _write(self, state: Checkpoint, saved: Saved) -> None:
+    def save(self, checkpoint: Checkpoint, best: bool) -> Saved:
+        """Begins to write, after the save before has ended. What it holds may change afterwards."""
+        self.wait()
+        self.last = Saved(checkpoint.iter_num, best)
+        if self.in_background and has_room_for(checkpoint):
+            # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
+            copy = snapshot(checkpoint)
+            self._thread = threading.Thread(target=self._write, args=(copy, self.last), name="saver")
+            self._thread.start()
+            return self.last
+        if self.in_background:
+            self.print0("little memory is free: training waits while the checkpoint is written")
+        self._write(checkpoint, self.last)
+        return self.last
+
+    def _write(self, checkpoint: Checkpoint, saved: Saved) -> None:
         t0 = time.perf_counter()
         try:
-            refuse_broken(state)
-            if not self.has_taken_over:
-                agreed(self.group, lambda: self._take_over(state.iter_num))
-                self.has_taken_over = True
-            store.save(state, self.out_dir, saved.best, self.keep, self.group)
+            if not self._has_taken_over:
+                agreed(self.group, lambda: self._take_over(saved.step))
+                self._has_taken_over = True
+            store.save(checkpoint, self.out_dir, saved.best, self.keep, self.group)
             self.kept = Kept(self.out_dir / store.NAME if self.group is None else self.out_dir, saved.step)
             if saved.best:
-                self.best_val_loss = state.best_val_loss
+                self.best_val_loss = checkpoint.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
             saved.error = e
         saved.write_s = time.perf_counter() - t0
-        self.ended.append(saved)
+        if isinstance(saved.error, OSError | ValueError):
+            self.print0(f"{saved.error}; the run goes on and tries again at the next save")
 
     def _take_over(self, step: int) -> None:
         if self.group is None or distributed.get_rank(self.group) == 0:
             store.take_over(self.out_dir, self.print0, step)
 
-    def finished(self) -> Iterator[Saved]:
-        """The saves that have ended since the last call. Prints which failed; raises what is no user's error."""
-        while self.ended:
-            saved = self.ended.pop(0)
-            if saved.error is not None:
-                if not isinstance(saved.error, OSError | ValueError):
-                    raise saved.error
-                self.print0(f"{saved.error}; the run goes on and tries again at the next save")
-            yield saved
-
     def wait(self) -> None:
         """Returns when the last save has ended."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def raise_if_last_failed(self) -> None:
         """Raises what the last save failed with."""
         if self.last is not None and self.last.error is not None:
             raise self.last.error
-
-
-def refuse_broken(state: Checkpoint) -> None:
-    """Raises ValueError for weights whose own validation loss is not finite: the checkpoint before them is better."""
-    evaluations = (state.health or {}).get("evaluations") or [[None, 0.0, 0.0, None]]
-    step, _, val_loss, _ = evaluations[-1]
-    if step == state.iter_num and not math.isfinite(val_loss):
-        raise ValueError(f"the checkpoint of step {step} is not written: its val loss is {val_loss}")
 
 
 def snapshot(state: Checkpoint) -> Checkpoint:

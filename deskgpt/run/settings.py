@@ -1,76 +1,24 @@
-"""The settings of a run as the rooms see them, and what becomes of them when a run is resumed or finetuned.
-
-train.py's TrainConfig is the list of settings. RunSettings names those that this room reads, with their types, so that
-nothing here imports the script or reads settings by a string.
-"""
+"""The settings of a run that resumes or finetunes another one, and how those of two runs differ."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from configurator import read_settings
 from deskgpt.checkpoint import store
-from deskgpt.checkpoint.store import EVAL_WINDOWS, VAL_DATA
 from deskgpt.compute.distributed import DistContext, dist_env
-from deskgpt.estimate.fit import VariantSettings
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local
 from deskgpt.system.terminal import shortened
 from model import GPTConfig, ModelSettings
 
-
-class RunSettings(VariantSettings, Protocol):
-    """The settings that deskgpt/run reads, by train.py's names."""
-
-    # input and output
-    out_dir: str
-    init_from: str
-    eval_interval: int
-    eval_tokens: int
-    dry_run: bool
-    log_interval: int
-    # saving and stopping
-    save_interval: int
-    save_minutes: float
-    save_async: bool
-    keep_checkpoints: int
-    max_hours: float
-    patience: int
-    resume_changed: bool
-    max_bad_steps: int
-    on_spike: Any  # go, stop or rewind
-    # batch
-    block_size: int
-    batch_size: int
-    gradient_accumulation_steps: int
-    # optimizer and schedule
-    optimizer: Any  # adamw or muon
-    max_iters: int
-    max_minutes: float
-    grad_clip: float
-    decay_lr: bool
-    warmup_iters: int
-    lr_decay_iters: int
-    cooldown_iters: int
-    # machine
-    seed: int
-    dropout: float
-    dp_shard: int
-    world: int
-    sample_interval: int
-    reshard_after_forward: bool
-    dist_timeout_s: float
-    wandb_log: bool
-    wandb_project: str
-    wandb_run_name: str
-
-
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
@@ -78,11 +26,11 @@ RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dro
 PLANNED = ("max_iters", "warmup_iters", "lr_decay_iters", "cooldown_iters")
 
 
-def settings_of_start(cls: type[Config], argv: list[str]) -> dict[str, Any]:
+def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]:
     """All settings of the run that argv starts, by name, after init_from is followed. Raises ConfigError.
 
-    cls: the script's settings. A resumed run begins with the settings of its checkpoint, a finetuned one with those of
-    the model; config files and the command line override them.
+    A resumed run begins with the settings of its checkpoint, a finetuned one with those of the model; config files and
+    the command line override them.
     """
     settings = read_settings(cls, argv)
     if settings["init_from"] == "auto" and not store.is_one(settings["out_dir"]):
@@ -104,11 +52,11 @@ def settings_of_start(cls: type[Config], argv: list[str]) -> dict[str, Any]:
     return read_settings(cls, argv, settings_of_model(exported, source)) if exported else settings
 
 
-def resumed_settings(cls: type[Config], argv: list[str], out_dir: str) -> dict[str, Any]:
+def resumed_settings(cls: type[TrainConfig], argv: list[str], out_dir: str) -> dict[str, Any]:
     """The settings of the run in out_dir, overridden by config files and command line, but for the model's size."""
     saved = store.load(out_dir, checksums=False)
     of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
-    known = {name: value for name, value in saved.config.items() if name in names_of(cls)}
+    known = known_settings(cls, saved.config)
     left_out = sensitive(known)
     known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "resume_changed": False}
     for name in left_out:
@@ -117,37 +65,33 @@ def resumed_settings(cls: type[Config], argv: list[str], out_dir: str) -> dict[s
     known["max_minutes"] = 0.0  # the steps that it allowed are in max_iters
 
     settings = read_settings(cls, [*of_model, *argv], known)
-    defaults = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
-    print_left_out({name: value for name, value in left_out.items() if settings[name] == defaults[name]}, out_dir)
+    defaults = {f.name: f.default for f in fields(cls)}
+    for name, value in left_out.items():
+        if settings[name] != defaults[name]:
+            continue  # the user has typed it again
+        text = shortened(value)
+        if name == "dataset":
+            raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
+        if dist_env(os.environ).rank == 0:
+            print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
     if settings["init_from"] == "auto":  # the same command as before: its time was planned already
         settings["init_from"] = "resume"
         if settings["max_minutes"]:
             settings |= planned | {"max_minutes": 0.0}
     elif settings["max_minutes"]:  # new minutes: the steps that the user names, else as many as fit
         settings["max_iters"] = read_settings(cls, argv)["max_iters"]
-    keep_eval_windows(settings, read_settings(cls, [], known))
+    before = read_settings(cls, [], known)
+    counts_batches = not before["eval_tokens"] and not settings["eval_tokens"]
+    same_count = counts_batches and settings["eval_iters"] == before["eval_iters"]
+    if same_count and settings["batch_size"] != before["batch_size"]:  # an evaluation keeps its windows
+        settings["eval_tokens"] = before["eval_iters"] * before["batch_size"] * settings["block_size"]
     return settings
 
 
-def keep_eval_windows(settings: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """With another micro-batch an evaluation keeps its windows: they are stated as tokens."""
-    counts_batches = not before["eval_tokens"] and not settings["eval_tokens"]
-    same_count = counts_batches and settings["eval_iters"] == before["eval_iters"]
-    if same_count and settings["batch_size"] != before["batch_size"]:
-        settings["eval_tokens"] = before["eval_iters"] * before["batch_size"] * settings["block_size"]
-
-
-def earlier_settings(cls: type[Config], saved: Mapping[str, Any]) -> Config | None:
-    """The settings of the run that a checkpoint is of, None where it has none (nanoGPT's has fewer).
-
-    A setting that came later has its default, which is what runs before it did.
-    """
-    known = {name: value for name, value in saved.items() if name in names_of(cls)}
-    return cls(**known) if "learning_rate" in known else None
-
-
-def names_of(cls: type) -> set[str]:
-    return {f.name for f in fields(cls)}
+def known_settings(cls: type[TrainConfig], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint that there still are; nanoGPT has others, too."""
+    names = {f.name for f in fields(cls)}
+    return {name: value for name, value in saved.items() if name in names}
 
 
 def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:
@@ -161,31 +105,16 @@ def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     wandb_log sends data away, and Windows logs in to the host that a path names.
     """
-    found = {}
-    if settings.get("wandb_log", False) is not False:
-        found["wandb_log"] = settings["wandb_log"]
-    dataset = settings.get("dataset")
-    if isinstance(dataset, str) and not is_local(dataset):
-        found["dataset"] = dataset
-    return found
-
-
-def print_left_out(left_out: Mapping[str, Any], out_dir: str) -> None:
-    """Prints which sensitive settings this run goes without. Raises ConfigError if it has no dataset then."""
-    for name, value in left_out.items():
-        text = shortened(value)
-        if name == "dataset":
-            raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
-        if dist_env(os.environ).rank == 0:
-            print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
+    is_risky = {
+        "wandb_log": settings.get("wandb_log", False) is not False,
+        "dataset": isinstance(settings.get("dataset"), str) and not is_local(settings["dataset"]),
+    }
+    return {name: settings[name] for name, risky in is_risky.items() if risky}
 
 
 # ---- differences between the resumed run and this one --------------------------------------------------------
 
 Metadata = dict[str, Any]
-
-# Where one of these changes, the best loss so far is another quantity than this run's losses.
-OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS, "block_size"}
 
 SETTINGS: tuple[str, ...] = ("block_size", "seed", "dropout", "align_documents")
 SETTINGS += ("weight_decay", "beta1", "beta2", "momentum", "grad_clip")
@@ -202,50 +131,59 @@ class Change:
     name: str
     before: str
     now: str
-    matters: bool = True  # for what is learned or compared; other changes are only printed
 
     def __str__(self) -> str:
         return f"{self.name}: {self.before} before, {self.now} now"
 
 
-def changes_of_settings(
-    before: RunSettings,
-    now: RunSettings,
-    n_val_windows: Sequence[int],
-    rate: Callable[[Any, int], float],
-    done: int,
-) -> list[Change]:
-    """How the settings of two runs differ, for what is learned and compared.
-
-    n_val_windows: what an evaluation reads of the val data, before and now. rate: the learning rate at a step. done:
-    steps so far. Schedules may differ in what comes later: with the same past, it is the same experiment.
-    """
-    windows_before, windows_now = n_val_windows
-    found = compare(of_experiment(before, windows_before), of_experiment(now, windows_now))
-    n = min(done, RATES_COMPARED)
-    steps = [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
-    rates = [(rate(before, step), rate(now, step)) for step in steps]
-    apart = [abs(old - new) / max(old, new, 1e-30) for old, new in rates]
-    differs = max(apart, default=0.0) > 1e-9
-    if differs:
-        worst = apart.index(max(apart))
-        old, new = rates[worst]
-        end = before.lr_decay_iters or before.max_iters
-        has_other_end = end != (now.lr_decay_iters or now.max_iters)
-        remedy = f" (--lr_decay_iters={end} keeps the schedule's end)" if has_other_end else ""
-        found.append(Change(f"learning rate at step {steps[worst]:,}", f"{old:.6g}", f"{new:.6g}{remedy}"))
-    schedule_before = {"schedule": {name: getattr(before, name) for name in SCHEDULE}}
-    schedule_now = {"schedule": {name: getattr(now, name) for name in SCHEDULE}}
-    return found + compare(schedule_before, schedule_now, matters=differs)
+def compare(before: Any, now: Metadata) -> list[Change]:
+    """What both know and what differs, in the order of `now`. before: a checkpoint's may be of any type."""
+    found = []
+    for name, value in now.items():
+        old = before.get(name) if isinstance(before, dict) else None
+        if isinstance(value, dict):
+            found += [replace(change, name=f"{name}, {change.name}") for change in compare(old, value)]
+        elif isinstance(old, str | float | int) and value is not None and old != value:
+            found.append(Change(name, as_text(old), as_text(value)))
+    return found
 
 
-def of_experiment(config: RunSettings, n_val_windows: int) -> Metadata:
+def as_text(value: Any) -> str:
+    if type(value) is int:
+        return f"{value:,}"
+    text = str(value)[:200]  # of a checkpoint, from anywhere
+    return text if text.isprintable() else repr(text)
+
+
+def of_experiment(config: TrainConfig) -> Metadata:
     """What the settings say about the experiment. A global batch in other micro-batches is the same one."""
     found: Metadata = {name: getattr(config, name) for name in SETTINGS}
     if config.optimizer != "muon":
         del found["momentum"]
-    found["sequences per step"] = config.batch_size * config.gradient_accumulation_steps
-    return found | {EVAL_WINDOWS: n_val_windows}
+    return found | {"sequences per step": config.batch_size * config.gradient_accumulation_steps}
+
+
+def changed_schedule(
+    before: TrainConfig, now: TrainConfig, rate: Callable[[TrainConfig, int], float], done: int
+) -> tuple[list[Change], list[Change]]:
+    """The first step so far whose learning rate differs most, if one does, and all settings of the schedule that do.
+
+    Schedules may differ in what comes later: with the same past, it is the same experiment. done: steps so far.
+    """
+    schedules = [{"schedule": {name: getattr(config, name) for name in SCHEDULE}} for config in (before, now)]
+    of_schedule = compare(*schedules)
+    n = min(done, RATES_COMPARED)
+    steps = [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
+    rates = {step: (rate(before, step), rate(now, step)) for step in steps}
+    apart = {step: abs(old - new) / max(old, new, 1e-30) for step, (old, new) in rates.items()}
+    worst = max(apart, key=apart.__getitem__, default=None)
+    if worst is None or apart[worst] <= 1e-9:
+        return [], of_schedule
+    old, new = rates[worst]
+    end = before.lr_decay_iters or before.max_iters
+    has_other_end = end != (now.lr_decay_iters or now.max_iters)
+    remedy = f" (--lr_decay_iters={end} keeps the schedule's end)" if has_other_end else ""
+    return [Change(f"learning rate at step {worst:,}", f"{old:.6g}", f"{new:.6g}{remedy}")], of_schedule
 
 
 def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dist: DistContext) -> None:
@@ -262,22 +200,3 @@ def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dis
                 f"{change.name} is {change.before} on rank 0 (host {first_host}), but {change.now} on rank {rank} "
                 f"(host {host}): all hosts need the same code, data and settings"
             )
-
-
-def compare(before: Any, now: Metadata, matters: bool = True) -> list[Change]:
-    """What both know and what differs, in the order of `now`. before: a checkpoint's may be of any type."""
-    found = []
-    for name, value in now.items():
-        old = before.get(name) if isinstance(before, dict) else None
-        if isinstance(value, dict):
-            found += [replace(change, name=f"{name}, {change.name}") for change in compare(old, value, matters)]
-        elif isinstance(old, str | float | int) and value is not None and old != value:
-            found.append(Change(name, as_text(old), as_text(value), matters))
-    return found
-
-
-def as_text(value: Any) -> str:
-    if type(value) is int:
-        return f"{value:,}"
-    text = str(value)[:200]  # of a checkpoint, from anywhere
-    return text if text.isprintable() else repr(text)

@@ -19,7 +19,7 @@ from deskgpt.run.diagnosis import EvalRecord, without_improvement
 
 if TYPE_CHECKING:
     from deskgpt.compute.distributed import DistContext
-    from deskgpt.run.settings import RunSettings
+    from train import TrainConfig
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class StopController:
     evaluation.
     """
 
-    def __init__(self, config: RunSettings, dist: DistContext, started: float, sharded: bool) -> None:
+    def __init__(self, config: TrainConfig, dist: DistContext, started: float, sharded: bool) -> None:
         """started: the instant of the run's start. sharded: whether ranks share weights."""
         self.reason: str | None = None
         self.dist = dist

@@ -7,26 +7,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Runner
-from deskgpt.run.settings import RunSettings
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 from deskgpt.system.terminal import clock
 
-
-@dataclass(frozen=True)
-class Window:
-    """The steps between two log lines."""
-
-    step_s: float  # mean time of a step
-    tokens_per_s: float
-    data_wait: float  # share of the time that was spent waiting for data
+if TYPE_CHECKING:
+    from train import TrainConfig
 
 
 class StepTimer:
@@ -67,16 +61,16 @@ class StepTimer:
         """For data."""
         self.wait_s += seconds
 
-    def end_window(self) -> Window:
-        """The steps since the last window, which end now."""
+    def end_window(self) -> tuple[float, float, float]:
+        """(seconds per step, tokens per second, share of time spent waiting for data) since this was last called."""
         now_s = self.train_s()
         window_s = now_s - self._window_began_s
         wait_s = self.wait_s - self._window_wait_s
-        window = Window(window_s / self._window_steps, self._window_tokens / window_s, wait_s / window_s)
+        per_step = (window_s / self._window_steps, self._window_tokens / window_s, wait_s / window_s)
         self._window_began_s = now_s
         self._window_wait_s = self.wait_s
         self._window_steps = self._window_tokens = 0
-        return window
+        return per_step
 
     @contextmanager
     def spent_on(self, what: str) -> Iterator[None]:
@@ -109,7 +103,7 @@ class TimeBudget:
     together. A run that would end earlier by itself keeps its settings.
     """
 
-    def __init__(self, config: RunSettings, started: float, state: TrainState) -> None:
+    def __init__(self, config: TrainConfig, started: float, state: TrainState) -> None:
         """started: when the clock began. Raises ValueError where a resumed run's schedule would change."""
         self.is_limited = config.max_minutes > 0 and not config.eval_only
         if (

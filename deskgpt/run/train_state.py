@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,15 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import saved_variant
 from deskgpt.compute.runner import Evaluation, Runner
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
-from deskgpt.system.files import Fields, check_record, is_number
+from deskgpt.system.files import is_number
 from deskgpt.system.terminal import reason
 from model import GPT
 
-# Under "health" in a checkpoint.
-COUNTS: Fields = dict.fromkeys(("skipped_batches", "rewound_to", "rewinds_there", "steps_since_spike"), is_number)
+if TYPE_CHECKING:
+    from deskgpt.run.health import Step
+    from train import TrainConfig
+
+REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "health" in a checkpoint
 
 
 class TrainState:
@@ -31,8 +34,10 @@ class TrainState:
     hold.
     """
 
-    def __init__(self, config: Any, runner: Runner, optimizer: torch.optim.Optimizer, dist: DistContext) -> None:
-        """config: the script's settings, a dataclass; a checkpoint has them as they are when it is taken.
+    def __init__(
+        self, config: TrainConfig, runner: Runner, optimizer: torch.optim.Optimizer, dist: DistContext
+    ) -> None:
+        """config: a checkpoint has the settings as they are when it is taken.
 
         Raises ValueError where a checkpoint would lose something.
         """
@@ -50,7 +55,7 @@ class TrainState:
         self.best_val_loss = math.inf
         self.evaluations: list[EvalRecord] = []
         self.spikes = SpikeDetector()
-        self.bad_in_a_row: list[Any] = []  # the last steps, while their gradients were not finite
+        self.bad_in_a_row: list[Step] = []  # the last steps, while their gradients were not finite
         self.skipped_batches = 0  # by rewinds
         self.rewound_to = 0  # the step of the checkpoint that the last rewind went to
         self.rewinds_there = 0
@@ -141,27 +146,31 @@ class TrainState:
 
     def rewind(self, saved: Checkpoint, source: Path, position: int) -> None:
         """Back to a checkpoint of this run, to go on with the batch after the one at `position`."""
-        rewinds = self.rewinds_to(saved.iter_num) + 1
+        rewinds = self.rewinds_there if saved.iter_num == self.rewound_to else 0
         restore_weights(self.runner.model, saved)
         self._restore(saved, str(source), trains=True)
+        self.bad_in_a_row.clear()
         self.rewound_to = self.step
-        self.rewinds_there = rewinds
+        self.rewinds_there = rewinds + 1
         self.skipped_batches = position + 1 - self.step
-
-    def rewinds_to(self, step: int) -> int:
-        """How many times the run has gone back to the checkpoint of this step."""
-        return self.rewinds_there if step == self.rewound_to else 0
 
     def _restore(self, saved: Checkpoint, source: str, trains: bool) -> None:
         if trains:
             self.optimizer_state.load(saved.optimizer, source, saved.folder)
-        if trains and saved.scaler:
-            self.runner.scaler.load_state_dict(saved.scaler)
         self.step = saved.iter_num
         self._saved_extra = saved.parts or {}
         for name in self._extra:
             self._restore_extra(name)
-        self._restore_progress(saved.health, source)
+        self.spikes = SpikeDetector()
+        self.evaluations = []
+        try:
+            if trains and saved.scaler:
+                if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
+                    raise ValueError
+                self.runner.scaler.load_state_dict(saved.scaler)
+            self._restore_progress(saved.health or {})
+        except Exception:  # an untrusted state can raise nearly anything
+            raise ValueError(f"{source}: its loss scale, or its record of past losses, is damaged") from None
 
     def _restore_extra(self, name: str) -> None:
         """Gives a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
@@ -176,31 +185,26 @@ class TrainState:
 
     def _progress(self) -> dict[str, Any]:
         """Under "health" in a checkpoint, as plain values."""
-        return {
-            "skipped_batches": self.skipped_batches,
-            "rewound_to": self.rewound_to,
-            "rewinds_there": self.rewinds_there,
+        return {name: getattr(self, name) for name in REWINDS} | {
             "losses": list(self.spikes.losses),
             "steps_since_spike": self.spikes.steps_since_spike,
             "evaluations": [list(e) for e in self.evaluations],
         }
 
-    def _restore_progress(self, state: dict[str, Any] | None, source: str) -> None:
-        self.spikes = SpikeDetector()
-        self.evaluations = []
-        if state is None:
+    def _restore_progress(self, saved: dict[str, Any]) -> None:
+        if not saved:  # nanoGPT's
             return
-        try:
-            check_record(state, COUNTS, required=COUNTS)
-            self.skipped_batches = state["skipped_batches"]
-            self.rewound_to = state["rewound_to"]
-            self.rewinds_there = state["rewinds_there"]
-            self.spikes.losses.extend(float(loss) for loss in state["losses"])
-            self.spikes.steps_since_spike = state["steps_since_spike"]
-            for step, train_loss, val_loss, error in state["evaluations"]:
-                if not is_number(step):
-                    raise ValueError
-                known = None if error is None else float(error)
-                self.evaluations.append(EvalRecord(step, float(train_loss), float(val_loss), known))
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{source}: its record of skipped batches and past losses is damaged") from None
+        for name in REWINDS:
+            setattr(self, name, count(saved[name]))
+        self.spikes.losses.extend(map(float, saved["losses"]))
+        self.spikes.steps_since_spike = count(saved["steps_since_spike"])
+        for step, train_loss, val_loss, error in saved["evaluations"]:
+            error = None if error is None else float(error)
+            self.evaluations.append(EvalRecord(count(step), float(train_loss), float(val_loss), error))
+
+
+def count(value: Any) -> int:
+    """A whole number. Raises ValueError for anything else in its place."""
+    if not is_number(value):
+        raise ValueError
+    return int(value)
