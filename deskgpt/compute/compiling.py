@@ -13,6 +13,8 @@ import textwrap
 
 import torch
 
+from deskgpt.kernels import replacements
+
 # ---- inductor's settings -------------------------------------------------------------------------------------
 
 # GCC's bug 113255 is in all versions before this one, and this flag avoids it; see work_around_gcc.
@@ -20,6 +22,19 @@ FIRST_FIXED_GCC = 14
 NO_ALIGNING_COPIES = "-mno-align-stringops"
 
 VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
+
+
+def prepare(device: torch.device) -> None:
+    """Sets up what torch.compile needs, before anything is compiled. Raises as set_up_inductor.
+
+    Silences two of its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have
+    none), and that matmuls are not autotuned on a card of fewer than 68 SMs.
+    """
+    replacements.register_operators()
+    for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if device.type == "cpu":
+        set_up_inductor()
 
 
 def set_up_inductor() -> None:
@@ -40,16 +55,6 @@ def set_up_inductor() -> None:
     if inductor.cpp.simdlen is None:
         inductor.cpp.simdlen = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
     work_around_gcc()
-
-
-def quieten() -> None:
-    """Silences two warnings of torch.compile that ask for nothing.
-
-    One is about operations in place with selective checkpoints; blocks have none. The other says that matmuls are not
-    autotuned on a card of fewer than 68 SMs.
-    """
-    for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def work_around_gcc() -> bool:

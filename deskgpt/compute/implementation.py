@@ -119,7 +119,7 @@ class Tuner:
         with verify.undisturbed(self.model):
             attentions = self.attentions_to_try()
             dtypes = self.dtypes_to_try()
-            self.check_replacements(attentions, dtypes)
+            self.check_replacements(attentions[-1], dtypes)  # the candidates for kernels are also flash's
             variant = self.fastest([self.variant(dtype, attention) for dtype in dtypes for attention in attentions])
             compiles = self.compiles()
             self.enlarge(replace(variant, compiled=bool(compiles)))
@@ -197,17 +197,17 @@ class Tuner:
 
     def compiled(self, variant: Variant) -> Variant:
         """The variant, compiled, with the replacements that are right then."""
-        self.check_replacements([variant.attention], [variant.dtype], compiled=True)
+        self.check_replacements(variant.attention, [variant.dtype], compiled=True)
         return replace(self.variant(variant.dtype, variant.attention), compiled=True)
 
-    def check_replacements(self, attentions: list[str], dtypes: list[str], compiled: bool = False) -> None:
+    def check_replacements(self, attention: str, dtypes: list[str], compiled: bool = False) -> None:
         """Finds out which replacements compute something else than model.py here, and prints each once.
 
         Raises ValueError where the settings ask for the C++ kernels and their attention is wrong.
         """
         if not self.ranks.all(verify.weights_are_finite(self.model)):
             return  # nothing can be compared; run/health.py will explain why the run ends
-        candidates = replacements.candidates_for(self.device.type, attentions[-1], compiled)  # flash's are among them
+        candidates = replacements.candidates_for(self.device.type, attention, compiled)
         for dtype in dict.fromkeys(("float32", *dtypes)):
             refused = self.refused["float32"] | self.refused[dtype]
             candidates = {name: [c for c in some if c.__name__ not in refused] for name, some in candidates.items()}
@@ -352,11 +352,15 @@ class Tuner:
         Where memory runs out, the micro-batch shrinks if auto_batch allows. Raises ValueError where it does not, and as
         leave_out.
         """
+        trained_with = None if self.config.eval_only else self.make_optimizer
+        shards = sharding.shards_of(self.config.dp_shard, self.ranks.world)
+        may_shrink = self.device.type == "cuda" if self.config.auto_batch == "auto" else self.config.auto_batch
         while True:
             runner = None
             problem = ""
             outcome = OUT_OF_MEMORY
-            times = self.ranks.max(self.times_memory(variant))
+            times = times_memory(self.model.config, trained_with, self.device, shards, self.batching, variant)
+            times = self.ranks.max(times)
             if times <= 1:
                 doing = "compiling" if variant.compiled else "trying the first micro-batch"
                 with not_silent(f"still {doing}", self.ranks.print0):
@@ -367,24 +371,10 @@ class Tuner:
             if outcome == LEFT_OUT:
                 self.leave_out(variant, problem or "it fails, or differs, on another rank")
                 return None
-            self.batching = self.smaller(variant, max(2.0, times))
+            of_model = (self.model.config, self.make_optimizer, self.device)
+            self.batching = smaller_batch(*of_model, may_shrink, self.batching, variant, max(2.0, times))
             self.ranks.print0(f"out of memory: going on with {self.batching.flags()}, which is the same training")
             hardware.release_memory(self.device)
-
-    def times_memory(self, variant: Variant) -> float:
-        """How many times the memory a micro-batch surely takes; 0 where that is not known."""
-        trained_with = None if self.config.eval_only else self.make_optimizer
-        shards = sharding.shards_of(self.config.dp_shard, self.ranks.world)
-        return times_memory(self.model.config, trained_with, self.device, shards, self.batching, variant)
-
-    def smaller(self, variant: Variant, times: float) -> Batching:
-        """The batching to go on with where memory runs out. Raises ValueError where auto_batch allows no other."""
-        allowed = self.config.auto_batch
-        if allowed == "auto":
-            allowed = self.device.type == "cuda"
-        return smaller_batch(
-            self.model.config, self.make_optimizer, self.device, allowed, self.batching, variant, times
-        )
 
     def try_once(self, variant: Variant) -> tuple[Runner | None, int, str]:
         """(the Runner, the outcome, what is wrong) after a pass of training, compared, and one of evaluation."""
@@ -392,7 +382,12 @@ class Tuner:
             runner = Runner(self.model, variant, self.config.sync_each_batch)
             batch = self.batch_of(self.batching.batch_size)
             if not self.config.eval_only:
-                self.training_pass(runner, batch)
+                # With room for what a step holds beside: AdamW's moments, earlier gradients, DDP's buckets.
+                copies = 2 + (self.batching.micro_steps > 1) + (self.ranks.distributed and not runner.sharded)
+                room = [torch.empty_like(p) for p in runner.parameters * copies]
+                runner.forward_backward(*batch, self.batching.micro_steps)
+                del room
+                runner.drop_gradients()
                 runner.check_recompute(*batch)
                 if not is_reference(variant, self.device):
                     self.ranks.print0(f"checking {variant} against float32")
@@ -415,14 +410,6 @@ class Tuner:
             return None, LEFT_OUT, why_not_compiled(e)
         finally:
             self.model.zero_grad(set_to_none=True)
-
-    def training_pass(self, runner: Runner, batch: Batch) -> None:
-        """A training pass with room for what a step holds beside: AdamW's moments, earlier gradients, DDP's buckets."""
-        copies = 2 + (self.batching.micro_steps > 1) + (self.ranks.distributed and not runner.sharded)
-        room = [torch.empty_like(p) for p in runner.parameters * copies]
-        runner.forward_backward(*batch, self.batching.micro_steps)
-        del room
-        runner.drop_gradients()
 
     def leave_out(self, variant: Variant, problem: str) -> None:
         """Prints why a variant is left out. Raises ValueError if the user has asked for it, or it is the plainest."""

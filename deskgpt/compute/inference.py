@@ -24,11 +24,14 @@ from deskgpt.compute.runner import REFERENCES
 from deskgpt.kernels import replacements, verify
 from deskgpt.kernels.kv_cache import Decoder
 from deskgpt.kernels.overridable import replacing
-from deskgpt.kernels.verify import TOLERANCE, full_float32, logits_distance
+from deskgpt.kernels.verify import TOLERANCE, distance, full_float32
 from deskgpt.system import hardware
 from deskgpt.system.errors import is_out_of_memory
 from deskgpt.system.terminal import not_silent
 from model import GPT
+
+# Between logits with and without a cache, in one dtype.
+SAME_DTYPE = {"float32": verify.SAME_LOGITS, "tf32": 0.02, "bfloat16": 0.05, "float16": 0.02}
 
 
 def to_stderr(line: str) -> None:
@@ -98,15 +101,15 @@ class InferenceEngine:
             expected = logits_of(model, text)
             if self.device.type not in REFERENCES:
                 on_cpu = logits_of(copy.deepcopy(model).cpu(), text.cpu())
-                error = logits_distance(expected.cpu(), on_cpu)
+                error = distance(expected.cpu(), on_cpu, dim=-1)
                 if not error <= TOLERANCE["float32"].gradient:
                     what = f"float32 on {hardware.device_name(self.device)}"
                     raise ValueError(f"{verify.mismatch(what, error, 1e-3)}; try --device=cpu")
-            self.distrusts_next_logits = logits_distance(model.next_logits(text), expected[:, -1]) > verify.SAME_LOGITS
+            self.distrusts_next_logits = distance(model.next_logits(text), expected[:, -1], dim=-1) > verify.SAME_LOGITS
         if self.dtype == "float32":
             return
         with self.replacing():
-            error = logits_distance(logits_of(model, text), expected)
+            error = distance(logits_of(model, text), expected, dim=-1)
         limit = TOLERANCE[self.dtype].logits
         if not error <= limit:
             self.print0(verify.mismatch(self.dtype, error, limit, "float32"))
@@ -137,7 +140,7 @@ class InferenceEngine:
         if self.decoder.is_due():
             with torch.compiler.set_stance("force_eager"):
                 expected = last_of_forward(model, idx)
-            error = logits_distance(logits, expected)
+            error = distance(logits, expected, dim=-1)
             limit = SAME_DTYPE[verify.precision_of(self.dtype, self.device)]
             if not error <= limit and expected.isfinite().all():
                 first = self.decoder.steps // 4 + 1
@@ -155,13 +158,10 @@ class InferenceEngine:
     def _compile(self, prompts: Tensor) -> None:
         """Compiles what generation calls, for these rows of prompts. Raises ValueError where that fails or differs."""
         self.print0("compiling, which takes a while")
-        replacements.register_operators()
-        compiling.quieten()
         self.model.transformer.compile(dynamic=True)
         text = torch.cat((prompts, prompts[:, :1]), 1)[:, : self.model.config.block_size]
         try:
-            if self.device.type == "cpu":
-                compiling.set_up_inductor()
+            compiling.prepare(self.device)
             with self.replacing(), torch.inference_mode():
                 found = self.model.next_logits(text)
         except Exception as e:
@@ -169,16 +169,12 @@ class InferenceEngine:
                 raise
             raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or take --compile=False") from None
         with full_float32(), replacing({}), torch.compiler.set_stance("force_eager"):
-            error = logits_distance(found, last_of_forward(self.model, text))
+            error = distance(found, last_of_forward(self.model, text), dim=-1)
         limit = TOLERANCE[verify.precision_of(self.dtype, self.device)].logits
         if not error <= limit:
             raise ValueError(
                 f"compile=True: {verify.mismatch('the compiled model', error, limit)}; take --compile=False"
             )
-
-
-# Between logits with and without a cache, in one dtype.
-SAME_DTYPE = {"float32": verify.SAME_LOGITS, "tf32": 0.02, "bfloat16": 0.05, "float16": 0.02}
 
 
 def logits_of(model: GPT, idx: Tensor) -> Tensor:

@@ -116,20 +116,15 @@ class Runner:
         self.amp = hardware.autocast(self.device, variant.dtype, cached=variant.checkpoint == "none")
         config = self.model.config
         self.replacements = with_recompute(variant.replacements(self.device.type), variant.checkpoint, config.dropout)
-        self.evaluation: Replacements = self.replacements
+        self.evaluation: Replacements = self.replacements  # the same dictionary
         if variant.compiled:
             from deskgpt.compute import compiling
 
-            replacements.register_operators()
-            compiling.quieten()
+            compiling.prepare(self.device)
             if self.device.type == "cpu":
-                compiling.set_up_inductor()
-                eager = replace(variant, compiled=False)
-                self.evaluation = eager.replacements(self.device.type)
+                self.evaluation = replace(variant, compiled=False).replacements(self.device.type)
             for name in ("Block.forward", "GPT.loss"):
                 self.replacements[name] = compiled(self.replacements.get(name))
-            if self.device.type != "cpu":
-                self.evaluation = self.replacements
 
     def distribute(self, x: Tensor, y: Tensor) -> None:
         """From now on gradients are averaged over the ranks, once per step. A sharded model does so by itself.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt.kernels.verify import SAME_LOGITS, logits_distance
+from deskgpt.kernels.verify import SAME_LOGITS, distance
 from model import GPT, GPTConfig
 
 OUR_KEY = "deskgpt"
@@ -129,7 +129,7 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
 def check_same(program: str, found: Tensor, expected: Tensor | None, limit: float = SAME_LOGITS) -> None:
     """Raises ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
     assert expected is not None
-    error = logits_distance(found, expected)
+    error = distance(found, expected, dim=-1)
     if error > limit:
         raise ValueError(
             f"{program} does not compute what model.py does: its logits differ by {error:.2g}, and at most {limit:g} "

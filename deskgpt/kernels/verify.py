@@ -86,20 +86,17 @@ def precision_of(dtype: str, device: torch.device) -> str:
 # ---- comparing -----------------------------------------------------------------------------------------------
 
 
-def distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """|found - expected| / |expected|, or by `least` where that is larger; infinite for NaN and another shape."""
+def distance(found: Tensor, expected: Tensor, least: float = 1e-30, dim: int | None = None) -> float:
+    """|found - expected| / |expected|, or by `least` where that is larger; infinite for NaN and another shape.
+
+    dim: norms along it alone, as at each position of logits; then the largest distance counts.
+    """
     if found.shape != expected.shape:
         return math.inf
-    error = (found.float() - expected.float()).norm().item() / max(expected.float().norm().item(), least, 1e-30)
-    return error if math.isfinite(error) else math.inf
-
-
-def logits_distance(found: Tensor, expected: Tensor) -> float:
-    """The largest distance at one position of logits (..., V): |difference| / |expected|; infinite for NaN."""
-    if found.shape != expected.shape:
-        return math.inf
-    found, expected = found.float(), expected.float()
-    error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)).max().item()
+    found = found.float()
+    expected = expected.float()
+    errors = (found - expected).norm(dim=dim) / expected.norm(dim=dim).clamp(min=max(least, 1e-30))
+    error = errors.max().item()
     return error if math.isfinite(error) else math.inf
 
 
@@ -315,7 +312,9 @@ def compare_call(
     with DropoutAsFactor():
         with full_float32():
             before = state_of(reference, args)
-            expected, is_random, reads_more = results(function, [widened(a) for a in inputs])
+            in_16_bits = (torch.bfloat16, torch.float16)
+            wide = [a.float() if isinstance(a, Tensor) and a.dtype in in_16_bits else a for a in inputs]
+            expected, is_random, reads_more = results(function, wide)
             keeps_more = state_of(reference, args) != before
         for candidate in left:
             problem = problem_with(candidate, function, inputs, expected, dtype)
@@ -359,11 +358,6 @@ def state_of(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     inner = [list(map(id, c.values() if isinstance(c, dict) else c)) for c in containers]
     versions = [value._version for value in held if isinstance(value, Tensor) and not value.is_inference()]
     return [list(map(id, held)), inner, versions]
-
-
-def widened(x: Any) -> Any:
-    """A tensor of 16 bits in float32; anything else as it is."""
-    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def scaled(x: Any, rms: float | None) -> Any:
