@@ -121,7 +121,7 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
         print0(f"this takes about three minutes{expected}")
     run(python, "train.py", *settings, "--max_minutes=3", f"--dataset={dataset}", f"--out_dir={out}", *extra)
     run(python, "sample.py", f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=300")
-    if call(python, "bench/report.py", out, "--samples", "0") == 0:
+    if call(python, "bench/report.py", out) == 0:
         print0(f"the run's curves and figures: {Path(out).absolute() / 'report.html'}")
     if to:
         run(python, "export.py", f"--out_dir={out}", f"--to={to}")

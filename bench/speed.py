@@ -72,7 +72,7 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
             )
     device = hardware.resolve_device(c.device)
     on_cpu = device.type == "cpu"
-    known = {"on_cpu": on_cpu, "compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
+    known = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
     settings = {name: getattr(c, name) for name in SHARED}
     settings |= {"device": device, "compile": known["compiled"], "dtype": known["dtype"]}
     flags = [f"--{name}={value}" for name, value in settings.items()]
@@ -145,7 +145,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     a, given = read_arguments()
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
-    with timing.random_tokens(a.vocab_size or timing.vocab_size_for(c.dataset)) as folder:
+    with timing.random_tokens(a.vocab_size or (65 if c.dataset.endswith("_char") else 50257)) as folder:
         runs = cells_of(a.grid, c, given, folder) if a.grid else [timing.ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
         timing.in_turns(runs, a.rounds, a.steps)

@@ -41,10 +41,6 @@ OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--align_documents=F
 OURS += ["--eval_only=False", "--dry_run=False", "--plan_for="]
 
 
-class Failed(ValueError):
-    """A run ended before enough of its steps were timed; the message says why in a few words."""
-
-
 @dataclass
 class Contestant:
     """A program that is timed, and what was measured in its rounds so far."""
@@ -52,26 +48,22 @@ class Contestant:
     name: str
     command: list[str]
     cwd: Path
+    out_dir: Path | None = None  # with a log.jsonl; a peer has none
     status: str = ""  # why there are no figures
     start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
     rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
     first_s: list[float] = field(default_factory=list)  # by round, of the first step and all compiling before it
-    peak_bytes: list[int] = field(default_factory=list)  # by round: as our log has it, else of the whole process
+    peak_bytes: list[int] = field(default_factory=list)  # by round, as our log has it
 
 
 def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> Contestant:
     """train.py of the checkout cwd with these settings, on the tokens in folder."""
     out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
     own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
-    return Contestant(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd)
+    return Contestant(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------
-
-
-def vocab_size_for(dataset: str) -> int:
-    """The vocabulary that a data set's name suggests: characters of Shakespeare, or GPT-2's tokens."""
-    return 65 if dataset.endswith("_char") else 50257
 
 
 @contextmanager
@@ -117,19 +109,15 @@ def in_turns(runs: Sequence[Contestant], rounds: int, steps: int = 0, seconds: f
         alive = [x for x in runs if not x.status]
         # In another order each round, so that no drift of the machine favours one of them.
         for x in random.Random(number).sample(alive, len(alive)):
-            try:
-                run(x, steps, seconds)
-                outcome = f"{statistics.median(x.rounds_ms[-1]):.4g} ms/step"
-            except Failed as e:
-                x.status = outcome = str(e)
+            run(x, steps, seconds)
+            outcome = x.status or f"{statistics.median(x.rounds_ms[-1]):.4g} ms/step"
             print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 
-def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
+def run(x: Contestant, steps: int, seconds: float) -> None:
     """One round: starts x, adds the step times that it prints to x, and stops it after `steps` steps.
 
-    steps 0 means about `seconds` seconds of steps, at least LEAST_STEPS. Returns the number of steps. Raises Failed
-    where x ends earlier.
+    steps 0 means about `seconds` seconds of steps, at least LEAST_STEPS. Where x ends earlier, its status says why.
     """
     process = subprocess.Popen(
         x.command, cwd=x.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -138,7 +126,6 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
     last = ""
     times_ms: list[float] = []
     enough = False
-    process_bytes = None
     try:
         for line in process.stdout:
             last = line.strip() or last
@@ -147,7 +134,6 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
                 by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= seconds * 1e3
                 enough = len(times_ms) >= steps if steps else by_clock
             if enough:
-                process_bytes = peak_memory(process.pid)
                 break
         else:
             process.wait()  # for its own exit status, not the one that kill would give it
@@ -156,16 +142,16 @@ def run(x: Contestant, steps: int, seconds: float = 0.0) -> int:
         process.wait()
         process.stdout.close()
     if not enough:
-        raise Failed(reason_of(last, process.returncode))
-
+        x.status = reason_of(last, process.returncode)
+        return
     first_kept = max(1, min(10, len(times_ms) // 5))  # the first steps still allocate memory
     x.rounds_ms.append(times_ms[first_kept:])
-    own_bytes = read_own_log(x)
+    if x.out_dir:
+        events = read_events(x.out_dir / "log.jsonl")
+        x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
+        # The event of the last step may not be written yet; the peak was reached before it.
+        x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
     x.first_s.append(x.start.get("warm_up_s", 0.0) + times_ms[0] / 1e3)
-    # torch's allocator's peak on CUDA. A peer has no log: what its process takes is known on a CPU only.
-    peak_bytes = own_bytes or (process_bytes if x.start.get("on_cpu") else None)
-    x.peak_bytes += [peak_bytes] if peak_bytes else []
-    return len(times_ms)
 
 
 def reason_of(last: str, status: int) -> str:
@@ -176,26 +162,6 @@ def reason_of(last: str, status: int) -> str:
         return "out of memory"
     says_why = last and not ITER.search(last)
     return f"failed: {last.removeprefix('error: ') if says_why else f'exit status {status}'}"
-
-
-def read_own_log(x: Contestant) -> int | None:
-    """Takes the start event from the log.jsonl in x's out_dir; returns the peak memory there. A peer has no log."""
-    folders = [word.removeprefix("--out_dir=") for word in x.command if word.startswith("--out_dir=")]
-    path = Path(folders[-1], "log.jsonl") if folders else None
-    if path is None or not path.exists():
-        return None
-    events = read_events(path)
-    x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
-    # The event of the last step may not be written yet; the peak was reached before it.
-    peaks = [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")]
-    return peaks[-1] if peaks else None
-
-
-def peak_memory(pid: int) -> int | None:
-    """Bytes of RAM that a process had at its peak; None if the system does not say."""
-    status = Path(f"/proc/{pid}/status")
-    found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
-    return int(found[1]) * 1024 if found else None
 
 
 # ---- figures -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from bench.analysis.verdict import compare
 
 NO_CAUSE = "No cause can be named"
 CAUSE = "it is the cause of"
-OPEN = "Two seeds of each settle it"
+OPEN = "Two seeds of each settle whether it changes the loss"
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
 
 

@@ -360,7 +360,7 @@ def test_logs(folder, whole_logs, written):
         json.dumps(found.as_data())
         found.tables()
         for run in found.runs:
-            json.dumps([verdict.summary(run), verdict.figures(run), verdict.judgement(run)])
+            json.dumps([verdict.summary(run), verdict.judgement(run)])
         if with_page:
             page.page(found)
 

@@ -14,61 +14,38 @@ import train
 from configurator import read_settings
 from deskgpt.run import loss_band
 from deskgpt.run.loss_band import Band
-from train import TrainConfig, main
+from train import TrainConfig
 
-BANDS = [*(ROOT / "config/loss_bands").glob("*.json")]
 CONFIG: dict[str, Any] = {"learning_rate": 1e-3, "max_iters": 20, "lr_decay_iters": 20, "eval_interval": 10}
 
 
-@pytest.fixture(scope="module")
-def first(chars, tmp_path_factory) -> Path:
-    """The folder of a run."""
-    out_dir = tmp_path_factory.mktemp("first")
-    main(tiny(chars, out_dir, **CONFIG))
-    return out_dir
-
-
-@pytest.fixture
-def band(first, tmp_path, monkeypatch) -> Path:
-    """A band around the losses of one run, the only band there is."""
-    out_dir = first
-    start = events(out_dir, "start")[0]
-    losses = {str(e["iter"]): [e["val_loss"] + 0.01 * i for i in (-1, 0, 1)] for e in events(out_dir, "eval")}
-    experiment = loss_band.experiment(start["settings"], start["val_sha256"], start["train_tokens"])
-    monkeypatch.setattr(loss_band, "FOLDER", tmp_path)
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps({"experiment": experiment, "val_losses": losses, "deviations": 3.0}))
-    return path
-
-
-def verdict(chars: Path, out_dir: Path, capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
-    """What a run prints of its curve: a line, or nothing."""
-    capsys.readouterr()
-    main(tiny(chars, out_dir, **CONFIG | settings))
-    lines = re.findall(r"^(?:as usual|unusual): .*$", capsys.readouterr().out, re.M)
-    assert len(lines) < 2
-    return "".join(lines)
-
-
 @pytest.mark.slow
-def test_end_of_a_run_prints_the_interval_that_decides(band, chars, tmp_path, capsys, monkeypatch):
-    split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}
-    line = verdict(chars, tmp_path / "out", capsys, **split)
-    low, high = re.findall(r"\d\.\d{4}", line)[1:]
-    losses = json.loads(band.read_text())["val_losses"]["20"]
-    assert line.startswith("as usual: ")
-    assert float(low) < min(losses) < max(losses) < float(high)
-    rate = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda c, step: 10 * rate(c, step))  # a defect
-    assert verdict(chars, tmp_path / "defect", capsys).startswith("unusual: ")
-
-
-def test_run_with_other_settings_belongs_to_no_band(band, chars):
-    first = json.loads(band.read_text())["experiment"]
-    data = (first["val_sha256"], first["train_tokens"])
-    assert loss_band.band_of(tiny(chars, Path("out"), **CONFIG), *data)
+def test_run_belongs_to_the_band_of_its_settings_and_its_end_prints_the_interval_that_decides(
+    chars, tmp_path, capsys, monkeypatch
+):
+    train.main(tiny(chars, tmp_path / "first", **CONFIG))
+    start = events(tmp_path / "first", "start")[0]
+    data = (start["val_sha256"], start["train_tokens"])
+    losses = {e["iter"]: [e["val_loss"] + 0.01 * i for i in (-1, 0, 1)] for e in events(tmp_path / "first", "eval")}
+    record = {"experiment": loss_band.experiment(start["settings"], *data), "val_losses": losses, "deviations": 3.0}
+    (tmp_path / "tiny.json").write_text(json.dumps(record))
+    monkeypatch.setattr(loss_band, "FOLDER", tmp_path)
     for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1}, {"batch_size": 8}):
         assert loss_band.band_of(tiny(chars, Path("out"), **CONFIG | other), *data) is None
+
+    def verdict(name: str, **settings: Any) -> str:
+        capsys.readouterr()
+        train.main(tiny(chars, tmp_path / name, **CONFIG | settings))
+        (line,) = re.findall(r"^(?:as usual|unusual): .*$", capsys.readouterr().out, re.M)
+        return line
+
+    line = verdict("split", batch_size=2, gradient_accumulation_steps=2, eval_iters=4)
+    low, high = re.findall(r"\d\.\d{4}", line)[1:]
+    assert line.startswith("as usual: ")
+    assert float(low) < min(losses[20]) < max(losses[20]) < float(high)
+    rate = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda c, step: 10 * rate(c, step))  # a defect
+    assert verdict("defect").startswith("unusual: ")
 
 
 def test_verdict_names_the_first_step_outside_of_the_band():
@@ -81,7 +58,7 @@ def test_verdict_names_the_first_step_outside_of_the_band():
     assert band.verdict({5: 1.0}) == ""
 
 
-@pytest.mark.parametrize("path", BANDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)
 def test_kept_bands_are_those_of_the_shipped_configs(path):
     record = json.loads(path.read_text())
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])

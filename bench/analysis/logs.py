@@ -107,7 +107,7 @@ def read_run(path: str) -> Run:
     except OSError as e:
         raise ValueError(f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed") from None
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16
-    text = ANSI.sub("", raw.decode(encoding, errors="replace"))
+    text = raw.decode(encoding, errors="replace")
     name = file.resolve().parent.name if file.name == "log.jsonl" else file.stem
     run = Run(name.encode("utf-8", "replace").decode())  # Linux allows names that are not text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
@@ -199,11 +199,9 @@ def begin_again(run: Run, event: dict[str, Any]) -> None:
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
 STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
 ITERATION = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?")
-DAMAGED = re.compile(r"\b(step|iter) \d+: (train )?loss")
 OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|tok/s) ")  # only train.py goes on like this
 PARAMETERS = re.compile(rf"number of parameters: {NUMBER}M")
 TOKENS = re.compile(r"tokens per iteration will be: ([\d,]{1,20})")
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def add_printed(run: Run, text: str) -> None:
@@ -211,7 +209,6 @@ def add_printed(run: Run, text: str) -> None:
     seen: dict[re.Pattern[str], Events] = {STEP: {}, ITERATION: {}}
     last = -1
     n_starts = 1
-    n_damaged = 0
     for whole_line in re.split(r"[\r\n]+", text):
         line = whole_line[:2000]
         if found := STEP.search(line) or ITERATION.search(line):
@@ -229,12 +226,8 @@ def add_printed(run: Run, text: str) -> None:
             run.start["parameters"] = number(float(found[1]) * 1e6)
         elif found := TOKENS.search(line):
             run.start["tokens_per_step"] = int(found[1].replace(",", "") or 0)
-        else:
-            n_damaged += bool(DAMAGED.search(line))
     if n_starts > 1:
         run.notes.append(f"its log begins {n_starts} times; a step computed twice counts with its last figures")
-    if n_damaged:
-        run.notes.append(f"{n_damaged} damaged lines of its log are left out")
     run.evals, run.iters = in_order(seen[STEP]), in_order(seen[ITERATION])
     undo_evaluation(run)
 

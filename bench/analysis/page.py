@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -23,6 +22,7 @@ from bench.analysis.verdict import COMMAND, Comparison
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
+MOST_TEXTS = 20  # that runs wrote as they trained
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
 AXES = {"steps": "steps", "tokens": "tokens trained on", "minutes": "minutes of training", "FLOPs": "FLOPs"}
@@ -155,8 +155,8 @@ def loss_chart(runs: list[Run]) -> Chart | None:
 # ---- HTML ----------------------------------------------------------------------------------------------------
 
 
-def page(found: Comparison, samples: Sequence[str] = (), refresh_s: int = 0) -> str:
-    """The whole HTML. samples: texts; refresh_s: after which the page loads itself again, 0 for never.
+def page(found: Comparison, refresh_s: int = 0) -> str:
+    """The whole HTML. refresh_s: after which the page loads itself again, 0 for never.
 
     Raises ValueError where plotly is missing.
     """
@@ -164,27 +164,25 @@ def page(found: Comparison, samples: Sequence[str] = (), refresh_s: int = 0) -> 
     runs = found.runs
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     charts = "".join(chart_html(key, chart) for key, chart in make_charts(runs).items())
-    figures = ""
-    for label, value, note in found.figures:
-        figures += f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class=note>{escape(note)}</dd></div>\n"
     settings = ""
     for run in runs:
-        table = table_html([], [[name, json.dumps(value, default=str)] for name, value in run.settings.items()])
+        known = run.settings | run.start
+        table = table_html([], [[name, json.dumps(value, default=str)] for name, value in known.items()])
         settings += f"<details><summary>Settings of {escape(run.name)}</summary>{table}</details>"
-    texts = "".join(f"<pre>{escape(text)}</pre>" for text in samples)
+    samples = [f"step {e['iter']:,}: {text}" for run in runs for e in run.samples[::-1] for text in e["texts"]]
+    texts = "".join(f"<pre>{escape(text)}</pre>" for text in samples[:MOST_TEXTS])
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
         refresh=f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
         title=escape(title),
         plotly=plotly,
         headline=escape(found.headline),
-        figures=figures,
         lines="".join(line_html(line) for line in [*found.lines, *found.notes()]),
         charts=charts or "<p>There are no steps and no evaluations yet.</p>",
         tables="".join(f"<h2>{name}</h2>{table_html(head, rows)}" for name, (head, *rows) in found.tables().items()),
         samples=f"<h2>Samples</h2>{texts}" if texts else "",
         settings=settings,
-        about=escape(about(runs)),
+        date=time.strftime("%Y-%m-%d %H:%M"),
     )
 
 
@@ -211,18 +209,6 @@ def line_html(line: str) -> str:
     """A line of the verdict, or a command to copy."""
     is_command = line.startswith(COMMAND)
     return f"<pre>{escape(line.removeprefix(COMMAND))}</pre>" if is_command else f"<p>{escape(line)}</p>"
-
-
-def about(runs: list[Run]) -> str:
-    """The date of the page, and the machine, versions and commit of the first run."""
-    facts = [f"page of {time.strftime('%Y-%m-%d %H:%M')}"]
-    start = runs[0].start if runs else {}
-    if "device" in start:
-        facts.append(f"{start.get('world_size', 1)} x {start['device']}, {start.get('dtype')}")
-    facts += [f"{name} {version}" for name, version in start.get("versions", {}).items()]
-    if "git_commit" in start:
-        facts.append(f"commit {start['git_commit']}")
-    return "; ".join(facts)
 
 
 def table_html(head: list[str], rows: list[list[str]]) -> str:

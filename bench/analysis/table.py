@@ -46,8 +46,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        few = len(self.letters) <= 4
-        return "+".join(self.letters) if few else f"{self.letters[0]}+{len(self.letters) - 1} more"
+        return "+".join(self.letters)
 
     @property
     def name(self) -> str:
@@ -62,8 +61,8 @@ class Lead:
 
     text: str = ""
     winner: int | None = None  # the arm that is ahead of all others by more than the noise
-    is_open: bool = False  # whether a noise is not known
-    is_same: bool = False  # whether all arms have the same figure, to its last place, or but for rounding
+    is_open: bool = False  # whether the noise is not known
+    is_same: bool = False  # whether all arms have the same figure, to its last place
 
 
 @dataclass
@@ -167,13 +166,6 @@ def factors(arms: list[Arm]) -> list[list[str]]:
     return changes + [[name] for name in names]
 
 
-def is_same_training(arms: list[Arm]) -> bool:
-    """Whether arms of the same seed differ at most in how they split a global batch and in what computes it."""
-    seeds = {run.settings.get("seed") for arm in arms for run in arm.runs}
-    changes = [change for change in factors(arms) if not {*change} <= {"attention", "compiled", "compiler"}]
-    return len(seeds) == 1 and None not in seeds and changes in ([], [["batch_size", "gradient_accumulation_steps"]])
-
-
 def change_rows(arms: list[Arm]) -> list[Row]:
     """A row for every setting and fact that differs, and one for the tokens of a step."""
     known = [arm.runs[0].settings | arm.causes for arm in arms]
@@ -200,7 +192,7 @@ def speed_lead(arms: list[Arm], rates: list[list[float]]) -> Lead:
     means = [statistics.fmean(of_arm) for of_arm in rates]
     best, *others = sorted(range(len(arms)), key=lambda i: -means[i])
     parts = [f"{arms[best].label}, {means[best] / means[i]:.2f} x {arms[i].label}" for i in others]
-    return Lead(joined(parts), best if means[best] > SAME_SPEED * means[others[0]] else None)
+    return Lead("; ".join(parts), best if means[best] > SAME_SPEED * means[others[0]] else None)
 
 
 def loss_lead(arms: list[Arm], values: list[list[float]], noise: tuple[float, int] | None, step: float | None) -> Lead:
@@ -218,15 +210,11 @@ def loss_lead(arms: list[Arm], values: list[list[float]], noise: tuple[float, in
         halves.append((gap, half))
         parts.append(loss_words(arms[best], arms[i], gap, half, step))
     return Lead(
-        joined(parts),
+        "; ".join(parts),
         best if all(half is not None and gap > half for gap, half in halves) else None,
         is_open=any(half is None for _, half in halves),
         is_same=all(round(gap, 4) == 0 for gap, _ in halves),
     )
-
-
-def joined(parts: list[str]) -> str:
-    return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 def loss_words(best: Arm, other: Arm, gap: float, half: float | None, step: float | None) -> str:
@@ -348,6 +336,7 @@ LEARNING: list[tuple[str, Callable[[Run], Any], Text]] = [
     ("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
     ("val loss there", lambda r: r.val[-1]["val_loss"], "{:.4f}".format),
     ("lowest val loss", lambda r: r.best["val_loss"], "{:.4f}".format),
+    ("± of another text of this size", lambda r: r.best["val_se"] and 1.96 * r.best["val_se"], "{:.4f}".format),
     ("perplexity there", lambda r: math.exp(min(r.best["val_loss"], 700)), "{:.2f}".format),
     ("bits per byte there", lambda r: r.best["val_bpb"], "{:.4f}".format),
     ("train loss at the end", lambda r: r.val[-1]["train_loss"], "{:.4f}".format),
@@ -391,9 +380,6 @@ def equal_row(arms: list[Arm], axis: str, amount: float, unit: str, reason: str)
     row = row_of(f"{unit} at equal {axis} ({AMOUNT[axis](amount)})", arms, figure, "{:.4f}".format)
     if reason:
         row.lead = Lead("not comparable")
-    elif row.is_whole and axis in ("steps", "tokens") and is_same_training(arms):
-        losses = [loss for [loss] in row.of_runs]
-        row.lead = Lead(f"the same training, {max(losses) - min(losses):.4f} apart by rounding", is_same=True)
     elif row.is_whole:
         noise = seed_noise(arms, row.of_runs, unit)
         row.lead = loss_lead(arms, row.of_runs, noise, amount if axis == "steps" else None)

@@ -30,7 +30,6 @@ class Comparison:
     lines: list[str]  # the verdict
     rows: dict[str, list[Row]] = field(default_factory=dict)  # by table
     reason: str = ""  # why losses cannot be compared
-    figures: list[tuple[str, str, str]] = field(default_factory=list)  # of one run: label, value, note
 
     def notes(self) -> list[str]:
         """What a reader of the tables should know."""
@@ -58,7 +57,7 @@ def compare(runs: list[Run]) -> Comparison:
     arms = table.arms_of(runs)
     if len(runs) == 1:
         rows = {"Speed": table.speed_rows(arms), "Learning": table.learning_rows(arms)}
-        return Comparison(runs, arms, summary(runs[0]), judgement(runs[0]), rows, figures=figures(runs[0]))
+        return Comparison(runs, arms, summary(runs[0]), judgement(runs[0]), rows)
     unit, reason = table.comparable(runs)
     rows = {"What changed": table.change_rows(arms), "Speed": table.speed_rows(arms)}
     rows["Learning"] = table.learning_rows(arms, unit, reason)
@@ -81,28 +80,6 @@ def summary(run: Run) -> str:
     if best is first or first["val_loss"] is None:
         return f"The val loss is {best['val_loss']:.2f} at step {best['iter']:,}, and was never lower"
     return f"The val loss fell from {first['val_loss']:.2f} to {best['val_loss']:.2f} in {best['iter']:,} steps"
-
-
-def figures(run: Run) -> list[tuple[str, str, str]]:
-    """(label, value, note) of what people look at first."""
-    rate = logs.tokens_per_s(run)
-    mfu = ("n/a", "")
-    if share := logs.mfu(run):
-        mfu = (f"{share:.1%}", f"of the peak, {run.start.get('peak_source')}")
-    elif share := logs.nanogpt_mfu(run):
-        mfu = (f"{share:.1%}", "as nanoGPT prints it, of 312 TFLOP/s")
-    loss, note = "n/a", "no evaluation in the log"
-    if run.val:
-        best = run.best
-        loss, note = f"{best['val_loss']:.4f}", f"at step {best['iter']:,}"
-        if best["val_se"]:
-            loss += f" ± {1.96 * best['val_se']:.4f}"
-            note += f" (95% of the text, n={best['eval_windows']:,.0f} windows)" if best["eval_windows"] else ""
-    return [
-        ("lowest val loss", loss, note),
-        ("speed", f"{rate:,.0f} tokens/s" if rate else "n/a", ""),
-        ("MFU", *mfu),
-    ]
 
 
 def judgement(run: Run) -> list[str]:
@@ -182,26 +159,17 @@ def verdict(arms: list[Arm], speed: Lead, loss: Row | None, reason: str) -> list
         return [*lines, "Nothing that is known changed."]
     if len(changes) > 1:
         lines.append(f"No cause can be named: {len(changes)} things changed at once ({named}).")
-    elif loss and loss.lead.text and not reason:
-        lines.append(f"Only {named} differs: {effect(loss.lead, repeated)}")
-    else:
+    elif loss is None or reason or loss.lead.is_same:
         lines.append(f"Only {named} differs.")
+    elif not repeated:
+        lines.append(f"Only {named} differs. Two seeds of each settle whether it changes the loss ({loss.lead.text}).")
+    elif loss.lead.winner is not None:
+        lines.append(f"Only {named} differs: it is the cause of the difference in loss ({loss.lead.text}).")
+    else:
+        lines.append(f"Only {named} differs: no effect on the loss shows beyond the noise ({loss.lead.text}).")
     if loss and not loss.lead.is_same and not (repeated and len(changes) == 1):
         lines += settling(arms)
     return lines
-
-
-def effect(lead: Lead, repeated: bool) -> str:
-    """What the only change did to the loss. It is called the cause only where every arm has repeats."""
-    if lead.is_same:
-        return f"{lead.text}."
-    if lead.winner is not None and repeated:
-        return f"it is the cause of the difference in loss ({lead.text})."
-    if lead.winner is not None:
-        return f"it may be the cause of the difference in loss ({lead.text}). Two seeds of each settle it."
-    if lead.is_open:
-        return f"whether it changes the loss is not known ({lead.text}). Two seeds of each settle it."
-    return f"no effect on the loss shows beyond the noise ({lead.text})."
 
 
 def how(change: list[str], arms: list[Arm]) -> str:
