@@ -1,14 +1,17 @@
-"""bench/ask.py: questions answered by real runs of a tiny model."""
+"""bench/ask.py: questions answered by real runs of a tiny model, and their prices and answers from made-up ones."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ import pytest
 from conftest import ROOT, Finished, flags
 
 from bench import ask
-from bench.asking import held_out
-from bench.asking.arms import make_arm
+from bench.asking import held_out, words
+from bench.asking.arms import Arm, make_arm
 from bench.asking.band import make_band
 from bench.asking.ledger import Ledger
+from bench.asking.question import Question
 from bench.asking.running import Place
+from bench.asking.statistics import PILOT
 from data.text.prepare import prepare
 from data.token_files import read_tokens
 from deskgpt.run import loss_band
@@ -68,7 +73,7 @@ class Asking:
 
     def with_ledger(self, folder: Path) -> Asking:
         """With one that knows no run."""
-        self.common = [*(word for word in self.common if not word.startswith("--ledger=")), f"--ledger={folder}"]
+        self.common.append(f"--ledger={folder}")
         self.folder = folder
         return self
 
@@ -104,12 +109,10 @@ def test_planted_effect_is_found_once_and_for_all(asking):
 
 @pytest.mark.nightly
 def test_worse_arm_and_no_difference_are_answers(asking):
-    status, out = asking("--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4")
-    assert status == 1
-    assert "a (--learning_rate=3e-2) is better" in out
-    status, out = asking("--b", "--learning_rate=6.0001e-4", "--min_effect=0.5")
-    assert status == 1
-    assert "No difference beyond 0.5 nats" in out
+    found = asking.found("--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4")
+    assert (found["status"], found["verdict"]) == (1, "worse")
+    found = asking.found("--b", "--learning_rate=6.0001e-4", "--min_effect=0.5")
+    assert (found["status"], found["verdict"]) == (1, "same")
 
 
 @pytest.mark.slow
@@ -180,14 +183,13 @@ def test_band_of_a_config_is_made_and_found_by_a_run_with_another_seed(asking, c
     path = make_band("config/tiny.py", arm, place)
     record = json.loads(path.read_text())
     assert record["seeds"] == [*range(1338, 1346)]
-    assert set(record["val_losses"]) == {"0", "4"}
     own = record["experiment"]
     band = loss_band.band_of(arm.settings | {"seed": 5}, own["val_sha256"], own["train_tokens"])
     assert band is not None
-    losses = {int(step): runs for step, runs in record["val_losses"].items()}
-    assert band.losses == losses
-    assert band.verdict({0: losses[0][0], 4: losses[4][3]}).startswith("as usual")
-    assert band.verdict({4: losses[4][3] + 1}).startswith("unusual")
+    assert band.losses == {int(step): runs for step, runs in record["val_losses"].items()}
+    assert {*band.losses} == {0, 4}
+    assert band.verdict({4: band.losses[4][3]}).startswith("as usual")
+    assert band.verdict({4: band.losses[4][3] + 1}).startswith("unusual")
 
 
 def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
@@ -200,33 +202,20 @@ def test_parts_that_are_set_aside_do_not_overlap(chars, tmp_path):
         assert np.array_equal(read_tokens(folder / "train.bin"), np.concatenate([text[: end - len(own)], text[end:]]))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["--b", "--learning_rat=3"],
-        ["--b", "--learning_rate=6e-4"],
-        ["--b", "commit:nonsense"],
-        ["--b", "--seed=3"],
-        ["--b", "--block_size=32"],
-        ["--b", "1.88"],
-        ["--b", "--learning_rate='1e-3"],
-        ["--vary", "learning_rate=1e-3"],
-        ["--band"],
-        [*BETTER, "--budget=abc"],
-        [*BETTER, "--min_effect=-1"],
-    ],
-    ids=" ".join,
-)
-def test_what_cannot_be_asked_is_one_line_before_anything_runs(words, asking):
-    before = asking.runs()
-    with pytest.raises(ConfigError) as refused:
-        asking(*words)
-    assert "\n" not in str(refused.value)
-    assert asking.runs() == before
+WRONG = ["--learning_rat=3", "--learning_rate=6e-4", "commit:nonsense", "--seed=3", "--block_size=32", "1.88", "--x='1"]
 
 
-def test_commit_is_no_option_of_git(asking, tmp_path):
+def test_what_cannot_be_asked_is_one_line_before_anything_runs(asking, tmp_path):
+    asking.with_ledger(tmp_path)
+    wrong = [[], ["--vary", "learning_rate=1e-3"], ["--band"], [*BETTER, "--budget=abc"], [*BETTER, "--min_effect=-1"]]
+    for asked in [*wrong, *(["--b", text] for text in WRONG)]:
+        with pytest.raises(ConfigError) as refused:
+            asking(*asked)
+        assert "\n" not in str(refused.value)
+    assert asking.runs() == []
+
+
+def test_commit_is_no_option_of_git(tmp_path):
     """As an option of git archive it would empty the file."""
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")
@@ -244,7 +233,7 @@ def test_arm_that_cannot_run_is_no_answer(asking, script, tmp_path):
     assert "name 'missing' is not defined" in done.err
 
 
-def test_patch_that_does_not_apply_is_refused_and_one_that_does_has_a_digest_of_its_own(asking, tmp_path):
+def test_patch_that_does_not_apply_is_refused_and_one_that_does_has_a_digest_of_its_own(tmp_path):
     path = patch_of_loss(tmp_path, "2")
     as_it_is, patched = (make_arm("a", text, MODEL, tmp_path / "code") for text in ("", str(path)))
     assert as_it_is.code != patched.code
@@ -254,3 +243,60 @@ def test_patch_that_does_not_apply_is_refused_and_one_that_does_has_a_digest_of_
     wrong.write_text(path.read_text().replace("runner.backward(loss)", "runner.forward(loss)"))
     with pytest.raises(ConfigError, match="does not apply"):
         make_arm("b", str(wrong), MODEL, tmp_path / "code")
+
+
+# ---- made-up runs: nothing is trained -------------------------------------------------------------------------
+
+
+class MadeUp(Question):
+    """A question whose runs end at the losses that it is given, and noise."""
+
+    def __init__(self, folder: Path, losses: Sequence[float], **given: Any) -> None:
+        texts = ["", "--n_layer=2", "x.patch", "commit:HEAD~3"]
+        arms = [Arm("abcd"[i], texts[i], [], folder, f"code {i}", {"max_iters": 100}) for i in range(len(losses))]
+        given = {"min_effect": None, "budget_s": 3600.0, "first_seed": 1} | given
+        super().__init__(arms, Place(Ledger(folder / "ledger"), folder, "cpu"), **given)
+        self.losses = losses
+        self.draw = random.Random(0)
+
+    def do_round(self, n: int) -> None:
+        for label in self.alive:
+            last = self.losses["abcd".index(label)] + self.draw.gauss(0, 0.03)
+            batches = [last + math.sin(i) for i in range(10)]
+            self.runs[label].append({"outcome": "ended", "val_loss": last, "val_batches": batches, "wall_s": 10.0})
+
+    def after(self, rounds: int) -> MadeUp:
+        """The question after so many rounds, or fewer where it is decided sooner."""
+        for _, _ in zip(range(rounds), self.answered(), strict=False):
+            pass
+        return self
+
+
+def test_budget_is_refused_only_where_the_low_end_of_the_price_does_not_fit(tmp_path):
+    with pytest.raises(ConfigError, match="does not fit"):
+        ask.ask(MadeUp(tmp_path, [1.9, 1.8], min_effect=1e-6, budget_s=600.0))
+    question = MadeUp(tmp_path, [1.9, 1.8], min_effect=0.05).after(PILOT)
+    assert question.price_line()
+    low = int(question.price["low"])
+    question.budget_s = 10.0 * (low - PILOT) - 5
+    with pytest.raises(ConfigError, match="does not fit"):
+        question.price_line()
+
+
+def test_arms_that_cannot_win_get_no_more_runs_and_the_answer_names_all(tmp_path):
+    question = MadeUp(tmp_path, [2.5, 1.9, 2.1, 1.88], min_effect=0.001).after(9)
+    assert question.alive == ["b", "d"]
+    assert len(question.runs["a"]) < len(question.runs["d"])
+    sentence, status, _ = words.answer(question)
+    assert status == 3
+    assert sentence.startswith("Not enough yet: d is lower than b by ")
+    assert sentence.endswith("; out: c, a.")
+
+
+def test_runs_that_were_judged_on_different_windows_are_refused(tmp_path):
+    question = MadeUp(tmp_path, [1.9, 1.9])
+    question.runs = {"a": [{"eval_digest": "x"}, {}], "b": [{"eval_digest": None}]}
+    question.check_judgement()  # older code does not say it
+    question.runs["b"].append({"eval_digest": "y"})
+    with pytest.raises(ConfigError, match="judged on different windows"):
+        question.check_judgement()

@@ -21,8 +21,8 @@ def test_tables_are_made_from_the_stored_figures_and_an_edit_by_hand_is_undone(n
     assert figure in page
     assert figures.with_tables(name, page) == page, "run python bench/figures.py"
     assert figures.with_tables(name, page.replace(figure, "9.9999")) == page
-    stored = [*figures.FIGURES["speed"], *figures.FIGURES["loss"], *figures.ANSWERS["recipes"]]
-    assert all((ROOT / "bench" / "results" / row["page"]).exists() for row in stored)
+    for row in figures.FIGURES["speed"] + figures.FIGURES["loss"]:
+        assert (ROOT / "bench" / "results" / row["page"]).exists()
 
 
 @pytest.mark.parametrize("machine", ["with AMX", "Zen 4", "without fast bfloat16"])
