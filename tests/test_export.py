@@ -91,23 +91,6 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-def test_weights_in_shards_are_read_and_a_missing_one_is_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    model, folder = exported(tmp_path)
-    whole = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {key: f"model-{1 + (n % 2):05}-of-00002.safetensors" for n, key in enumerate(whole)}
-    for file in set(weight_map.values()):
-        save_file({key: whole[key] for key in whole if weight_map[key] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert_equal(load_gpt2(str(folder))[1], dict(model.state_dict()))
-    (folder / file).unlink()
-    with pytest.raises(ValueError, match="fetch it again") as e:
-        load_gpt2(str(folder))
-    assert_one_line(e.value, folder, file)
-
-
 @pytest.mark.parametrize("tie_weights", [False, True])
 def test_norm_of_the_embedding_is_in_the_exported_embedding(tmp_path, tie_weights):
     model, folder = exported(tmp_path, replace(SMALL, tie_weights=tie_weights, embedding_norm=True))

@@ -70,20 +70,9 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
 
 def hugging_face() -> GPT2LMHeadModel:
     torch.manual_seed(2)
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=100,
-            n_positions=32,
-            n_layer=2,
-            n_head=4,
-            n_embd=32,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    sizes = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -240,12 +229,9 @@ def test_dropout_acts_in_training_only(forms):
     ("settings", "named"),
     [
         ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4", "try --n_head=3"]),
-        ({"n_layer": 0}, ["n_layer=0"]),
         ({"vocab_size": -1}, ["vocab_size=-1"]),
         ({"dropout": 1.0}, ["dropout=1.0"]),
-        ({"dropout": -0.1}, ["dropout=-0.1"]),
         ({"position": "rotary"}, ["position='rotary'", "learned, rope"]),
-        ({"activation": "swish"}, ["activation='swish'", "gelu_tanh, gelu, relu2"]),
         ({"position": "rope", "n_embd": 33, "n_head": 11}, ["even width", "3"]),
     ],
 )
@@ -266,18 +252,12 @@ def test_block_that_a_second_pass_would_change_is_refused():
     model = make()
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.zeros(()))
-    forms: Replacements = {"Block.forward": recomputed_block("full", 0.0)}
     idx = tokens(2, 8)
-    with replacing(forms):
-        model(idx)
-    for change in (
-        lambda m, a: m.mean.add_(1),
-        lambda m, a: setattr(m, "mean", m.mean + 1),
-        lambda m, a: random.random(),
-    ):
-        handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(block, a), y)[1])
-        with replacing(forms), pytest.raises(ValueError, match="activation_checkpoint=full"):
-            model(idx)
-        with replacing(forms), torch.no_grad():
-            model(idx)  # without gradients nothing is computed again
+    for change in (lambda: block.mean.add_(1), lambda: setattr(block, "mean", block.mean + 1), random.random):
+        handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(), y)[1])
+        with replacing({"Block.forward": recomputed_block("full", 0.0)}):
+            with pytest.raises(ValueError, match="activation_checkpoint=full"):
+                model(idx)
+            with torch.no_grad():
+                model(idx)  # without gradients nothing is computed again
         handle.remove()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, assert_one_line
+from conftest import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = ROOT / "notebook.ipynb"
@@ -106,10 +106,3 @@ def test_code_is_cloned_where_the_notebook_is_alone_and_only_once(tmp_path, monk
     for repository in (str(code), "gone"):  # the second time it is not asked for
         book = executed(tmp_path / "alone", monkeypatch, last="code", REPOSITORY=repository, TEXT="novel.txt")
         assert printed(code_cells(book)["code"]) == f"the code is in {tmp_path / 'alone' / 'deskgpt'}\n"
-
-
-@pytest.mark.nightly
-def test_mistake_is_one_line_and_ends_the_run(tmp_path, monkeypatch):
-    cells = code_cells(executed(tmp_path, monkeypatch, TEXT="novel.txt"))
-    assert_one_line(printed(cells["code"]), "TEXT=novel.txt", "is its name right?")
-    assert cells["packages"].execution_count is None

@@ -351,7 +351,6 @@ def test_text_ends_once_its_reader_has_gone_and_once_the_server_ends(chat, strea
 @pytest.mark.parametrize(
     ("flags", "code", "named"),
     [
-        (["--port=65536"], 2, "port=65536"),
         (["--compile"], 2, "compile=True"),
         (["--port={taken}"], 1, "{taken}"),
         ([f"--system={'x' * 100}"], 1, "system's message takes"),
