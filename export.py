@@ -19,6 +19,7 @@ import math
 import shutil
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class ExportConfig:
 
 
 def main(c: ExportConfig) -> None:
-    """Writes c.to and uploads it as c says. Raises ValueError and OSError; then no part of c.to is left."""
+    """Writes c.to and uploads it as c says. Raises ValueError and OSError; then nothing is left."""
     to = Path(c.to)
     check_unused(to)
     if c.kind == ".pt":
@@ -90,9 +91,13 @@ def main(c: ExportConfig) -> None:
     repository = hub.full_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     write = write_gguf if c.kind == ".gguf" else write_folder
-    export = write(trained, to, repository or to.resolve().name)
+    with ExitStack() as undo:  # the two files come together, or neither does
+        if c.ollama:
+            write_atomically(modelfile, modelfile_of(trained, to.name).encode())
+            undo.callback(modelfile.unlink)
+        export = write(trained, to, repository or to.resolve().name)
+        undo.pop_all()
     if c.ollama:
-        write_atomically(modelfile, modelfile_of(trained, to.name).encode())
         export.files["Modelfile"] = modelfile
     tokenizer = trained.tokenizer.meta()["name"]
     print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer}, {export.loaded_by}")

@@ -91,6 +91,22 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
+def test_weights_in_shards_are_read_and_a_missing_one_is_named(tmp_path):
+    from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import load_file
+
+    model, folder = exported(tmp_path)
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_torch_state_dict(whole, folder, max_shard_size=10_000)
+    *_, last = sorted(folder.glob("model-*.safetensors"))
+    assert_equal(load_gpt2(str(folder))[1], dict(model.state_dict()))
+    last.unlink()
+    with pytest.raises(ValueError, match="fetch it again") as e:
+        load_gpt2(str(folder))
+    assert_one_line(e.value, folder, last.name)
+
+
 @pytest.mark.parametrize("tie_weights", [False, True])
 def test_norm_of_the_embedding_is_in_the_exported_embedding(tmp_path, tie_weights):
     model, folder = exported(tmp_path, replace(SMALL, tie_weights=tie_weights, embedding_norm=True))

@@ -170,7 +170,7 @@ def test_all_that_llama_cpp_lacks_is_named_at_once_with_what_to_change(tmp_path)
 def test_gguf_file_that_does_not_fit_on_the_disk_is_one_line_and_leaves_nothing(tmp_path):
     saved(tmp_path / "out", SMALL, BYTES)
     with files_of_at_most(20), pytest.raises(OSError, match=r"a\.GGUF") as e:
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF")))
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF"), ollama=True))
     assert_one_line(e.value, "free some disk space")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

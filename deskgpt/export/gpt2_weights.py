@@ -32,13 +32,13 @@ PLAIN_GPT2 = {
 def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
 
-    The folder holds config.json and model.safetensors, as Hugging Face or export.py writes them. Raises ValueError if
-    the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
+    The folder holds config.json and model.safetensors, or shards with their index, as Hugging Face or export.py writes
+    them. Raises ValueError if the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
     """
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).exists()]
+    lacking = [file for file in ("config.json", WEIGHTS) if not list(folder.glob(f"{file}*"))]
     if lacking:
         raise ValueError(
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
@@ -66,14 +66,18 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of model.safetensors. Raises ValueError, which names init_from, if it is damaged."""
+    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names. Raises ValueError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        return load_file(folder / WEIGHTS)
-    except SafetensorError as e:
-        raise ValueError(f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again") from None
+    index = read_json(folder / f"{WEIGHTS}.index.json", name).get("weight_map")
+    weights: dict[str, Tensor] = {}
+    for file in sorted(set(index.values())) if isinstance(index, dict) else [WEIGHTS]:
+        try:
+            weights |= load_file(folder / Path(file).name)
+        except (SafetensorError, FileNotFoundError) as e:
+            raise ValueError(f"init_from={name}: {file} in {folder} is damaged ({e}); fetch it again") from None
+    return weights
 
 
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
