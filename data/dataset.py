@@ -60,7 +60,7 @@ class Dataset:
     def open(
         self, block_size: int, vocab_size: int, tokenizer: dict[str, Any] | None, seed: int, align_documents: bool
     ) -> None:
-        """Opens both splits for a model with this vocabulary, trained with this tokenizer if that is known.
+        """Opens both splits for a model with this vocabulary and tokenizer, None if that is not known.
 
         Raises ValueError if they do not belong to the model or cannot be aligned.
         """
@@ -68,8 +68,7 @@ class Dataset:
         document_start = self.meta["end_of_text"] if align_documents else None
         if align_documents and document_start is None:
             raise ValueError(
-                f"align_documents=True: {self.folder} does not say which token documents begin with; "
-                "take --align_documents=False"
+                f"{self.folder} does not say which token documents begin with; try --align_documents=False"
             )
         self.train = Split(self.folder, "train", block_size, vocab_size, seed, document_start)
         self.val = Split(self.folder, "val", block_size, vocab_size, seed, document_start)
@@ -110,7 +109,7 @@ class Dataset:
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
 
     def eval_digest(self, batching: Batching) -> tuple[int, str]:
-        """(number, digest) of the windows of val that an evaluation reads: two losses compare if both are equal."""
+        """(number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
         n = self.val.n_eval_windows(batching.eval_windows)
         if n not in self._digests:  # the same at every evaluation of a run
             self._digests[n] = self.val.eval_digest(n)
@@ -137,33 +136,38 @@ class Dataset:
 
     def log_metadata(self) -> dict[str, Any]:
         """What log.jsonl records of the data."""
-        return {
+        found = {
             "tokenizer": self.tokenizer.get("name"),
             "train_tokens": self.train.tokens,
             "val_tokens": self.val.tokens,
             "val_sha256": self.metadata["val data"]["fingerprint"],
-            **(self.text.as_metadata() if self.text else {}),
         }
+        if self.text:
+            found["bytes_per_token"] = self.text.evaluated_bytes / self.text.targets
+            found["val_bytes"] = self.text.evaluated_bytes
+            found["val_text"] = self.text.beginning
+            found["val_text_bytes"] = self.text.all_bytes
+        return found
 
 
 # ---- checksums -----------------------------------------------------------------------------------------------
 
 
 class Checksums:
-    """Verifies the files of splits that meta.json lists, masks included.
+    """Compares the files of splits, masks included, with the checksums that meta.json lists.
 
-    Raises ValueError if one is not what it says, OSError. Of a large data set, `check` raises that later. `state`
-    says in a few words for the log what is verified.
+    Raises ValueError if one differs, OSError; of a large data set, `check` raises that later. `state` says for the log
+    what is compared.
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
         meta = read_record(folder)
-        self._checksums = {name: entry["sha256"] for name, entry in listed_with_masks(meta).items()}
-        files = [file for split in splits for file in split.files() if file.path.name in self._checksums]
+        self._listed = {name: entry["sha256"] for name, entry in listed_with_masks(meta).items()}
+        files = [file for split in splits for file in split.files() if file.path.name in self._listed]
         self._fault: Exception | None = None
-        self._thread = threading.Thread(target=self._verify, args=[files], name="checksums", daemon=True)
+        self._thread = threading.Thread(target=self._compare, args=[files], name="checksums", daemon=True)
         self._thread.start()
-        if not self._checksums:
+        if not self._listed:
             self.state = "no checksums (meta.json lists no files)" if meta else "no checksums (no meta.json)"
         elif sum(file.n_bytes for file in files) <= AT_ONCE:
             self._thread.join()
@@ -171,28 +175,25 @@ class Checksums:
             self.state = "checksums verified"
         else:
             self.state = "checksums are verified while it trains"
-        if self._checksums and CHECKSUM not in meta:
+        if self._listed and CHECKSUM not in meta:
             self.state += "; meta.json is of an older version and has no checksum itself"
 
     def check(self) -> None:
-        """Raises ValueError if a file has turned out not to have its checksum, or OSError. Cheap: for each step."""
+        """Raises ValueError if a file has turned out to be another, or OSError. Cheap: for each step."""
         if self._fault is not None:
             raise self._fault
 
     def close(self, print0: Callable[[str], None]) -> None:
-        """Prints if something is left to verify, which is then given up. Raises as check."""
+        """Prints if something is left to compare, which is then given up. Raises as check."""
         self.check()
         if self._thread.is_alive():
             print0("note: the run ended before the checksums of all its data were verified")
 
-    def _verify(self, files: list[NumberFile]) -> None:
+    def _compare(self, files: list[NumberFile]) -> None:
         try:
             for file in files:
-                if file.sha256() != self._checksums[file.path.name]:
-                    raise ValueError(
-                        f"{file.path}: its checksum is not the one in meta.json: the file is damaged or was changed; "
-                        "prepare the data again"
-                    )
+                if file.sha256() != self._listed[file.path.name]:
+                    raise ValueError(f"{file.path} is damaged or was changed (its checksum); prepare the data again")
         except Exception as e:  # raised by `check`
             self._fault = e
 
@@ -209,20 +210,10 @@ class TextStatistics:
     beginning: str  # SHA-256 of the split's first 64 KiB of text, 16 hex digits: the same with any tokenizer
     all_bytes: int | None  # of the whole split's text; None for a split that would take long to read
 
-    def as_metadata(self) -> dict[str, Any]:
-        """What a run's log keeps of them."""
-        return {
-            "bytes_per_token": self.evaluated_bytes / self.targets,
-            "val_bytes": self.evaluated_bytes,
-            "val_text": self.beginning,
-            "val_text_bytes": self.all_bytes,
-        }
-
     def bits_per_byte(self, loss: float) -> float:
         """A mean loss of the targets (nats per token) in bits per byte of their text (The Pile, arXiv:2101.00027, 3.1).
 
-        Tokenizers cut the same text into tokens of different lengths; bits per byte compare between them. The nats of
-        end_of_text count, though it has no bytes: where documents end is a part of what a model has to predict.
+        The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
         """
         return loss * (self.targets / self.evaluated_bytes) / math.log(2)
 
@@ -230,8 +221,7 @@ class TextStatistics:
 def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> TextStatistics:
     """The statistics of a split whose evaluation reads n windows.
 
-    They follow from the windows alone, not from micro-batches or ranks. Raises ValueError if the tokenizer lacks one
-    of the tokens, or no text is evaluated, and as Split if files cannot be read.
+    Raises ValueError if the tokenizer lacks one of the tokens, or no text is evaluated, and as Split.
     """
     lengths = tokenizer.token_bytes()
     targets = 0
@@ -260,7 +250,7 @@ def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> byte
     """The first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
     text = b""
     for shard in split.shards:
-        for first in range(0, len(shard), BEGINNING):  # no token of the text is shorter than a byte
+        for first in range(0, len(shard), BEGINNING):  # each token of text has a byte at least
             ids = shard.read(first, BEGINNING)
             if total_bytes(ids, lengths):
                 text += tokenizer.decode_bytes(ids[lengths[ids] > 0].tolist())

@@ -26,10 +26,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of documents: rows of parquet (also hf:// URLs) and lines of jsonl files, documents of txt files.
-
-    A txt file is one document, or several if lines with <|endoftext|> separate them; its line ends become "\\n".
-    """
+    """Files of documents: rows of parquet (also hf:// URLs), lines of jsonl, what <|endoftext|> separates in txt."""
 
     name: str  # as meta.json records it
     files: list[str]

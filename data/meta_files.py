@@ -52,14 +52,14 @@ ENTRY: Fields = {
 def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
     """Everything that a folder's meta.json records, {} without one. It is shared between callers: do not change it.
 
-    Raises ValueError, which says what to do, if it is damaged or cannot be right, OSError.
+    Raises ValueError if it is damaged or cannot be right, OSError.
     """
     with described(folder / name) as path:
         return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
 
 
 def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
-    """Writes the description of a folder's token files, and its checksum, to its meta.json. Raises OSError."""
+    """Writes a folder's meta.json, with its checksum. Raises OSError."""
     write_atomically(folder / name, to_json(meta))
 
 
@@ -74,7 +74,7 @@ def described(path: Path) -> Iterator[Path]:
 
 @functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often
 def record_in(content: bytes) -> dict[str, Any]:
-    """What a file with this content records. Raises ValueError, whose message says in a few words what is wrong."""
+    """What a file with this content records. Raises ValueError, which says in a few words what is wrong."""
     try:
         meta = json.loads(content)
         if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
@@ -129,8 +129,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_nanogpt(folder: Path) -> dict[str, Any]:
     """The description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {} without one.
 
-    The tokenizer is {} if the pickle has a vocab_size only, or an itos of longer pieces than characters: enough to
-    train on. Raises ValueError as read_record, OSError.
+    Raises ValueError as read_record, OSError.
     """
     with described(folder / "meta.pkl") as path:
         if not os.path.lexists(path):

@@ -24,12 +24,12 @@ def write_dataset(
     source: str,
     masks: dict[str, npt.NDArray[np.uint8]] | None = None,
     **about: Any,
-) -> dict[str, Any]:
-    """Writes {"train": ids, "val": ids} as bare token files with their meta.json, which it returns.
+) -> None:
+    """Writes {"train": ids, "val": ids} as bare token files with masks and their meta.json, in which `about` is, too.
 
-    masks: of each split. about: what else meta.json says, such as end_of_text. All files are written before the first
-    one gets its name, and val.bin gets its name last: wherever this stops, the folder holds the old data, the new, or
-    no val.bin. Raises ValueError if another prepare.py is at work there, OSError if the disk is full.
+    All files are written before the first one gets its name, and val.bin gets its name last: wherever this stops, the
+    folder holds the old data, the new, or no val.bin. Raises ValueError if another prepare.py is at work there, OSError
+    if the disk is full.
     """
     meta = {"tokenizer": tokenizer.meta(), "vocab_size": tokenizer.vocab_size, "source": source, **about}
     contents = {}
@@ -51,7 +51,6 @@ def write_dataset(
                     (folder / name).unlink(missing_ok=True)
         except OSError as e:
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
-    return meta
 
 
 def is_prepared(folder: Path, source: str) -> bool:
@@ -87,8 +86,7 @@ def named_tokenizer(name: str) -> dict[str, Any]:
 
     Raises ValueError if the folder's meta.json is damaged.
     """
-    folder = Path(name)
-    return read_meta(folder)["tokenizer"] if (folder / "meta.json").is_file() else {"name": name}
+    return read_meta(Path(name))["tokenizer"] if (Path(name) / "meta.json").is_file() else {"name": name}
 
 
 def document_tokenizer(name: str) -> Tokenizer:
@@ -97,7 +95,7 @@ def document_tokenizer(name: str) -> Tokenizer:
     tokenizer = None if described in ({"name": "char"}, {"name": "bpe"}) else from_meta(described)
     if tokenizer is None or tokenizer.end_of_text is None:
         raise ValueError(
-            f"--tokenizer={name}: it has no token between documents, or is made of a text by data/text/prepare.py; "
+            f"--tokenizer={name} has no token between documents, or is made of a text by data/text/prepare.py; "
             "give bytes, gpt2, or the path of a folder that was prepared with --tokenizer=bpe"
         )
     return tokenizer

@@ -1,8 +1,8 @@
 """Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
 
 The shards of a folder, or of each part of it, are one sequence of tokens, cut every `shard_tokens`; each document
-begins with the tokenizer's end-of-text token. The record of a folder or part has for each shard the place in the
-source where it ends, so that any of them can be made again, byte for byte, without those before it.
+begins with the tokenizer's end-of-text token. For each shard a record has the place in the source where it ends, so
+that any of them can be made again, byte for byte, without those before it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class TokenStream:
     def take(self, at_most: int) -> Ids:
         """The next tokens of one row, no more than at_most; none at the end of the source."""
         while not len(self._ids):
-            row, ids = next(self._rows, (None, None))
-            if row is None or ids is None:
-                return self._ids
+            row, ids = next(self._rows, (None, self._ids))
+            if row is None:
+                return ids
             used = self.position.used if (row.file, row.row) == self.position[:2] else 0
             self.position = Position(row.file, row.row, used)
             self._ids = ids[used:]
@@ -105,10 +105,7 @@ def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[tuple[Row, Ids]]:
 
 
 def plan(val_tokens: int, train_tokens: float, shard_tokens: int, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names and sizes of the shards: val_000000.bin, then train_000001.bin and so on; train_tokens may be inf.
-
-    prefix: stands before the numbers.
-    """
+    """Names and sizes of the shards: val_000000.bin, train_000001.bin ..., the prefix before each number."""
     number = itertools.count()
     for split, left in (("val", val_tokens), ("train", train_tokens)):
         while left > 0:
@@ -146,8 +143,8 @@ def write_shards(
 ) -> None:
     """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
 
-    The last one that the source fills is marked "last" there. Raises ValueError if the source cannot be read or has
-    changed, OSError if folder cannot be written.
+    The shard with which the source ends is marked "last" there. Raises ValueError if the source cannot be read or has
+    changed, OSError.
     """
     entries: dict[str, Entry] = meta["files"]
     position = Position(0, 0, 0)
@@ -175,10 +172,7 @@ def write_shards(
 
 
 def write_shard(path: Path, size: int, stream: TokenStream) -> Entry:
-    """Writes `size` tokens of the stream, or all that are left; returns the entry for meta.json.
-
-    Writes nothing and returns {} if no tokens are left. Raises OSError if the disk is full.
-    """
+    """Writes `size` tokens of the stream, or all that are left. Returns their entry in meta.json, {} for none."""
     ids = stream.take(size)
     if not len(ids):
         return {}
@@ -197,10 +191,8 @@ def write_shard(path: Path, size: int, stream: TokenStream) -> Entry:
             file.flush()
             checksum = file_sha256(Path(file.name))
     except OSError as e:
-        raise OSError(
-            f"cannot write {path}: {e.strerror or e}; finished shards are kept: free some disk space and run the same "
-            "command again"
-        ) from None
+        remedy = "finished shards are kept: free some disk space and run the same command again"
+        raise OSError(f"cannot write {path}: {e.strerror or e}; {remedy}") from None
     print(f"{path.name}: {tokens:,} tokens", flush=True)
     entry = {"tokens": tokens, "sha256": checksum, "end": stream.position}
     return entry | {"last": True} if tokens < size else entry

@@ -31,18 +31,17 @@ class Split:
     In an epoch every shard is cut into consecutive windows. Their inputs do not overlap and never cross the shard's
     end. The first window starts at an offset drawn for that epoch, so that later epochs see other cuts; the order of
     the windows is a pseudo-random permutation. Which window goes into which row of which batch is a pure function of
-    (seed, step, row of the global batch): there is no state to save, and nothing depends on how the global batch is
-    split into micro-batches and ranks.
+    (seed, step, row of the global batch): there is no state to save, and micro-batches and ranks change nothing.
 
     With document_start, the token that documents begin with, a window of train_batch moves on to the first such
     token within its block_size, and stays in place if there is none. Then some tokens are in two windows, some in none.
 
-    Data that was packed into windows (meta.json says of how many tokens) is read in these very windows, all of them in
-    each epoch, whatever document_start is. If shards have loss masks, targets that are not learned are -1, and windows
-    without any other target are not evaluated.
+    Packed data (meta.json says into windows of how many tokens) is read in these very windows, all of them in each
+    epoch, whatever document_start is. With loss masks, targets that are not learned are -1, and windows without any
+    other target are not evaluated.
 
     Raises ValueError if files are missing, damaged or too short, or hold ids of vocab_size and more; so does each call
-    that reads, if a file has become shorter since.
+    that reads.
     """
 
     def __init__(
@@ -64,7 +63,15 @@ class Split:
                 f"--block_size={packed}, or prepare the data again with --block_size={block_size}"
             )
         self.document_start = None if packed else document_start
-        self.shards = self._open(folder, split)
+        found = open_shards(folder, split)
+        self.shards = [shard for shard in found if len(shard) > block_size]
+        if not self.shards:
+            longest = max(map(len, found))
+            remedy = f"try --block_size={longest - 1} or more data" if longest > 1 else "it needs more data"
+            raise ValueError(
+                f"block_size={block_size} needs {block_size + 1} tokens in a row, {folder}/{split}*.bin: {longest:,}; "
+                f"{remedy}"
+            )
         self.masks = open_masks(folder, split, self.shards)  # one for each shard, or none
         self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
@@ -107,21 +114,18 @@ class Split:
         return shard, start
 
     def counted(self, step: int, rows: I64, global_batch: int) -> I64:
-        """The number of targets that are learned (len(rows),) in each row of train_batch."""
+        """How many targets are learned (len(rows),) in each row of train_batch."""
         return self._learned(*self.places(step, rows, global_batch)).sum(1)
 
     def first_counted_row(self) -> int:
         """The first row of all train batches with a target that is learned. Raises ValueError if none has one."""
         for row in range(self.n_windows):
-            if not self.masks or self.counted(0, np.array([row]), 1)[0]:
+            if self.counted(0, np.array([row]), 1)[0]:
                 return row
         raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
     def _aligned(self, shard: int, start: int) -> int:
-        """Where a window that began at `start` moves to: the first start of a document in it, if there is one.
-
-        It moves by less than its own length and never past the shard's end.
-        """
+        """Where a window that began at `start` moves to: the first document that begins in it, if there is one."""
         furthest = min(self.block_size, len(self.shards[shard]) - self.block_size - start)
         begins = np.flatnonzero(self.shards[shard].read(start, furthest) == self.document_start)
         return start + int(begins[0]) if len(begins) else start
@@ -129,7 +133,7 @@ class Split:
     # ---- evaluation ------------------------------------------------------------------------------------------
 
     def n_eval_windows(self, at_most: int) -> int:
-        """Size of the evaluation set: all windows without overlap that the split has, but no more than at_most."""
+        """Size of the evaluation set: all windows without overlap that the split has, at most at_most."""
         return min(at_most, int(self._eval_ends[-1]) if self._evaluated is None else len(self._evaluated))
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
@@ -143,10 +147,7 @@ class Split:
         return x, y
 
     def eval_digest(self, n: int) -> str:
-        """Identifies what an evaluation of n windows reads: SHA-256 of block_size, inputs and targets, 16 hex digits.
-
-        It follows from the tokens alone: not from micro-batches, ranks, shards or the names of files.
-        """
+        """Identifies what an evaluation of n windows reads: SHA-256 of block_size, inputs, targets; 16 hex digits."""
         digest = hashlib.sha256(f"{self.block_size} {n}".encode())
         for x, y in self.eval_chunks(n):
             digest.update(x.astype("<i4").tobytes())
@@ -161,14 +162,9 @@ class Split:
 
     def _windows_with_targets(self) -> I64:
         """Numbers of the windows without overlap, through all shards, that have a target which is learned."""
-        found = []
-        at_once = max(1, CHUNK // self.block_size)  # windows
-        for mask, windows in zip(self.masks, self._eval_windows.tolist(), strict=True):
-            for first in range(0, windows, at_once):
-                n = min(at_once, windows - first)
-                targets = mask.read(first * self.block_size + 1, n * self.block_size)
-                found.append(targets.reshape(n, self.block_size).any(1))
-        return np.flatnonzero(np.concatenate(found))
+        T = self.block_size
+        windows = zip(self.masks, self._eval_windows.tolist(), strict=True)
+        return np.flatnonzero(np.concatenate([mask.read(1, n * T).reshape(n, T).any(1) for mask, n in windows]))
 
     # ---- about the files -------------------------------------------------------------------------------------
 
@@ -186,34 +182,17 @@ class Split:
 
     def changes(self) -> list[str]:
         """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
-        return [
-            f"{file.path} was written into while this run reads it: from here on its tokens may be others than before"
-            for file in self.files()
-            if file.was_written()
-        ]
+        written = [file.path for file in self.files() if file.was_written()]
+        return [f"{path} was written into while this run reads it: its tokens may have changed" for path in written]
 
     def files(self) -> list[NumberFile]:
-        """All files that it reads."""
         return [*self.shards, *self.masks]
 
     # ---- reading ---------------------------------------------------------------------------------------------
 
-    def _open(self, folder: Path, split: str) -> list[NumberFile]:
-        """The shards that hold at least one window. Raises ValueError if none does or one is damaged."""
-        found = open_shards(folder, split)
-        shards = [shard for shard in found if len(shard) > self.block_size]
-        if not shards:
-            longest = max(len(shard) for shard in found)
-            remedy = f"try --block_size={longest - 1} or more data" if longest > 1 else "it needs more data"
-            raise ValueError(
-                f"block_size={self.block_size} needs {self.block_size + 1} tokens in a row, {folder}/{split}*.bin has "
-                f"{longest:,}; {remedy}"
-            )
-        return shards
-
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
         """(inputs, targets), each (len(shard), T), of windows, given the shard of each and its first token there."""
-        block = self._rows(self.shards, shard, start, self.block_size + 1)
+        block = read_rows(self.shards, shard, start, self.block_size + 1)
         self._check_ids(shard, start, block)
         x = block[:, :-1].astype(np.int64)
         y = block[:, 1:].astype(np.int64)
@@ -225,17 +204,10 @@ class Split:
         """Which targets (len(shard), T) of windows are learned, given the shard of each and its first token there."""
         if not self.masks:
             return np.ones((len(shard), self.block_size), bool)
-        return self._rows(self.masks, shard, start + 1, self.block_size) != 0
-
-    def _rows(self, files: Sequence[NumberFile], shard: I64, start: I64, n: int) -> npt.NDArray[Any]:
-        """n numbers from `start` on of each of these shards' files, one row for each."""
-        return np.stack([files[s].read(first, n) for s, first in zip(shard.tolist(), start.tolist(), strict=True)])
+        return read_rows(self.masks, shard, start + 1, self.block_size) != 0
 
     def _check_ids(self, shard: I64, start: I64, block: npt.NDArray[np.uint16]) -> None:
-        """Raises ValueError if block (rows, tokens) holds an id past the vocabulary.
-
-        Row i of block is a part of shard number shard[i] that begins at start[i].
-        """
+        """Raises ValueError if block (rows, tokens) has too large an id; row i begins at start[i] of shard[i]."""
         if block.max() < self.vocab_size:
             return
         row, column = np.argwhere(block >= self.vocab_size)[0]
@@ -246,8 +218,13 @@ class Split:
         )
 
 
+def read_rows(files: Sequence[NumberFile], file: I64, start: I64, n: int) -> npt.NDArray[Any]:
+    """n numbers from start[i] of files[file[i]] in each row i."""
+    return np.stack([files[f].read(first, n) for f, first in zip(file.tolist(), start.tolist(), strict=True)])
+
+
 def locate(window: I64, windows_per_shard: I64, ends: I64) -> tuple[I64, I64]:
-    """(shard, number within that shard) of windows that are numbered through all the shards, which end at `ends`."""
+    """(shard, number within that shard) of windows that are numbered through all shards, which end at `ends`."""
     shard = np.searchsorted(ends, window, side="right")
     return shard, window - (ends[shard] - windows_per_shard[shard])
 
@@ -277,7 +254,7 @@ def permute(i: I64, n: int, key: U64) -> I64:
 
 
 def feistel(x: U64, half_bits: int, key: U64) -> U64:
-    """A pseudo-random bijection of the numbers of 2·half_bits bits, one for each key. x and key: (n,)."""
+    """A pseudo-random bijection of the numbers of 2·half_bits bits for each key. x, key: (n,)."""
     half = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left = x >> half

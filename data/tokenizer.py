@@ -1,7 +1,6 @@
 """Text to token ids and back: characters, UTF-8 bytes, merges of one's own (data/bpe.py), or tiktoken's encodings.
 
-A small dictionary describes a tokenizer (`meta()`, `from_meta()`). It is kept in a data folder's meta.json and in
-checkpoints, so that a checkpoint can be sampled from on a machine without its data.
+A small dictionary describes a tokenizer (`meta()`, `from_meta()`), in a data folder's meta.json and in checkpoints.
 """
 
 from __future__ import annotations
@@ -159,10 +158,8 @@ def named(name: str) -> BpeTokenizer:
     except ValueError as e:
         raise ValueError(f"tokenizer {name!r}: {str(e).splitlines()[0]}") from None
     except Exception as e:  # tiktoken downloads with requests and lets its exceptions through
-        raise ValueError(
-            f"the files of tokenizer {name!r} are not cached and cannot be downloaded ({type(e).__name__}); "
-            "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds them"
-        ) from None
+        remedy = "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds its files"
+        raise ValueError(f"tokenizer {name!r} cannot be downloaded ({type(e).__name__}); {remedy}") from None
     if encoding.n_vocab > MOST_IDS:
         raise ValueError(f"tokenizer {name!r} has {encoding.n_vocab:,} ids; token files hold uint16, at most 65,536")
     return BpeTokenizer(encoding, {"name": name})
@@ -194,8 +191,7 @@ def tokens_of(merges: Any) -> list[bytes]:
         is_new = left in tokens and right in tokens and token not in tokens
         if not is_new or len(token) > LONGEST_TOKEN or number > MOST_IDS - SMALLEST_BPE:
             raise ValueError(
-                f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, does not make a new token of at most "
-                f"{LONGEST_TOKEN} bytes from two earlier ones"
+                f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, makes no new token of two others"
             )
         tokens[token] = tokens[left] + tokens[right]
     return list(tokens.values())

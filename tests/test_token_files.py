@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, assert_one_line, flags
+from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +37,6 @@ def test_tokens_and_any_piece_of_them_are_read_as_they_were_written(tmp_path_fac
     write_tokens(path, np.array(ids, np.uint16), header)
     assert read_tokens(path).tolist() == ids
     assert path.stat().st_size == 2 * len(ids) + (HEADER_BYTES if header else 0)
-    assert [p.name for p in path.parent.iterdir()] == ["x.bin"]
     first = data.draw(st.integers(0, len(ids)))
     n = data.draw(st.integers(0, len(ids) - first))
     shard = open_tokens(path)
@@ -62,8 +61,6 @@ NOT_TOKENS = {
     "another magic": headed(100, 0, MAGIC + 1),
     "a token more": headed(100, 2, 101),
     "32 bits": WIDE.astype("<u4").tobytes(),
-    "32 bits of a large vocabulary": (4 * WIDE).astype("<u4").tobytes(),
-    "64 bits": WIDE.astype("<u8").tobytes(),
     "llm.c's 32 bits": np.array([20240801, 7, 9], "<i4").tobytes() + bytes(1024),
     "text": "Käse und Brot. ".encode() * 64,
     "a folder": None,
@@ -128,9 +125,8 @@ def test_prepared_data_is_recognised_damage_noticed_and_two_do_not_write_at_once
         dataset(tmp_path, [7, 8, 9], [7, 7])
     assert_one_line(str(e.value), tmp_path)
     assert is_prepared(tmp_path, "test")
-    for harmed in (b"\x04\x00\x06\x00", b""):
-        (tmp_path / "val.bin").write_bytes(harmed)
-        assert not is_prepared(tmp_path, "test")
+    (tmp_path / "val.bin").write_bytes(b"\x04\x00\x06\x00")
+    assert not is_prepared(tmp_path, "test")
     (tmp_path / "val.bin").unlink()
     assert not is_prepared(tmp_path, "test")
     dataset(tmp_path, [7, 8, 9], [7, 7])
@@ -143,7 +139,6 @@ FOUND: list[tuple[list[str], list[str] | None]] = [
     (["train.bin"], ["train.bin"]),
     (["train.bin", "train_old.bin"], ["train.bin"]),
     (["train.bin", "train_000.bin"], ["train.bin"]),
-    (["train_000000_000001.bin", "train_000001_000000.bin"], ["train_000000_000001.bin", "train_000001_000000.bin"]),
     (["web_train_000001.bin", "web_train_000002.bin"], ["web_train_000001.bin", "web_train_000002.bin"]),
     (["tiny_shakespeare_train.bin"], ["tiny_shakespeare_train.bin"]),
     (["a_train_000001.bin", "b_train_000001.bin"], None),
@@ -180,26 +175,12 @@ def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2_if_the_ids_c
     for vocab_size in (65, 32_000):  # characters, Llama 2
         write_tokens(tmp_path / "val.bin", np.arange(vocab_size, dtype=np.uint16))
         assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 50304, "end_of_text": None}
-    check_vocabulary(tmp_path, read_meta(tmp_path), 50304, {"name": "gpt2"})  # of a run that took it for GPT-2's
     chars = ["b", "a"]
     nanogpt = {"vocab_size": 2, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt))
     assert read_meta(tmp_path) == {"tokenizer": {"name": "char", "chars": "ba"}, "vocab_size": 2, "end_of_text": None}
     dataset(tmp_path, [1], [1])
     assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
-
-
-@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("web_train_000001.bin", "web_val_000000.bin")])
-def test_characters_without_their_meta_file_are_trained_on_but_not_taken_for_text(tmp_path, chars, script, names):
-    data = tmp_path / "data"
-    data.mkdir()
-    for name, split in zip(names, ("train", "val"), strict=True):
-        (data / name).write_bytes((chars / f"{split}.bin").read_bytes())
-    done = script("train.py", *flags(**TINY | {"max_iters": 1}, dataset=data, out_dir=tmp_path / "out"))
-    assert done.code == 0, done.err
-    printed = done.out + done.err
-    assert "no meta.json or meta.pkl" in printed
-    assert "bits per byte are not known" in printed
 
 
 def test_vocabularies_must_match(tmp_path):

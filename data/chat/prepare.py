@@ -5,10 +5,9 @@
     python data/chat/prepare.py                                  # the small dialogues of data/chat/example.jsonl
     python train.py config/finetune_chat.py
 
-Each line of a file is one dialogue, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
-"content": "Hi, how are you?"}]}, or the bare list; a file can also be one JSON array of dialogues. Roles are system,
-user and assistant. data/chat/template.py says how a dialogue becomes text. Only what the assistant says is learned, and
-of that no message with "weight": 0.
+A file has one dialogue in each line, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
+"content": "Hi, how are you?"}]}, or is one JSON array of them; docs/data.md names what else is read.
+data/chat/template.py says how a dialogue becomes text, of which only what the assistant says is learned.
 
 Writes data/NAME/train.bin, val.bin (the last tenth of the dialogues) and meta.json, and beside each token file a mask,
 train.mask and val.mask: a byte for each token, 1 if the loss counts it as a target. Dialogues are packed into
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import itertools
 import json
 import math
 import re
@@ -62,22 +62,21 @@ def main(args: argparse.Namespace) -> None:
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
-    """Writes the packed token files and masks of the dialogues in `paths`, and prints what is in them.
+    """Writes the packed token files and masks of the dialogues in `paths`, unless folder already holds them unharmed.
 
-    Does nothing if folder already holds them unharmed. Raises ValueError if a line is no dialogue or there are fewer
-    than two, OSError.
+    Raises ValueError if a line is not a dialogue or there are fewer than two, OSError.
     """
-    source = source_of(paths, tokenizer, block_size)
+    made_by = [*map(file_sha256, paths), tokenizer.meta(), tokenizer.end_of_text]
+    names = ", ".join(path.name for path in paths[:NAMED_FILES])
+    source = f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
     if is_prepared(folder, source):
         print(f"{folder.name}: already prepared")
         return
     template = Template(tokenizer)
-    dialogues = []
-    for path in paths:
-        read = read_dialogues(path)
-        dialogues += [template.encode(messages) for messages in tqdm(read, path.name, unit="dialogues", disable=None)]
+    read = tqdm(itertools.chain(*map(read_dialogues, paths)), "dialogues", disable=None)
+    dialogues = [template.encode(messages) for messages in read]
     if len(dialogues) < 2:
-        raise ValueError(f"{paths[0]} holds only one dialogue; at least two are needed, one of them for val")
+        raise ValueError(f"{paths[0]} holds {len(dialogues)} dialogues; two are needed, one of them for val")
 
     cut = len(dialogues) - max(1, len(dialogues) // VAL_PART)
     ids = {}
@@ -97,22 +96,14 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
     write_dataset(folder, ids, tokenizer, source, counts, **about)
 
 
-def source_of(paths: list[Path], tokenizer: Tokenizer, block_size: int) -> str:
-    """The description in meta.json by which the same data is recognised. Raises OSError."""
-    made_by = [*map(file_sha256, paths), tokenizer.meta(), tokenizer.end_of_text]
-    names = ", ".join(path.name for path in paths[:NAMED_FILES])
-    return f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
-
-
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
 def read_dialogues(path: Path) -> Iterator[list[Message]]:
     """The dialogues of a file: JSON values one after another, as in jsonl, or arrays of them.
 
-    Raises ValueError, which names the line, if one is not a dialogue, or the file has none.
+    Raises ValueError, which names the line, if one is not a dialogue.
     """
-    found = False
     for line, value in json_values(path, read_text(path)):
         is_array = isinstance(value, list) and not any(map(is_message, value))
         for number, dialogue in enumerate(value if is_array else [value], 1):
@@ -121,10 +112,7 @@ def read_dialogues(path: Path) -> Iterator[list[Message]]:
             except ValueError as e:
                 place = f"line {line}, dialogue {number}" if is_array else f"line {line}"
                 raise ValueError(f"{path}, {place}: {e}") from None
-            found = True
             yield messages
-    if not found:
-        raise ValueError(f"{path} holds no dialogues; it needs one JSON object a line, or an array of them")
 
 
 def is_message(value: Any) -> bool:
@@ -153,8 +141,8 @@ def json_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 def pack(lengths: list[int], block_size: int) -> tuple[list[int], int]:
     """(the place of each first token, windows) for dialogues of these numbers of tokens.
 
-    Best fit, the longest first: each goes where it leaves the least room, and into a new window where it fits nowhere.
-    One that is longer than a window takes several in a row; the last of them is filled as others are.
+    Best fit, the longest first: each goes where it leaves the least room, or into a new window. One that is longer than
+    a window takes several in a row; the last of them is filled as others are.
     """
     starts = [0] * len(lengths)
     windows = 0
@@ -174,10 +162,7 @@ def pack(lengths: list[int], block_size: int) -> tuple[list[int], int]:
 
 
 def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -> Encoded:
-    """The tokens of all windows, (windows * block_size + 1,); what no dialogue fills is end_of_text.
-
-    The last token is a target only: that of the last window's last input.
-    """
+    """The tokens of all windows, (windows * block_size + 1,), the last one a target only; padded with end_of_text."""
     starts, windows = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
     n = windows * block_size + 1
     ids = np.full(n, end_of_text, np.uint16)

@@ -38,7 +38,7 @@ from deskgpt.system.errors import OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
-BYTES_PER_TOKEN = 4  # of text, with GPT-2's and similar tokenizers, about
+BYTES_PER_VAL_TOKEN = 40  # of files on this machine: with four bytes per token, a tenth of them is val
 WAIT_S = 60.0  # for another part that lists what is made, in a moment
 
 ENVIRONMENT = {
@@ -89,6 +89,9 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
     earlier = next(iter(records.values()), {})
     source = local_source(args.source, args.text_column) if args.source else None
     tokenizer = document_tokenizer(args.tokenizer)
+    val_tokens = args.shard_tokens
+    if source:
+        val_tokens = max(1, min(val_tokens, sum(map(os.path.getsize, source.files)) // BYTES_PER_VAL_TOKEN))
     identity = {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
@@ -96,7 +99,7 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
         "source": source.name if source else f"{REPO}, {args.subset}",
         "text_column": args.text_column,
         "shard_tokens": args.shard_tokens,
-        "val_tokens": args.val_tokens or earlier.get("val_tokens") or usual_val_tokens(args, source),
+        "val_tokens": args.val_tokens or earlier.get("val_tokens") or val_tokens,
         "parts": args.part.of,
     }
     for record in records.values():
@@ -117,16 +120,8 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
     return meta
 
 
-def usual_val_tokens(args: argparse.Namespace, source: Source | None) -> int:
-    """A shard; of files on this machine no more than about a tenth."""
-    if source is None:
-        return args.shard_tokens
-    tokens = sum(map(os.path.getsize, source.files)) // (1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN)
-    return max(1, min(args.shard_tokens, tokens // 10))
-
-
 def earlier_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """What earlier starts recorded of the whole and of parts, by file. Raises ValueError if a record is damaged."""
+    """What earlier starts recorded of the whole and of parts, by file. Raises ValueError if one is damaged."""
     names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
     try:
         records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
@@ -230,7 +225,6 @@ def i_of_n(text: str) -> Part:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """The options, with their defaults. Raises ConfigError if one is wrong."""
     parser = OneLineParser(str(__doc__))
     add = parser.add_argument
     of = parser.add_mutually_exclusive_group().add_argument
