@@ -259,7 +259,7 @@ def step_of(runner: Runner, split: Split, batchings: list[Batching], step: int) 
             loss += parts["loss"].item()
         loader.close()
     gradients = [g / len(batchings) for g in runner.gradients()]
-    runner.drop_gradients()
+    runner.model.zero_grad()
     return loss / len(batchings), gradients
 
 

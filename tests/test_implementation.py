@@ -171,7 +171,6 @@ def test_compiling_that_fails_ends_a_run_that_asked_for_it_and_others_print_it(m
 # ---- changes of model.py ---------------------------------------------------------------------------------------
 
 WINDOW = 1e9  # tokens; what a change looks at, as a module's global
-CALLS = 0
 LOGGED: dict[str, Any] = {}
 
 
@@ -203,12 +202,6 @@ def window(scores: Tensor, dropout: float) -> Tensor:
     return usual(scores.masked_fill(distances(scores) >= WINDOW, -1e9), dropout)
 
 
-def from_the_third_layer_on(scores: Tensor, dropout: float) -> Tensor:
-    global CALLS
-    CALLS += 1
-    return usual(scores * (1.0 if CALLS < 3 else 3.0), dropout)
-
-
 def logging_entropy(scores: Tensor, dropout: float) -> Tensor:
     p = usual(scores, dropout)
     LOGGED["entropy"] = -(p * p.clamp(min=1e-9).log()).sum(-1).mean().detach()
@@ -225,7 +218,6 @@ def with_small_gate(scores: Tensor, dropout: float) -> Tensor:
 
 CHANGES: dict[str, tuple[Callable[[Tensor, float], Tensor], dict[str, Any]]] = {
     "an environment variable": (alibi, {}),
-    "from the third layer on": (from_the_third_layer_on, {"n_layer": 3}),
     "what is logged": (logging_entropy, {}),
     "a small gate": (with_small_gate, {}),
     "little noise": (lambda scores, dropout: usual(scores + 1e-5 * torch.randn_like(scores), dropout), {}),
@@ -306,7 +298,7 @@ def test_low_precision_that_goes_wrong_later_falls_back_to_float32():
     x, y = batch_of(4)
     assert runner.verify_again(0, ranks) == [] == ranks.printed  # it was compared just now
     runner.forward_backward(x, y)
-    runner.drop_gradients()
+    runner.model.zero_grad()
     assert runner.verify_again(10, ranks) == []
     runner.model.transformer.ln_f.register_forward_hook(
         lambda module, args, y: y * (1.5 if torch.is_autocast_enabled("cpu") else 1.0)

@@ -252,7 +252,7 @@ class Tuner:
         runner.forward_backward(*batch, self.batching.micro_steps)
         hardware.synchronize(self.device)
         pass_s = time.perf_counter() - t0
-        runner.drop_gradients()
+        self.model.zero_grad()
         return pass_s
 
     def time_in_turns(self, runners: Mapping[Variant, Runner], batch: Batch) -> dict[Variant, float]:
@@ -387,7 +387,7 @@ class Tuner:
                 room = [torch.empty_like(p) for p in runner.parameters * copies]
                 runner.forward_backward(*batch, self.batching.micro_steps)
                 del room
-                runner.drop_gradients()
+                self.model.zero_grad()
                 runner.check_recompute(*batch)
                 if not is_reference(variant, self.device):
                     self.ranks.print0(f"checking {variant} against float32")
@@ -409,7 +409,7 @@ class Tuner:
 
             return None, LEFT_OUT, why_not_compiled(e)
         finally:
-            self.model.zero_grad(set_to_none=True)
+            self.model.zero_grad()
 
     def leave_out(self, variant: Variant, problem: str) -> None:
         """Prints why a variant is left out. Raises ValueError if the user has asked for it, or it is the plainest."""

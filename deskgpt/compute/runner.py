@@ -98,8 +98,8 @@ class Runner:
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=variant.dtype == "float16")
         self.ddp: DDP | None = None
-        self.last: Batch | None = None  # that was trained
-        self._tokens = 0  # that were trained since take_tokens
+        self.last: Batch | None = None  # of the latest forward pass
+        self._tokens = 0  # trained on since take_tokens was called
         self.sharded = sharding.is_sharded(model)
         self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
         self.flops_per_token = model.estimate_flops()  # Tuner.choose counts them
@@ -142,7 +142,7 @@ class Runner:
         # A first pass may arrange what DDP sends in another order: resumed runs have it behind them, too.
         with without_cpp_warnings():
             self.forward_backward(x, y)
-        self.drop_gradients()
+        self.model.zero_grad()
         self.last = None
 
     def leave_ranks(self) -> None:
@@ -217,10 +217,6 @@ class Runner:
             dist.all_reduce(squares, group=sharded.device_mesh.get_group("dp_shard"))
             norms = squares.sqrt().float()
         return norms
-
-    def drop_gradients(self) -> None:
-        for p in self.parameters:
-            p.grad = None
 
     # ---- evaluation --------------------------------------------------------------------------------------
 
@@ -323,11 +319,10 @@ class Runner:
         """Raises ValueError where activations that are computed again give other gradients, as a global may do."""
         if self.variant.checkpoint == "none":
             return
-        passes = []
-        for which in (self.variant.checkpoint, "none"):
-            eager = Runner(self.model, replace(self.variant, compiled=False, checkpoint=which))
-            passes.append(eager.measured((x[:1, :128], y[:1, :128]), 1, real_dropout=True)[:2])
-        found, expected = passes
+        few = (x[:1, :128], y[:1, :128])
+        eager = replace(self.variant, compiled=False)
+        found = Runner(self.model, eager).measured(few, 1, real_dropout=True)[:2]
+        expected = Runner(self.model, replace(eager, checkpoint="none")).measured(few, 1, real_dropout=True)[:2]
         what = f"activation_checkpoint={self.variant.checkpoint}"
         try:
             verify.compare_passes(what, "float32", self.names, found, expected)
@@ -366,7 +361,7 @@ class Runner:
         finally:
             self.replacements = in_use
             self.ddp = ddp
-            self.drop_gradients()
+            self.model.zero_grad()
 
     def verify_again(self, step: int, ranks: DistContext, must: bool = False) -> list[str]:
         """Compares with model.py once more, on the micro-batch that was trained last; returns lines to warn with.
@@ -486,7 +481,7 @@ def with_recompute(
 
 
 def compiled(replacement: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A replacement that is a graph of its own, which all blocks share: of the function or of what replaces it."""
+    """The replacement, or else the function of model.py, compiled to one graph, which all blocks share."""
     graphs: dict[Any, Callable[..., Any]] = {}
 
     def forward(reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -512,10 +507,8 @@ def parts_of(returned: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def total_of(parts: dict[str, Tensor]) -> Tensor:
-    total, *more = parts.values()
-    for part in more:
-        total = total + part
-    return total
+    loss, *further = parts.values()
+    return sum(further, loss)
 
 
 def count_flops(model: GPT, x: Tensor, y: Tensor) -> int:
@@ -528,6 +521,6 @@ def count_flops(model: GPT, x: Tensor, y: Tensor) -> int:
         return estimate
     with verify.undisturbed(model), replacing({}), FlopCounterMode(display=False) as counter:
         total_of(parts_of(model(x[:1], y[:1]))).backward()
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
     counted = round(counter.get_total_flops() / x.size(1))
     return estimate if abs(counted - estimate) <= 0.01 * estimate else counted

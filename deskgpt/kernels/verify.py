@@ -154,13 +154,15 @@ def gradient_errors(names: list[str], found: list[Tensor], expected: list[Tensor
 
 
 def norm_ratios(names: list[str], found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """The larger by the smaller norm of each gradient, by name; infinite where one is not finite."""
+    """How far the norms of two gradients are apart, as a factor of at least 1, by name; infinite for NaN."""
     found_norms = [whole(g).float().norm().item() for g in found]
     norms = [whole(g).float().norm().item() for g in expected]
     least = max(1e-5 * math.hypot(*norms), 1e-30)
-    pairs = [(max(a, least), max(b, least)) for a, b in zip(found_norms, norms, strict=True)]
-    ratios = [max(a / b, b / a) if math.isfinite(a) else math.inf for a, b in pairs]
-    return dict(zip(names, ratios, strict=True))
+    ratios = {}
+    for name, a, b in zip(names, found_norms, norms, strict=True):
+        ratio = max(a, least) / max(b, least)
+        ratios[name] = max(ratio, 1 / ratio) if math.isfinite(a) else math.inf
+    return ratios
 
 
 def whole(x: Any) -> Tensor:
