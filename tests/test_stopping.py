@@ -21,7 +21,7 @@ from gloo import resumed, run
 import train
 from deskgpt.checkpoint import store
 from deskgpt.run.report import Report
-from deskgpt.run.stopping import ONE_WISH_S, SIGNALS, SignalHandler, signal_handler
+from deskgpt.run.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
 from train import main
 
 NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
@@ -154,7 +154,7 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
     ears._handle(signal.SIGTERM, None)
     ears._handle(signal.SIGINT, None)  # as systemd and shells of closing terminals send them
     assert ears.signal == signal.SIGTERM
-    ears._heard_at -= ONE_WISH_S
+    ears._heard_at -= ONE_REQUEST_S
     with pytest.raises(SystemExit) as exit:
         ears._handle(signal.SIGINT, None)
     assert exit.value.code == 143

@@ -107,7 +107,7 @@ def test_log_that_was_moved_away_with_its_folder_begins_anew_with_its_start(tmp_
 def test_log_tries_again_after_a_full_disk_and_has_whole_lines_only(tmp_path, capsys):
     path = tmp_path / "log.jsonl"
     log = RunLog(path)
-    log.write("start", iter=0, note="x" * 950)
+    log.write("start", iter=0, note="x" * 970)
     assert path.stat().st_size < 1024
     with files_of_at_most(kib=1):  # room for a part of a line
         for step in range(3):
@@ -140,6 +140,3 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
     done = shell("python", "-c", code, json.dumps(commands, ensure_ascii=False), env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert [e["iter"] for e in events(out_dir, "iter")] == list(range(8))
-    *_, resume = re.findall(r"^resume:  python (.*) --max_iters=.*$", done.stdout, re.M)
-    done = shell("bash", "-c", f"$PYTHON {resume} --eval_only=True", env=env | {"PYTHON": sys.executable})
-    assert (done.returncode, done.stderr) == (0, "")

@@ -29,9 +29,7 @@ from gloo import run
 
 import train
 from data.loader import eval_batches
-from data.prepared import write_dataset
 from data.splits import Split
-from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
@@ -112,26 +110,12 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
     assert torch.__version__.startswith(first["versions"]["torch"])  # without +cu130 in the wheel's metadata
     assert first["device"].startswith(first["cpu"]["name"])
     assert first["cpu"]["threads"] == torch.get_num_threads()
-    assert {"peak_source", "compiler", "git_commit"} <= first.keys()
     for e in events(out_dir, "iter"):
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
         assert e["mfu"] == pytest.approx(tokens_per_s * first["flops_per_token"] / first["peak_flops"])
         assert e["mfu_measured"] == e["mfu"]
     assert events(out_dir, "end")[0]["peak_memory_bytes"] > 1e6
-
-
-@pytest.mark.slow
-def test_start_says_what_is_known_about_the_data(tmp_path, capsys):
-    ids = np.zeros(1000, np.uint16)
-    write_dataset(tmp_path / "data", {"train": ids, "val": np.resize([3, 5, 7], 1000)}, BytesTokenizer(), "test")
-    main(tiny(tmp_path / "data", tmp_path / "out", max_iters=1))
-    out = capsys.readouterr().out
-    assert re.search("^data: .*1,000 train and 1,000 val tokens, .*verified$", out, re.M)
-    assert re.findall(r"^warning: (.*\.bin) ", out, re.M) == [str(tmp_path / "data" / "train.bin")]
-    (tmp_path / "data" / "meta.json").unlink()
-    main(tiny(tmp_path / "data", tmp_path / "out", eval_only=True, n_head=1, n_layer=1, n_embd=4))
-    assert re.search("^data: .*no checksums", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow
@@ -311,16 +295,19 @@ def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(char
 
 @pytest.mark.slow
 def test_importing_the_scripts_does_nothing():
-    code = "import os, torch; before = dict(os.environ);"
-    code += "import train, sample, model, configurator, data.token_files, data.tokenizer, sys, pkgutil, deskgpt;"
-    code += "import export, data.chat.prepare, data.text.prepare, bench.report, bench.evaluate;"
-    code += "import data.loader, data.documents, data.shards, data.fineweb_edu.prepare;"
-    code += "names = {m.name for m in pkgutil.walk_packages(deskgpt.__path__, 'deskgpt.')};"
-    code += "[__import__(name) for name in names - {'deskgpt.export.modeling_deskgpt'}];"  # transformers'
-    slow = ["wandb", "datasets", "tiktoken", "transformers", "safetensors", "torch._dynamo"]
-    slow += ["tokenizers", "lm_eval"]
-    code += "assert dict(os.environ) == before; assert not hasattr(torch.ops.deskgpt, 'gelu');"
-    code += f"sys.exit(', '.join(m for m in {slow} if m in sys.modules) or None)"
+    ours = "train, sample, export, bench.report, bench.evaluate, data.chat.prepare, data.text.prepare"
+    slow = ["wandb", "datasets", "tiktoken", "transformers", "safetensors", "torch._dynamo", "tokenizers", "lm_eval"]
+    code = f"""
+import os, pkgutil, sys, torch
+before = dict(os.environ)
+import {ours}, data.documents, data.fineweb_edu.prepare, deskgpt
+for module in pkgutil.walk_packages(deskgpt.__path__, "deskgpt."):
+    if not module.name.endswith("modeling_deskgpt"):  # transformers'
+        __import__(module.name)
+assert dict(os.environ) == before
+assert not hasattr(torch.ops.deskgpt, "gelu")
+sys.exit(", ".join(m for m in {slow} if m in sys.modules) or None)
+"""
     done = shell("python", "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -40,14 +40,14 @@ class RunLog:
         self._has_failed = False
         if path:
             try:
-                end_last_line(path)
+                self._append(b"")
             except OSError as e:
                 raise OSError(f"cannot write {path}: {e.strerror}; choose another --out_dir") from None
 
     def write(self, event: str, **fields: Any) -> None:
         if self.path:
-            known = {name: null_if_not_finite(value) for name, value in fields.items()}
-            line = json.dumps({"event": event, **known}).encode() + b"\n"
+            known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+            line = json.dumps({"event": event, **known}).encode() + b"\n"  # JSON has no NaN
             if event == "start":
                 self._start_line = line
             try:
@@ -63,13 +63,16 @@ class RunLog:
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:
-        """Raises OSError, with the file ending in a whole line."""
+        """Also ends a line that a crash left torn. Raises OSError, with the file as it was before."""
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab", buffering=0, opener=without_following) as file:
+        with open(self.path, "a+b", buffering=0, opener=without_following) as file:
             size = file.tell()
+            file.seek(max(0, size - 1))
             if size == 0 and line != self._start_line:
                 line = self._start_line + line
+            elif size and file.read(1) != b"\n":
+                line = b"\n" + line
             try:
                 while line:
                     line = line[file.write(line) :]
@@ -91,26 +94,8 @@ class RunLog:
 
 
 def without_following(path: str, flags: int) -> int:
-    """Opens a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user.
-
-    Windows needs a privilege to make links, and has no such flag.
-    """
+    """Opens a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def end_last_line(path: Path) -> None:
-    """Makes the file if need be, and ends a line that a crash left torn. Raises OSError."""
-    with open(path, "a+b", buffering=0, opener=without_following) as file:
-        size = file.tell()
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-
-
-def null_if_not_finite(value: Any) -> Any:
-    """value, but None for NaN and infinity, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:

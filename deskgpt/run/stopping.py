@@ -34,7 +34,7 @@ SIGNAL_STATUS = 128  # and its number: what shells and batch systems expect of a
 
 # A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after SIGTERM. Signals that
 # follow the first one within this time are the same request, not a second one.
-ONE_WISH_S = 1.0
+ONE_REQUEST_S = 1.0
 
 
 class SignalHandler:
@@ -72,7 +72,7 @@ class SignalHandler:
             self._heard_at = time.monotonic()
             self.signal = number
             print_to_stderr(f"{name}: saving after this step; a second signal leaves at once")
-        elif time.monotonic() - self._heard_at > ONE_WISH_S:
+        elif time.monotonic() - self._heard_at > ONE_REQUEST_S:
             print_to_stderr(f"{name} once more: leaving at once")
             os._exit(SIGNAL_STATUS + self.signal)
 
@@ -105,10 +105,8 @@ class StopController:
         """started: the instant of the run's start. sharded: whether ranks share weights."""
         self.reason: str | None = None
         self.dist = dist
-        self._ends_at = started + 3600 * config.max_hours if config.max_hours else math.inf
-        self._save_interval = config.save_interval
-        self._save_s = 60 * config.save_minutes or math.inf
-        self._patience = config.patience
+        self.config = config
+        self._ends_at = started + (3600 * config.max_hours or math.inf)
         self._sharded = sharded
         self._failure: Exception | None = None
         self._saved_at = time.perf_counter()
@@ -124,14 +122,15 @@ class StopController:
         """
         if has_work:
             signal_handler.listen()
-        by_steps = self._save_interval > 0 and step % self._save_interval == 0
+        by_steps = self.config.save_interval > 0 and step % self.config.save_interval == 0
         if self.dist.world > 1:
             self._steps_since += 1
             if self._steps_since < self._steps_between and not evaluates:
                 return by_steps
             self._space_agreements()
         now = time.perf_counter()
-        reason = "save" if by_steps or now >= self._saved_at + self._save_s else ""
+        by_time = now >= self._saved_at + (60 * self.config.save_minutes or math.inf)
+        reason = "save" if by_steps or by_time else ""
         if now >= self._ends_at:
             reason = "max_hours"
         agreed = self._agree(reason)
@@ -170,7 +169,7 @@ class StopController:
 
     def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
         """Sets `reason` after `patience` evaluations in a row without an improvement."""
-        if 0 < self._patience <= without_improvement(evaluations):
+        if 0 < self.config.patience <= without_improvement(evaluations):
             self.reason = "patience"
 
     # ---- what may be interrupted -------------------------------------------------------------------------

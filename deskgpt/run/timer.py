@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,23 +106,17 @@ class TimeBudget:
     def __init__(self, config: TrainConfig, started: float, state: TrainState) -> None:
         """started: when the clock began. Raises ValueError where a resumed run's schedule would change."""
         self.is_limited = config.max_minutes > 0 and not config.eval_only
-        if (
-            self.is_limited
-            and state.first_step > 0
-            and config.decay_lr
-            and not config.lr_decay_iters
-            and not config.resume_changed
-        ):
+        keeps_schedule = not config.decay_lr or config.lr_decay_iters or config.resume_changed
+        if self.is_limited and state.first_step > 0 and not keeps_schedule:
             raise ValueError(
                 f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
                 "--resume_changed=True, or keep the schedule with --lr_decay_iters"
             )
         self.config = config
+        self.wanted = replace(config)  # as the user wants it: a copy
         self.state = state
         self.dist = state.dist
-        self.started = started
-        self._wanted_iters = config.max_iters
-        self._schedule = (config.warmup_iters, config.lr_decay_iters, config.cooldown_iters)  # as the user wants them
+        self.ends_at = started + 60 * config.max_minutes
         self._next_step = 0  # at which the steps are planned anew
         self._planned_at = (state.first_step, 0.0)  # step, and training time
 
@@ -152,12 +146,12 @@ class TimeBudget:
         self._set_steps(step_s, eval_s, n_missing=2, at_least=1)
         steps = config.max_iters - self.state.first_step
         self._next_step = self.state.step + 1  # from then on by what steps took
-        few = ", which is too few to learn much" if steps < min(FEW_STEPS, self._wanted_iters) else ""
+        few = ", which is too few to learn much" if steps < min(FEW_STEPS, self.wanted.max_iters) else ""
         self.dist.print0(
             f"max_minutes={config.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms{few} "
             f"({steps * batching.tokens_per_step:,} tokens), evaluations of {clock(eval_s)}; planned anew as it runs"
         )
-        return Batching.of(asdict(self.state.config), batching.rank, batching.world)
+        return Batching.of(asdict(config), batching.rank, batching.world)
 
     def replan(self, timer: StepTimer) -> None:
         """Plans anew at PLANS moments of the run, from the steps since the last plan."""
@@ -171,21 +165,19 @@ class TimeBudget:
 
     def _set_steps(self, step_s: float, eval_s: float, n_missing: int, at_least: int = 0) -> None:
         """n_missing: evaluations besides those after each eval_interval steps: at the end, and at the start."""
-        config = self.config
-        step = max(self.state.step, self.state.first_step)
+        config, wanted = self.config, self.wanted
+        step = self.state.step
         fit = int((self._seconds_left() - n_missing * eval_s) / (step_s + eval_s / config.eval_interval))
-        config.max_iters = min(self._wanted_iters, step + max(at_least, fit))
+        config.max_iters = min(wanted.max_iters, step + max(at_least, fit))
         steps = config.max_iters - self.state.first_step
         if self.state.first_step == 0 or config.resume_changed:  # otherwise the steps so far would have had other rates
-            warmup, decay, cooldown = self._schedule
-            config.warmup_iters = min(warmup, math.ceil(steps * WARMUP_SHARE))
-            config.lr_decay_iters = min(decay, config.max_iters)
-            config.cooldown_iters = min(cooldown, steps)
+            config.warmup_iters = min(wanted.warmup_iters, math.ceil(steps * WARMUP_SHARE))
+            config.lr_decay_iters = min(wanted.lr_decay_iters, config.max_iters)
+            config.cooldown_iters = min(wanted.cooldown_iters, steps)
         self._next_step = step + max(1, steps // PLANS)
 
     def _seconds_left(self) -> float:
-        left = 60 * self.config.max_minutes - (time.perf_counter() - self.started)
-        return -self.dist.max(-max(left, 0.0))  # the least of all ranks
+        return -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
 
 
 def time_evaluation(runner: Runner, batch: tuple[Tensor, Tensor]) -> float:
