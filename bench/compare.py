@@ -2,18 +2,17 @@
 
     python bench/compare.py out-a out-b
     python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html compare.html
-    python bench/compare.py log.txt out-b --json compare.json
+    python bench/compare.py log.txt out-b
 
 A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed. Runs are called A, B, C in the order
 given; runs that differ only in their seed are repeats of one arm. Time includes training and compiling, but not
 evaluation. ± is a 95% interval over n runs, of all differences in a row together; of two runs the range is shown.
 Losses are compared on the same validation windows only, or, between tokenizers, in bits per byte of the same whole
-text. --html FILE and --json FILE write the tables as a page and as data.
+text. --html FILE writes a page with curves.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -30,18 +29,14 @@ def main() -> None:
     parser = OneLineParser(str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed")
     parser.add_argument("--html", metavar="FILE")
-    parser.add_argument("--json", metavar="FILE")
     a = parser.parse_args()
-    for file in (a.html, a.json):
-        if file and not Path(file).resolve().parent.is_dir():
-            raise ValueError(f"{file}: its folder does not exist; make it, or choose another")
+    if a.html and not Path(a.html).resolve().parent.is_dir():
+        raise ValueError(f"{a.html}: its folder does not exist; make it, or choose another")
     found = compare(read_runs(a.runs))
     for name, (head, *rows) in found.tables().items():
         print(f"## {name}\n\n{markdown_table(head, rows, left_columns=1)}\n")
     for line in [*found.notes(), found.headline, *found.lines]:
         print(f"    {line.removeprefix(COMMAND)}" if line.startswith(COMMAND) else line)
-    if a.json:
-        Path(a.json).write_text(json.dumps(found.as_data(), indent=1), encoding="utf-8")
     if a.html:
         Path(a.html).write_text(page(found), encoding="utf-8", errors="replace")
 

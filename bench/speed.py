@@ -19,7 +19,6 @@ in Markdown, whose rows name the settings to take.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shlex
@@ -128,8 +127,7 @@ def accumulation(c: train.TrainConfig, settings: dict[str, Any]) -> int:
 # ---- script --------------------------------------------------------------------------------------------------
 
 
-def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """(our own arguments, those of train.py). Raises ConfigError."""
+def main() -> None:
     parser = OneLineParser(str(__doc__))
     parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=A,B", help="values of a setting")
@@ -139,17 +137,11 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     a, given = parser.parse_known_args()
     if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
         raise ConfigError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
-    return a, given
-
-
-def main() -> None:
-    a, given = read_arguments()
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     with timing.random_tokens(a.vocab_size or (65 if c.dataset.endswith("_char") else 50257)) as folder:
         runs = cells_of(a.grid, c, given, folder) if a.grid else [timing.ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
         timing.in_turns(runs, a.rounds, a.steps)
-
     rows = timing.table(runs)
     starts = [x.start for x in runs if "device" in x.start]
     sizes = {name: getattr(c, name) for name in SIZES}

@@ -357,7 +357,6 @@ def test_logs(folder, whole_logs, written):
     with_page = zlib.crc32(repr(written).encode("utf-8", "replace")) % PAGES == 0
     with ends_as_documented():
         found = verdict.compare(read_runs([str(path) for path in paths]))
-        json.dumps(found.as_data())
         found.tables()
         for run in found.runs:
             json.dumps([verdict.summary(run), verdict.judgement(run)])

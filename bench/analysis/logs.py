@@ -217,11 +217,12 @@ def add_printed(run: Run, text: str) -> None:
                 n_starts += 1
                 seen = {kind: before(events, step) for kind, events in seen.items()}
             last = step
-            a, b, *percent = (float(value) if value else math.nan for value in found.groups()[1:])
             if found.re is STEP:
-                seen[STEP][step] = numbers({"train_loss": a, "val_loss": b}, EVAL)
+                losses = {"train_loss": float(found[2]), "val_loss": float(found[3])}
+                seen[STEP][step] = numbers(losses, EVAL)
             else:  # for its first steps nanoGPT prints an MFU of -100, which is not a figure
-                seen[ITERATION][step] = numbers({"loss": a, "time_ms": b, "mfu": percent[0] / 100}, ITER)
+                figures = {"loss": float(found[2]), "time_ms": float(found[3]), "mfu": float(found[4] or "nan") / 100}
+                seen[ITERATION][step] = numbers(figures, ITER)
         elif found := PARAMETERS.search(line):
             run.start["parameters"] = number(float(found[1]) * 1e6)
         elif found := TOKENS.search(line):

@@ -46,7 +46,8 @@ class Arm:
 
     @property
     def label(self) -> str:
-        return "+".join(self.letters)
+        few = len(self.letters) <= 4
+        return "+".join(self.letters) if few else f"{self.letters[0]}+{len(self.letters) - 1} more"
 
     @property
     def name(self) -> str:

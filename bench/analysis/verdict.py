@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
-from typing import Any
 
 from bench.analysis import logs, table
 from bench.analysis.logs import DEFAULTS, Run
@@ -42,14 +41,6 @@ class Comparison:
         head = ["", *(arm.name for arm in self.arms), "leads"]
         n = 2 if len(self.runs) == 1 else len(head)
         return {name: [head[:n], *(row.cells()[:n] for row in rows)] for name, rows in self.rows.items() if rows}
-
-    def as_data(self) -> dict[str, Any]:
-        """The same for programs: figures by table, row, arm and run."""
-        rows = {name: {r.label: r.of_runs for r in rows} for name, rows in self.rows.items()}
-        leads = {r.label: r.lead.text for rows in self.rows.values() for r in rows if r.lead.text}
-        arms = {arm.label: [run.name for run in arm.runs] for arm in self.arms}
-        said = {"headline": self.headline, "verdict": self.lines, "not_comparable": self.reason}
-        return said | {"arms": arms, "rows": rows, "leads": leads}
 
 
 def compare(runs: list[Run]) -> Comparison:

@@ -38,15 +38,14 @@ def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
     if (to / "meta.json").exists():
         return to
     below.mkdir(parents=True, exist_ok=True)
-    sizes = [len(shard) for shard in shards]
-    paths = [shard.path for shard in shards]
+    *whole, cut = [shard.path for shard in shards]
     with new_folder(to) as new:
-        n = min(sum(sizes) // PARTS, sizes[-1] // PARTS, MOST_TOKENS)
-        end = sizes[-1] - part * n
-        for path in paths[:-1]:
+        for path in whole:
             (new / path.name).symlink_to(path.resolve())
-        last = read_tokens(paths[-1])
-        write_tokens(new / paths[-1].name, np.concatenate([last[: end - n], last[end:]]))
+        last = read_tokens(cut)
+        n = min(len(last) // PARTS, MOST_TOKENS)
+        end = len(last) - part * n
+        write_tokens(new / cut.name, np.concatenate([last[: end - n], last[end:]]))
         write_tokens(new / "val.bin", last[end - n : end])
         files = sorted(new.glob("*.bin"))
         listed = {path.name: {"tokens": len(read_tokens(path)), "sha256": file_sha256(path)} for path in files}
