@@ -99,7 +99,7 @@ def test_planted_effect_is_found_once_and_for_all(asking):
     assert asking.found(*BETTER) == found
     assert asking.runs() == runs
     with open(asking.folder / "ledger.jsonl", "a") as file:
-        file.write('{"event": "run", "key": 3}\n[]\n{"event": "torn')
+        file.write('[]\n{"event": "torn')
     asking.common = [f"--ledger={asking.folder}"]
     listed = asking()[1]
     assert found["sentence"] in listed

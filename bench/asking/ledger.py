@@ -7,8 +7,8 @@ The ledger is a folder, by default ~/.cache/deskgpt/ledger (or below XDG_CACHE_H
     code/DIGEST     the code of arms, as it was when the question was asked
     data/NAME       what questions train on and are judged by
 
-ledger.jsonl names no path of the machine, so ledgers of several people can be put together with `cat`. Each line has a
-checksum; damaged ones are left out.
+ledger.jsonl names no path of the machine, so ledgers of several people can be put together with `cat`. A line that a
+crash has torn is left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ledger:
 
     def read(self) -> None:
         """Takes in what other questions have added since."""
-        self.events = [e for e in read_events(self.file) if "crc" in e] if self.file.exists() else []
+        self.events = read_events(self.file) if self.file.exists() else []
 
     def add(self, event: str, **fields: Any) -> None:
         """Appends a line."""
