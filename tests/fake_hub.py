@@ -1,11 +1,7 @@
-"""A Hugging Face hub on this machine: serves a folder as data sets, as far as reading needs, with faults on demand.
-
-It also takes models from whoever has TOKEN, into root/OWNER/NAME.
-"""
+"""A Hugging Face hub on this machine: serves a folder as data sets, as far as reading needs, with faults on demand."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import http.server
 import json
@@ -18,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 SHA = "0123456789abcdef0123456789abcdef01234567"  # the one revision of everything
-TOKEN = "hf_ofthetests"
-OWNER = "tester"  # who has it
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -31,9 +25,6 @@ class Hub(http.server.ThreadingHTTPServer):
         self.faults: list[str] = []  # how the next reads of file contents fail: "503" or "cut"
         self.down = False  # every request is answered with 503
         self.requests: list[str] = []
-        self.refuses_uploads = False
-        self.stored: dict[str, bytes] = {}  # large files by their SHA-256
-        self.private: dict[str, bool] = {}  # models by their names
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -49,10 +40,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {url.path}")
         if self.server.down:
             self.send(503, b"", {})
-        elif url.path == "/api/whoami-v2" and self.headers["Authorization"] == f"Bearer {TOKEN}":
-            self.send_json({"name": OWNER, "type": "user"})
-        elif url.path == "/api/whoami-v2":
-            self.send(401, b'{"error": "Invalid user token."}', {"Content-Type": "application/json"})
         elif "/datasets/" not in url.path:
             self.send(404, b"", {})
         elif "/resolve/" in url.path:
@@ -69,55 +56,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             files = [self.entry(folder, p) for p in sorted(folder.rglob("*")) if p.is_file()]
             siblings = [f | {"rfilename": f["path"]} for f in files]
             self.send_json({"id": "/".join(folder.parts[-2:]), "sha": SHA, "siblings": siblings, "private": False})
-
-    # ---- uploads ---------------------------------------------------------------------------------------------
-
-    def do_POST(self) -> None:
-        """What huggingface_hub asks for on the way to a commit (huggingface_hub/_commit_api.py)."""
-        self.server.requests.append(f"POST {self.path}")
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.server.refuses_uploads:
-            self.send(403, b'{"error": "This token may only read."}', {"Content-Type": "application/json"})
-        elif self.path == "/api/repos/create":
-            wish = json.loads(body)
-            name = f"{wish['organization'] or OWNER}/{wish['name']}"
-            self.server.private.setdefault(name, wish.get("visibility") == "private" or wish.get("private", False))
-            self.send_json({"url": f"{self.server.url}/{name}"})
-        elif self.path == "/api/validate-yaml":
-            self.send_json({"errors": [], "warnings": []})
-        elif "/preupload/" in self.path:
-            large = (".safetensors", ".gguf")
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith(large) else "regular" for path in paths}
-            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
-            self.send_json({"files": files})
-        elif self.path.endswith("/info/lfs/objects/batch"):
-            upload = {
-                oid["oid"]: {"upload": {"href": f"{self.server.url}/put/{oid['oid']}"}}
-                for oid in json.loads(body)["objects"]
-            }
-            objects = [{"oid": oid, "size": 1, "actions": actions} for oid, actions in upload.items()]
-            self.send_json({"transfer": "basic", "objects": objects})
-        else:
-            self.commit(self.path.split("/")[3:5], [json.loads(line) for line in body.splitlines()])
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.stored[self.path.rpartition("/")[2]] = content
-        self.send(200, b"", {})
-
-    def commit(self, name: list[str], operations: list[dict[str, Any]]) -> None:
-        folder = self.server.root.joinpath(*name)
-        folder.mkdir(parents=True, exist_ok=True)
-        for operation in operations:
-            value = operation["value"]
-            if operation["key"] == "file":
-                (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
-            if operation["key"] == "lfsFile":
-                (folder / value["path"]).write_bytes(self.server.stored[value["oid"]])
-        self.send_json({"commitUrl": f"{self.server.url}/{'/'.join(name)}/commit/{SHA}", "commitOid": SHA})
-
-    # ---- reading ---------------------------------------------------------------------------------------------
 
     def repo(self, verb: str) -> tuple[Path, str]:
         """(folder of the data set, path inside it) that the request is about."""

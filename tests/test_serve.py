@@ -221,15 +221,6 @@ def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatc
     assert harmless(printed) == done.out
 
 
-def test_long_dialogue_is_cut_to_the_context_and_parts_of_a_message_are_one(chat):
-    def tokens_of(messages: Any) -> int:
-        return chat.client().chat.completions.create(model="any", messages=messages, max_tokens=1).usage.prompt_tokens
-
-    assert tokens_of([*ASK, {"role": "assistant", "content": "Nobody."}] * 50 + ASK) <= 72  # 3/4 of the context
-    parts = [{"type": "text", "text": "Who is "}, {"type": "text", "text": "there?"}]
-    assert tokens_of([{"role": "user", "content": parts}]) == tokens_of(ASK)
-
-
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
     client = chat.client()
     ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
