@@ -169,7 +169,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     checksums = data.start_checksums(dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
     make_optimizer = functools.partial(build_optimizer, config)
-    model = init.build_model(config, make_optimizer, dist)
+    model = init.build_model(config, dist)
 
     # ---- how it runs here: choose, verify, print -------------------------------------------------------------
     first_batch = functools.partial(first_micro_batch, data.train, batching_of(config, dist), dist.device)

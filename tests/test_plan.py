@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import assert_one_line, events, flags, shell
 
@@ -96,16 +95,6 @@ def test_model_whose_passes_depend_on_numbers_is_refused_in_one_line(monkeypatch
     monkeypatch.setattr(model.Block, "forward", lambda block, x, ctx: original(block, x, ctx) if x.any() else x)
     with pytest.raises(ValueError, match="cannot be rehearsed"):
         memory(Step(TINY_CONFIG, 4, Variant(), "cpu"))
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.LBFGS])
-def test_optimizer_that_cannot_be_rehearsed_counts_as_adamw(make):
-    """Those that need a closure, or a number of a tensor."""
-    of_adamw, of_this = (
-        memory(Step(TINY_CONFIG, 4, Variant(), "cpu", make_optimizer=m))["optimizer"]
-        for m in (None, lambda model: make(model.parameters(), lr=1e-3))
-    )
-    assert (of_this == of_adamw) is (make is not torch.optim.SGD)
 
 
 def test_plan_of_many_ranks_says_what_each_has(capsys):

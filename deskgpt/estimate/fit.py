@@ -9,7 +9,7 @@ import torch
 
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Variant
-from deskgpt.estimate.memory import MakeOptimizer, Step, memory, training_bytes
+from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware
 from deskgpt.system.terminal import BYTES, COUNTS, with_unit
 from model import GPT, GPTConfig
@@ -20,30 +20,24 @@ USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and w
 
 
 def refuse_beyond_memory(
-    config: GPTConfig, device: torch.device, make: MakeOptimizer | None = None, shards: int = 1, builds: bool = True
+    config: GPTConfig, device: torch.device, trains: bool = False, shards: int = 1, builds: bool = True
 ) -> None:
     """Raises ValueError where the memory cannot hold the model, before any of it is taken.
 
-    make: the optimizer of a run that trains; None: it computes only. shards: how many ranks share one copy. builds:
-    whether this rank builds the model, which it does in the machine's own memory.
+    trains: with gradients, and at least one moment of each weight for the optimizer. shards: how many ranks share one
+    copy. builds: whether this rank builds the model, which it does in the machine's own memory.
     """
     model = GPT.without_storage(config)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    to_train = weights
-    if make is not None:
-        try:
-            to_train = training_bytes(config, make)
-        except ValueError:  # AdamW's, for a model that cannot be rehearsed
-            to_train = 4 * weights
     places = {torch.device("cpu"): float(builds * weights)}
-    places[device] = max(to_train / shards, places.get(device, 0.0))
+    places[device] = max((3 if trains else 1) * weights / shards, places.get(device, 0.0))
     for place, needed in places.items():
         if needed > hardware.usable_memory_bytes(place):
             n = sum(p.numel() for p in model.parameters())
-            more = f", {with_unit(needed, BYTES)} with gradients and optimizer" if needed != weights else ""
+            more = f", {with_unit(needed, BYTES)} with gradients and optimizer" if needed > weights else ""
             raise ValueError(
                 f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} make a model of "
-                f"{with_unit(n, COUNTS)} parameters, {with_unit(4 * n, BYTES)} in float32{more}; {described(place)}: "
+                f"{with_unit(n, COUNTS)} parameters, {with_unit(weights, BYTES)} in float32{more}; {described(place)}: "
                 "take a smaller model"
             )
 
@@ -95,8 +89,7 @@ def smaller_batch(
     """A split of the same training with a smaller micro-batch, after `batching` did not fit: half, with auto_batch.
 
     make: the run's optimizer. times: how much too large it is, at least; it is halved until then. Raises ValueError
-    without auto_batch, naming the settings of the largest micro-batch predicted to fit, and where there is no smaller
-    one.
+    without auto_batch, naming the settings, and where there is no smaller one.
     """
     if batching.batch_size == 1:
         half = max(1, batching.block_size // 2)
@@ -108,10 +101,6 @@ def smaller_batch(
     while times > 1 and smaller > 1:
         smaller = 1 if smaller % 2 else smaller // 2
         times /= 2
-    if not auto_batch and device.type == "cuda":
-        step = Step(config, smaller, replace(variant, compiled=True), device.type, make_optimizer=make)
-        usable = USABLE * hardware.usable_memory_bytes(device)
-        smaller = largest_batch(step, batching.sequences // batching.world, usable) or 1
     same = batching.with_batch_size(smaller)
     if not auto_batch:
         raise ValueError(
@@ -124,23 +113,16 @@ def smaller_batch(
 def larger_batch(
     config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, variant: Variant
 ) -> Batching:
-    """The same training in a larger micro-batch: doubled up to ENOUGH_TOKENS while it is predicted to fit.
+    """The same training in the largest micro-batch up to ENOUGH_TOKENS that is predicted to fit, or the same one.
 
     By all memory of the device and not what is free just now: the same run takes the same micro-batch each time.
     """
-    usable = USABLE * hardware.memory_bytes(device)
-    best = batching
-    while best.micro_steps % 2 == 0 and 2 * best.batch_size * best.block_size <= ENOUGH_TOKENS:
-        larger = best.with_batch_size(2 * best.batch_size)
-        step = Step(config, larger.batch_size, variant, device.type, larger.micro_steps > 1, make)
-        try:
-            fits = sum(memory(step).values()) <= usable
-        except ValueError:  # this model cannot be rehearsed
-            fits = False
-        if not fits:
-            break
-        best = larger
-    return best
+    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type, make_optimizer=make)
+    try:
+        largest = largest_batch(step, batching.sequences // batching.world, USABLE * hardware.memory_bytes(device))
+    except ValueError:  # this model cannot be rehearsed
+        return batching
+    return batching if largest <= batching.batch_size else batching.with_batch_size(largest)
 
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:

@@ -2,9 +2,12 @@
 
 It comes from a rehearsal, not from formulas: the GPT of model.py goes forward and backward, and the run's optimizer
 takes a step, on fake tensors (shapes without storage) while the bytes alive are counted. It takes about a second and
-follows model.py wherever it goes. `device_type="cuda"` gives CUDA's figures on any machine: what keeps other tensors
-there (attention, dropout, RMS norm, what autocast runs in float32) is replaced by CUDA's. A compiled step counts as
-one that is not compiled, but for the softmax of the loss: what torch.compile chooses to compute again may save more.
+follows model.py wherever it goes. A compiled step counts as one that is not compiled, but for the softmax of the loss:
+what torch.compile chooses to compute again may save more.
+
+The fake tensors are the CPU's for a GPU too, which need not be here; AsOnCuda makes them keep what CUDA's kernels keep.
+Fake CUDA tensors would do without it, but torch's CPU build ends the process when autograd meets one ("PyTorch is not
+linked with support for cuda devices", torch 2.13).
 
 Checked against real runs on a CPU: the counting, within 1%. The sums for CUDA: against what inductor's own code
 allocates on fake tensors of a card (bench/check_cards.py), 5% too high for GPT-2, 14% for the fast recipe; no card has
@@ -28,7 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute
 from deskgpt.kernels import replacements
@@ -162,39 +165,18 @@ def rehearsal(step: Step) -> dict[str, int]:
     return seen
 
 
-def training_bytes(config: GPTConfig, make: MakeOptimizer) -> int:
-    """Bytes of weights, gradients and what the optimizer keeps. Raises ValueError where that cannot be rehearsed."""
-    with fake_tensors("cpu"), Live("cpu") as live:
-        model = GPT(config)
-        add_gradients(model)
-        before = live.bytes
-        kept, _ = update_bytes(model, make, live)
-        return before + kept
-
-
 def add_gradients(model: GPT) -> None:
     for p in model.parameters():
         p.grad = torch.empty_like(p)
 
 
 def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[int, int]:
-    """What an optimizer keeps, and the most bytes that are alive in its step, weights and gradients included.
-
-    The model has its gradients. An optimizer whose step needs real numbers, or a closure, is taken for AdamW.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    gradients = [p.grad for p in trained]  # kept, since Muon drops them in its step
+    """What an optimizer keeps, and the most bytes that are alive in its step, weights and gradients included."""
+    gradients = [p.grad for p in model.parameters()]  # kept, since Muon drops them in its step
     before = live.bytes
-    for make_one in (make, lambda model: torch.optim.AdamW(trained, fused=True)):
-        if make_one is None:
-            continue
-        live.peak = 0
-        optimizer = make_one(model)
-        try:
-            optimizer.step()
-            break
-        except Exception:  # of no common class: fake tensors stop it
-            del optimizer
+    live.peak = 0
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if make is None else make(model)
+    optimizer.step()
     state = live.bytes - before
     del optimizer, gradients  # until here both have to be alive
     return state, live.peak
@@ -242,13 +224,12 @@ class Live(TorchDispatchMode):
 
 # ---- what differs on CUDA ------------------------------------------------------------------------------------
 
-# Of what the model calls, the functions that CUDA's autocast runs in float32, and a CPU's in what it is given:
-# AT_FORALL_FP32 in ATen/autocast_mode.h.
-FLOAT32_ON_CUDA = (F.layer_norm, F.rms_norm)
-
 
 class AsOnCuda(TorchFunctionMode):
-    """What differs on CUDA keeps for the backward pass what it keeps there. compiled: the softmax of the loss is."""
+    """Functions whose CUDA kernels keep other tensors than a CPU's, or take other memory, do as there.
+
+    compiled: the softmax of the loss is.
+    """
 
     def __init__(self, compiled: bool) -> None:
         super().__init__()
@@ -257,56 +238,31 @@ class AsOnCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_autocast = torch.is_autocast_enabled("cpu")
-        if func in FLOAT32_ON_CUDA and is_autocast:
-            args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
-        if func is F.rms_norm:
-            return FusedRmsNorm.apply(args[0], kwargs.get("weight", args[2] if len(args) > 2 else None))
         if func is F.scaled_dot_product_attention:
             # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32's kernel does too.
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) if is_autocast else x for x in args[:3])
             return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, kwargs.get("dropout_p", 0.0), True)[0]
-        if func is F.dropout:
-            return dropout_with_mask(*args, **kwargs)
-        if func is torch.log_softmax and self.compiled:  # in place: takes no memory
-            return torch.empty((), dtype=torch.float32).expand(args[0].shape)
+        if func is F.rms_norm:  # one kernel, in float32; layer norm's keeps the same, and the means
+            x, *more = args
+            return F.layer_norm(x.float() if is_autocast else x, *more, **kwargs)
+        if func is F.dropout and kwargs["p"] and kwargs["training"]:
+            return torch.native_dropout(args[0], kwargs["p"], True)[0]  # keeps a mask of one byte per element
+        if func is torch.log_softmax and self.compiled:
+            return args[0]  # in place: takes no memory
         if func is torch.log_softmax and args[0].dtype == torch.float16:  # read as it is: ATen/native/SoftMax.cpp
             return torch.empty(args[0].shape, dtype=torch.float32)
-        if func is Tensor.exp_ and self.compiled:
-            return args[0]
         return func(*args, **kwargs)
 
 
-def dropout_with_mask(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA's dropout, which keeps a mask of one byte per element."""
-    return torch.native_dropout(x, p, True)[0] if training and p else x
-
-
-class FusedRmsNorm(torch.autograd.Function):
-    """What CUDA's kernel of RMS norm takes and keeps: its input, and a number for each row. Computes nothing."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
-
-
 @contextmanager
-def fake_tensors(device_type: str, compiled: bool = False) -> Iterator[None]:
-    """New tensors are fake ones on the CPU; for "cuda", functions keep what they keep there. See AsOnCuda.
-
-    Raises ValueError where something needs their numbers.
-    """
+def fake_tensors(device_type: str, compiled: bool) -> Iterator[None]:
+    """New tensors are fake ones on the CPU. Raises ValueError where something needs their numbers."""
     try:
         with FakeTensorMode(), AsOnCuda(compiled) if device_type == "cuda" else nullcontext():
             yield
     except RuntimeError as e:
         why = textwrap.shorten(str(e), 100, placeholder=" ...")
         raise ValueError(
-            f"the model cannot be rehearsed, because it needs numbers that a rehearsal lacks ({why}): a dry run and "
-            "--auto_batch are not for it"
+            "this model, or its optimizer, cannot be rehearsed, because it needs numbers that a rehearsal lacks "
+            f"({why}): a dry run and --auto_batch are not for it"
         ) from None

@@ -102,21 +102,21 @@ class InitState:
             if self.checkpoint.health:  # nor does patience count across them
                 self.checkpoint.health["evaluations"] = []
 
-    def build_model(self, config: TrainConfig, make_optimizer: MakeOptimizer, dist: DistContext) -> GPT:
+    def build_model(self, config: TrainConfig, dist: DistContext) -> GPT:
         """The model on this rank's device, as a whole or sharded.
 
         Where it is sharded, only the first rank builds it in the machine's memory, and none where each can read its own
         rows from a checkpoint. Raises ValueError, also where the memory cannot hold it, before any of it is taken.
         """
         shards = sharding.shards_of(config.dp_shard, dist.world)
-        trained_with = None if config.eval_only else make_optimizer
-        refuse_beyond_memory(self.model_config, dist.device, trained_with, shards, dist.is_first or shards == 1)
+        builds = dist.is_first or shards == 1
+        refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
         if shards == 1:
             return self._build(config.block_size).to(dist.device)
         each_reads = self.checkpoint is not None and config.block_size == self.model_config.block_size
         buffers = [name for name, _ in GPT.without_storage(self.model_config).named_buffers()]
         each_reads = each_reads and not {*buffers} - {"transformer.rotary"}
-        builds = dist.is_first and not each_reads
+        builds = builds and not each_reads
         with nullcontext() if builds else torch.device("meta"):
             built = self._build(config.block_size, reads=builds)
         mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
