@@ -354,7 +354,7 @@ class Tuner:
         """
         trained_with = None if self.config.eval_only else self.make_optimizer
         shards = sharding.shards_of(self.config.dp_shard, self.ranks.world)
-        may_shrink = self.device.type == "cuda" if self.config.auto_batch == "auto" else self.config.auto_batch
+        may_shrink = self.config.auto_batch is True or (self.config.auto_batch == "auto" and self.device.type == "cuda")
         while True:
             runner = None
             problem = ""
@@ -371,8 +371,7 @@ class Tuner:
             if outcome == LEFT_OUT:
                 self.leave_out(variant, problem or "it fails, or differs, on another rank")
                 return None
-            of_model = (self.model.config, self.make_optimizer, self.device)
-            self.batching = smaller_batch(*of_model, may_shrink, self.batching, variant, max(2.0, times))
+            self.batching = smaller_batch(self.device, may_shrink, self.batching, max(2.0, times))
             self.ranks.print0(f"out of memory: going on with {self.batching.flags()}, which is the same training")
             hardware.release_memory(self.device)
 

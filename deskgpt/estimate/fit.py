@@ -77,19 +77,11 @@ def times_memory(
     return SURELY * needed / limit
 
 
-def smaller_batch(
-    config: GPTConfig,
-    make: MakeOptimizer,
-    device: torch.device,
-    auto_batch: bool,
-    batching: Batching,
-    variant: Variant,
-    times: float = 2.0,
-) -> Batching:
-    """A split of the same training with a smaller micro-batch, after `batching` did not fit: half, with auto_batch.
+def smaller_batch(device: torch.device, may_shrink: bool, batching: Batching, times: float) -> Batching:
+    """The same training in half the micro-batch, after `batching` did not fit; halved further while it is too large.
 
-    make: the run's optimizer. times: how much too large it is, at least; it is halved until then. Raises ValueError
-    without auto_batch, naming the settings, and where there is no smaller one.
+    times: how much too large it is, at least. Raises ValueError, naming the settings, unless it may shrink; and where
+    there is no smaller one.
     """
     if batching.batch_size == 1:
         half = max(1, batching.block_size // 2)
@@ -102,7 +94,7 @@ def smaller_batch(
         smaller = 1 if smaller % 2 else smaller // 2
         times /= 2
     same = batching.with_batch_size(smaller)
-    if not auto_batch:
+    if not may_shrink:
         raise ValueError(
             f"out of memory: batch_size={batching.batch_size} does not fit into memory ({described(device)}); try "
             f"{same.flags()}, which is the same training, or --auto_batch=True"
