@@ -52,13 +52,6 @@ class DistContext:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)  # on the CPU, by gloo
         return tensor.item()
 
-    def agree(self, number: int) -> int:
-        """The largest number of all ranks, of up to 63 bits."""
-        tensor = torch.tensor(number)
-        if dist.is_initialized():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor)
-
     def all(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0

@@ -153,8 +153,8 @@ class StopController:
         At most twice as many as before: steps may become slower.
         """
         now = time.perf_counter()
-        slowest_us = self.dist.agree(round(1e6 * (now - self._agreed_at)) + 1)
-        fitting = int(self._steps_since * 1e6 * AGREE_S / slowest_us)
+        slowest_s = max(1e-6, self.dist.max(now - self._agreed_at))
+        fitting = int(self._steps_since * AGREE_S / slowest_s)
         self._steps_between = max(1, min(fitting, 2 * self._steps_between))
         self._agreed_at = now
         self._steps_since = 0
@@ -165,7 +165,7 @@ class StopController:
             reason = signal.Signals(signal_handler.signal).name
         if self._failure:
             reason = ERROR
-        return REASONS[self.dist.agree(REASONS.index(reason))]
+        return REASONS[int(self.dist.max(REASONS.index(reason)))]
 
     def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
         """Sets `reason` after `patience` evaluations in a row without an improvement."""
@@ -177,8 +177,10 @@ class StopController:
     def until_signal(self, items: Iterable[T]) -> Iterator[T]:
         """The items, until a signal comes. Ranks that share weights end at the same item."""
         for item in items:
-            number = signal_handler.signal or 0
-            if self.dist.agree(number) if self._sharded else number:
+            goes_on = signal_handler.signal is None
+            if self._sharded:
+                goes_on = self.dist.all(goes_on)
+            if not goes_on:
                 return
             yield item
 
