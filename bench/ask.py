@@ -136,7 +136,7 @@ def arms_of(a: argparse.Namespace, common: list[str], ledger: Ledger) -> list[Ar
 
 
 def question_of(a: argparse.Namespace, common: list[str], tell: Callable[[str], None]) -> Question:
-    """The question that the command line asks. tell: is told what runs. Raises ConfigError."""
+    """The question that the command line asks. tell: called with what runs. Raises ConfigError."""
     began = time.perf_counter()
     budget_s = seconds(a.budget)
     ledger = ledger_of(a)

@@ -33,8 +33,8 @@ def about(*starts: dict[str, Any]) -> str:
     """
     first = starts[0]
     compilers = dict.fromkeys(f", {start['compiler']}" for start in starts if start.get("compiler"))
-    facts = f"{first['device']}; {first['versions']}{''.join(compilers)}, commit {first['git_commit']}"
-    return f"{time.strftime('%Y-%m-%d')}, {facts}"
+    software = f"{first['versions']}{''.join(compilers)}, commit {first['git_commit']}"
+    return f"{time.strftime('%Y-%m-%d')}, {first['device']}; {software}"
 
 
 def command_line(script: str) -> str:

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="a page that follows the runs, until Ctrl+C")
     parser.add_argument("--port", type=int, default=0, help="of --serve; default: a free one")
     a = parser.parse_args()
-    plotly_js()  # says what to install
+    plotly_js()  # at once, if the package is missing
     if a.serve:
         if not 0 <= a.port < 65536:
             raise ValueError(f"--port {a.port}: ports are from 0 to 65535")

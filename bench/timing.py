@@ -6,7 +6,6 @@ tokens, its step times are those that it prints itself, and it is stopped after 
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import re
@@ -25,7 +24,6 @@ import numpy as np
 from bench.output import markdown_table
 from data.token_files import write_tokens
 from deskgpt.run.log import read_events
-from deskgpt.system.files import sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
@@ -80,21 +78,11 @@ def write_data(folder: Path, vocab_size: int) -> None:
     if not 1 <= vocab_size < 1 << 16:
         raise ValueError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
     folder.mkdir()
-
     draw = np.random.default_rng(0)
-    files = {}
     for split, n in (("train", 1 << 20), ("val", 1 << 16)):
-        ids = draw.integers(0, vocab_size, n, np.uint16)
-        write_tokens(folder / f"{split}.bin", ids)
-        files[f"{split}.bin"] = {"tokens": n, "sha256": sha256(ids.astype("<u2"))}
-
-    tokenizer = {"name": "gpt2"}
-    if vocab_size < 50000:
-        tokenizer = {"name": "char", "chars": "".join(chr(0x4E00 + i) for i in range(vocab_size))}
-        # Without this file nanoGPT takes a vocabulary of 50304.
+        write_tokens(folder / f"{split}.bin", draw.integers(0, min(vocab_size, 50257), n, np.uint16))
+    if vocab_size < 50000:  # without this file both take GPT-2's vocabulary, of 50304 rows
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
-    meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "source": "random", "files": files}
-    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(wi
         ("tokenizers", "data/text/prepare.py README.md --tokenizer bpe --vocab_size 300 --name"),
         ("pyarrow", "data/fineweb_edu/prepare.py --source {} --tokenizer bytes --out"),
         ("lm_eval", "bench/evaluate.py --device=cpu --tasks=hellaswag --out_dir"),
+        ("plotly", "bench/report.py"),
     ],
 )
 def test_feature_names_its_missing_package(without, chars, tmp_path, package, command):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser
-from conftest import ROOT, assert_one_line, tiny
+from conftest import assert_one_line, tiny
 from logs import log, rewrite
 
 import train
@@ -132,16 +130,6 @@ def test_report_errors_are_one_line(real, script, tmp_path):
         done = script("bench/report.py", *arguments)
         assert done.code != 0
         assert_one_line(done.err, "error: ")
-
-
-@pytest.mark.slow
-def test_report_needs_plotly_alone_and_says_how_to_get_it(real):
-    code = "import runpy, sys; sys.modules['plotly'] = sys.modules['plotly.offline'] = None; "
-    code += "sys.modules['scipy'] = sys.modules['starlette'] = None; "
-    code += f"sys.argv = ['report.py', {str(real)!r}]; runpy.run_path('bench/report.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert_one_line(done.stderr, "pip install plotly")
 
 
 def test_page_of_a_run_is_served_before_it_begins_and_as_it_grows(tmp_path):

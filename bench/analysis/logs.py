@@ -42,7 +42,7 @@ class Run:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    start: dict[str, Any] = field(default_factory=dict)  # facts: parameters, tokens_per_step, peak_flops, device ...
+    start: dict[str, Any] = field(default_factory=dict)  # metadata: parameters, tokens_per_step, peak_flops, device ...
     iters: list[dict[str, Any]] = field(default_factory=list)  # ITER by step, each step once; own: further numbers
     evals: list[dict[str, Any]] = field(default_factory=list)  # EVAL by step, eval_digest and val_batches
     end: dict[str, Any] = field(default_factory=dict)  # empty where the run was killed or is still running
@@ -182,7 +182,7 @@ def add_events(run: Run, lines: list[str]) -> None:
 
 
 def begin_again(run: Run, event: dict[str, Any]) -> None:
-    """Takes over the settings and the facts of a start event, of which a resumed run has several."""
+    """Takes over the settings and the metadata of a start event, of which a resumed run has several."""
     given = event.get("settings")
     settings: dict[str, Any] = DEFAULTS | (given if isinstance(given, dict) else {})
     # In a run from before a setting existed, what is its default now was the only way.

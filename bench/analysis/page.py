@@ -156,11 +156,7 @@ def loss_chart(runs: list[Run]) -> Chart | None:
 
 
 def page(found: Comparison, refresh_s: int = 0) -> str:
-    """The whole HTML. refresh_s: after which the page loads itself again, 0 for never.
-
-    Raises ValueError where plotly is missing.
-    """
-    plotly = plotly_js()
+    """The whole HTML. refresh_s: after which the page loads itself again, 0 for never."""
     runs = found.runs
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     charts = "".join(chart_html(key, chart) for key, chart in make_charts(runs).items())
@@ -175,7 +171,7 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
     return template.substitute(
         refresh=f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
         title=escape(title),
-        plotly=plotly,
+        plotly=plotly_js(),
         headline=escape(found.headline),
         lines="".join(line_html(line) for line in [*found.lines, *found.notes()]),
         charts=charts or "<p>There are no steps and no evaluations yet.</p>",
@@ -188,11 +184,8 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
 
 @functools.cache
 def plotly_js() -> str:
-    """plotly's JavaScript. Raises ValueError where plotly is missing."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ValueError("the page needs plotly: pip install plotly") from None
+    from plotly.offline import get_plotlyjs
+
     return get_plotlyjs()
 
 

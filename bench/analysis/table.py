@@ -16,12 +16,12 @@ from deskgpt.run import diagnosis, loss_band
 from deskgpt.run.diagnosis import EvalRecord
 from deskgpt.system.terminal import clock, in_gib
 
-# Settings that affect neither the training nor its speed, and those that are reported as facts of the data.
+# Settings that affect neither the training nor its speed, and those that are reported as metadata of the data.
 SILENT = {"out_dir", "eval_interval", "eval_iters", "eval_tokens", "eval_only", "log_interval", "auto_batch"}
 SILENT |= {"dry_run", "plan_for", "always_save_checkpoint", "wandb_log", "wandb_project", "wandb_run_name"}
-SILENT |= {"seed", "dataset", "init_from", "sample_interval", "attention"}  # which attention ran is a fact
-FACTS = ["device", "world_size", "dtype", "attention", "compiled", "compiler", "versions", "git_commit", "tokenizer"]
-FACTS += ["vocab_size", "train_tokens", "val_sha256"]  # which follow from the tokenizer where the text is the same
+SILENT |= {"seed", "dataset", "init_from", "sample_interval", "attention"}  # which attention ran is in the metadata
+METADATA = ["device", "world_size", "dtype", "attention", "compiled", "compiler", "versions", "git_commit", "tokenizer"]
+METADATA += ["vocab_size", "train_tokens", "val_sha256"]  # which follow from the tokenizer where the text is the same
 
 SAME_SPEED = 1.05  # below this ratio no run is called faster: a machine's speed changes from run to run
 WHOLE = 0.95  # the share of a text that an evaluation reads, from which on tokenizers are compared on it
@@ -42,7 +42,7 @@ class Arm:
 
     letters: list[str]
     runs: list[Run]
-    causes: dict[str, Any] = field(default_factory=dict)  # settings and facts that may be a cause
+    causes: dict[str, Any] = field(default_factory=dict)  # settings and metadata that may be a cause
 
     @property
     def label(self) -> str:
@@ -127,7 +127,7 @@ def causes_of(run: Run) -> dict[str, Any]:
     """What the run's training and speed may depend on, without values that follow from others."""
     settings = run.settings
     known = {name: value for name, value in settings.items() if name not in SILENT and value != "auto"}
-    known |= {name: run.start.get(name) for name in FACTS if run.start.get(name) is not None}
+    known |= {name: run.start.get(name) for name in METADATA if run.start.get(name) is not None}
     if settings.get("init_from") not in (None, "scratch", "resume"):
         known["init_from"] = settings["init_from"]
     # What ran counts; the setting stands in for it where the log does not say.
@@ -168,7 +168,7 @@ def factors(arms: list[Arm]) -> list[list[str]]:
 
 
 def change_rows(arms: list[Arm]) -> list[Row]:
-    """A row for every setting and fact that differs, and one for the tokens of a step."""
+    """A row for every setting and metadata field that differs, and one for the tokens of a step."""
     known = [arm.runs[0].settings | arm.causes for arm in arms]
     names = [name for name in differing(known) if name not in ("out_dir", "seed", "compile")]
     rows = [Row(name, [[of.get(name)] for of in known], short) for name in names]
@@ -177,7 +177,7 @@ def change_rows(arms: list[Arm]) -> list[Row]:
 
 
 def short(value: Any) -> str:
-    """A setting or fact in a table's cell."""
+    """A setting or metadata field in a table's cell."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {of_name}" for name, of_name in value.items() if name != "platform")
     if isinstance(value, float):
@@ -219,18 +219,18 @@ def loss_lead(arms: list[Arm], values: list[list[float]], noise: tuple[float, in
 
 
 def loss_words(best: Arm, other: Arm, gap: float, half: float | None, step: float | None) -> str:
-    said = f"{best.label} lower than {other.label} by {gap:.4f}"
+    words = f"{best.label} lower than {other.label} by {gap:.4f}"
     if round(gap, 4) == 0:
-        said = f"{best.label} and {other.label} the same, 0.0000 apart"
+        words = f"{best.label} and {other.label} the same, 0.0000 apart"
     elif half is None:
-        said += ", noise of the seeds not known"
+        words += ", noise of the seeds not known"
     elif gap > half:
-        said += f" ± {half:.4f}"
+        words += f" ± {half:.4f}"
     else:
-        said = f"{best.label} and {other.label} not distinguishable, {gap:.4f} ± {half:.4f} apart"
+        words = f"{best.label} and {other.label} not distinguishable, {gap:.4f} ± {half:.4f} apart"
     if len(best.runs) + len(other.runs) > 2:
-        return f"{said} (n={len(best.runs)} and {len(other.runs)})"
-    return said + text_error(best.runs[0], other.runs[0], step)
+        return f"{words} (n={len(best.runs)} and {len(other.runs)})"
+    return words + text_error(best.runs[0], other.runs[0], step)
 
 
 def text_error(a: Run, b: Run, step: float | None) -> str:
@@ -275,15 +275,15 @@ def comparable(runs: list[Run]) -> tuple[str, str]:
     tokenizers = [run.start.get("tokenizer") for run in runs]
     if len(set(tokenizers)) > 1 and None not in tokenizers and same_whole_text(runs):
         return "bits per byte", ""
-    facts: dict[str, list[Any]] = {
+    of_runs: dict[str, list[Any]] = {
         "tokenizers (bits per byte need the whole of one text)": tokenizers,
         "validation data": [run.start.get("val_sha256") for run in runs],
         "validation windows": [windows(run) for run in runs],
     }
     untrained = [e["val_loss"] for run in runs for e in run.val if e["iter"] == 0]
     if len(untrained) == len(runs) and max(untrained) - min(untrained) > OTHER_VOCABULARY:
-        facts["losses at step 0, so other vocabularies or data"] = [f"{loss:.2f}" for loss in untrained]
-    for what, values in facts.items():
+        of_runs["losses at step 0, so other vocabularies or data"] = [f"{loss:.2f}" for loss in untrained]
+    for what, values in of_runs.items():
         is_half_known = what == "validation windows" and 0 < values.count(None) < len(runs)
         if len(set(values) - {None}) > 1 or is_half_known:
             shown = [f"{x} {value or 'not known'}" for x, value in zip(letters(len(runs)), values, strict=True)]
@@ -297,7 +297,7 @@ def same_whole_text(runs: list[Run]) -> bool:
         return False
     begins = {run.start.get("val_text") for run in runs}
     lengths = [run.start.get("val_text_bytes", 0) for run in runs]
-    shares = [run.start.get("val_bytes", 0) / run.start.get("val_text_bytes", math.inf) for run in runs]
+    shares = [run.start.get("val_bytes", 0) / (run.start.get("val_text_bytes") or math.inf) for run in runs]
     return len(begins) == 1 and None not in begins and max(lengths) <= 1.01 * min(lengths) and min(shares) >= WHOLE
 
 

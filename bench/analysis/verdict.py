@@ -84,9 +84,8 @@ def judgement(run: Run) -> list[str]:
     if not run.val:
         return lines
     band = table.band_of(run)
-    said = band.verdict({e["iter"]: e["val_loss"] for e in run.val}) if band else ""
-    if said:
-        lines.append(f"Beside other runs with these settings: {said}.")
+    if band and (words := band.verdict({e["iter"]: e["val_loss"] for e in run.val})):
+        lines.append(f"Beside other runs with these settings: {words}.")
     turned = table.overfit(run)
     if turned:
         lines.append(

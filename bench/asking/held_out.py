@@ -59,8 +59,8 @@ def val_tokens(folder: Path) -> int:
 
 def fingerprint(folder: Path) -> str:
     """Ten hex digits that tell data apart: of the token files' names, sizes and first million tokens."""
-    facts = []
+    files = []
     for path in sorted(folder.glob("*.bin")):
         ids = read_tokens(path)
-        facts.append([path.name, len(ids), hashlib.sha256(ids[: 1 << 20].tobytes()).hexdigest()])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
+        files.append([path.name, len(ids), hashlib.sha256(ids[: 1 << 20].tobytes()).hexdigest()])
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:10]

@@ -29,9 +29,9 @@ def default_folder() -> Path:
     return path_of("ledger").with_suffix("")
 
 
-def digest(facts: Any) -> str:
-    """Sixteen hex digits of the SHA-256 of what JSON can hold."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+def digest(value: Any) -> str:
+    """Sixteen hex digits of the SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Ledger:

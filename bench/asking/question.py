@@ -34,9 +34,7 @@ class Question:
     began: float = field(default_factory=time.perf_counter)
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by label, in the order of seeds
     rounds: int = 0
-    estimates: dict[tuple[str, str], Estimate] = field(
-        default_factory=dict
-    )  # by pair of labels, in the alphabet's order
+    estimates: dict[tuple[str, str], Estimate] = field(default_factory=dict)  # by pair of labels, in their order
     alive: list[str] = field(default_factory=list)  # labels of the arms that can still win
     verdict: str = "open"  # better: one arm is left; same: those left do not differ by min_effect; open
     price: dict[str, float] = field(default_factory=dict)  # the first one that was named: effect, low, high

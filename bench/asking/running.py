@@ -42,7 +42,7 @@ class Place:
     data: Path
     device: str = "auto"
     evaluates_once: bool = True  # besides the evaluation at the start; False: as often as the config says
-    tell: Callable[[str], None] = lambda text: None  # is told every second what runs
+    tell: Callable[[str], None] = lambda text: None  # called every second with what runs
 
     @functools.cached_property
     def windows(self) -> str:
@@ -55,8 +55,8 @@ class Place:
 
     def key(self, arm: Arm, seed: int) -> str:
         """The run's name in the ledger: of everything that its result depends on."""
-        facts = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.evaluates_once]
-        return digest([*facts, self.machine, torch.get_num_threads(), torch.__version__])
+        what = [arm.code, arm.learning_settings(), arm.steps, seed, self.windows, self.evaluates_once]
+        return digest([*what, self.machine, torch.get_num_threads(), torch.__version__])
 
     def out_dir(self, arm: Arm, seed: int) -> Path:
         return self.ledger.folder / "runs" / self.key(arm, seed)
