@@ -9,7 +9,7 @@ import pytest
 from conftest import assert_one_line
 from logs import TIMES, log, nanogpt
 
-from bench.analysis.logs import loss_at, nanogpt_mfu, read_run
+from bench.analysis.logs import nanogpt_mfu, read_run
 from deskgpt.run.log import read_events
 
 
@@ -74,12 +74,3 @@ def test_a_resumed_or_rewound_run_counts_each_step_once_and_all_of_its_parts(tmp
     assert run.iters[-1]["train_s"] == pytest.approx(2.0)
     assert sum(e["eval_s"] for e in run.evals) == 6.0  # of both parts
     assert_one_line(*run.notes, "1 unreadable")
-
-
-def test_a_loss_is_interpolated_only_between_evaluations(tmp_path):
-    run = read_run(log(tmp_path / "a", {0: 4.0, 100: 3.0, 400: 2.0}))
-    assert loss_at(run, "steps", 200) == pytest.approx(2.5)  # linear in the logarithm
-    assert loss_at(run, "steps", 99) is None  # the start is no evaluation to go by
-    assert loss_at(run, "steps", 401) is None
-    warm = read_run(log(tmp_path / "warm", {0: 4.0, 100: 3.0, 200: 2.0}, warm_up_s=5.0))  # which cost time, too
-    assert loss_at(warm, "time", 15.0) == pytest.approx(3.0)
