@@ -8,11 +8,7 @@ Shape legend: C channels (n_embd), H heads, D = C // H, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,9 @@ import torch
 from torch import Tensor
 
 from deskgpt.export.hugging_face import check_same
+from deskgpt.export.llama_cpp import Llama
 from deskgpt.kernels.verify import SAME_LOGITS
 from model import GPT, GPTConfig
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # The settings that each architecture computes: GPT-2's, and those of the fast recipes without token shift.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -182,22 +177,13 @@ def compare(path: Path, ours: GPT, tokens: Tensor) -> str:
     """
     if importlib.util.find_spec("xllamacpp") is None:
         return "xllamacpp (llama.cpp as a package) is not installed: nothing was compared with model.py"
-    command = [sys.executable, "-m", "deskgpt.export.llama_cpp", str(path.resolve()), str(ours.config.block_size)]
-    text = json.dumps(tokens[0].tolist())
-    brief = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a defect is then one line, too
-    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, env=brief)
-    if done.returncode:
-        reason = (done.stderr.strip() or f"it ended with status {done.returncode}").splitlines()[-1]
-        raise ValueError(
-            f"llama.cpp does not run the file: {reason[:160]}; nothing was exported. Without the package xllamacpp "
-            "(pip uninstall xllamacpp) a file is written and not compared"
-        )
-    found = json.loads(done.stdout)
+    llama = Llama(str(path.resolve()), ours.config.block_size)
     logits = ours(tokens)[0]
     assert logits is not None
     limit = SAME_LOGITS if ours.config.activation == "relu2" else SAME_WITH_GELU
-    check_same("llama.cpp", ours.logits(torch.tensor(found["hidden"])[None]), logits, limit)
-    likeliest = torch.tensor(list(found["next"].values()))
-    expected = logits[0, -1, list(map(int, found["next"]))]
+    check_same("llama.cpp", ours.logits(torch.tensor([llama.hidden_states(tokens[0].tolist())])), logits, limit)
+    found = llama.next_tokens(tokens[0].tolist())
+    likeliest = torch.tensor(list(found.values()))
+    expected = logits[0, -1, list(found)]
     check_same("llama.cpp", likeliest - likeliest.mean(), expected - expected.mean(), limit)
     return f"llama.cpp computes the same logits as model.py after each of {tokens.numel():,} tokens"
