@@ -27,27 +27,22 @@ class SpikeDetector:
         self.steps_since_spike = WINDOW
 
     def add(self, loss: float) -> float | None:
-        """Adds a step's loss. Returns the median loss of the steps before if this one is a spike; otherwise None."""
-        quiet = self.steps_since_spike >= WINDOW
-        spike = quiet and len(self.losses) >= FEWEST and is_spike(loss, self.losses)
-        median = statistics.median(self.losses) if spike else None
-        self.steps_since_spike = 0 if spike else self.steps_since_spike + 1
+        """Adds a step's loss. Returns the median loss of the steps before if this one is a spike; otherwise None.
+
+        A spike is above the median by LEAST_RISE and by DEVIATIONS standard deviations: 1.4826 median absolute ones,
+        which outliers do not change.
+        """
+        spike_over = None
+        quiet = self.steps_since_spike >= WINDOW and len(self.losses) >= FEWEST
+        if quiet and loss > max(self.losses):  # hardly ever: saves the two medians
+            median = statistics.median(self.losses)
+            deviation = 1.4826 * statistics.median(abs(x - median) for x in self.losses)
+            if loss > median + max(LEAST_RISE, DEVIATIONS * deviation):
+                spike_over = median
+        self.steps_since_spike = 0 if spike_over is not None else self.steps_since_spike + 1
         if math.isfinite(loss):
             self.losses.append(loss)
-        return median
-
-
-def is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Whether a loss is far above those before: by LEAST_RISE and by DEVIATIONS standard deviations.
-
-    The deviation comes from the median absolute one, which outliers do not change; 1.4826 of it is the standard
-    deviation of normal noise.
-    """
-    if loss <= max(before):  # almost always: saves the two medians
-        return False
-    median = statistics.median(before)
-    deviation = 1.4826 * statistics.median(abs(x - median) for x in before)
-    return loss > median + max(LEAST_RISE, DEVIATIONS * deviation)
+        return spike_over
 
 
 # ---- evaluations ---------------------------------------------------------------------------------------------

@@ -103,29 +103,20 @@ class InitState:
                 self.checkpoint.health["evaluations"] = []
 
     def build_model(self, config: TrainConfig, dist: DistContext) -> GPT:
-        """The model on this rank's device, as a whole or sharded.
+        """The model on this rank's device, as a whole or sharded; then only the first rank builds it as a whole.
 
-        Where it is sharded, only the first rank builds it in the machine's memory, and none where each can read its own
-        rows from a checkpoint. Raises ValueError, also where the memory cannot hold it, before any of it is taken.
+        Raises ValueError, also where the memory cannot hold it, before any of it is taken.
         """
         shards = sharding.shards_of(config.dp_shard, dist.world)
         builds = dist.is_first or shards == 1
         refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
         if shards == 1:
             return self._build(config.block_size).to(dist.device)
-        each_reads = self.checkpoint is not None and config.block_size == self.model_config.block_size
-        buffers = [name for name, _ in GPT.without_storage(self.model_config).named_buffers()]
-        each_reads = each_reads and not {*buffers} - {"transformer.rotary"}
-        builds = builds and not each_reads
         with nullcontext() if builds else torch.device("meta"):
             built = self._build(config.block_size, reads=builds)
         mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
         dtype = dtype_of_shards(config.dtype, self.earlier_variant(dist), dist)
-        if self.checkpoint is None or not each_reads:
-            return sharding.sharded_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
-        model = sharding.empty_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
-        store.restore_weights(model, self.checkpoint)
-        return model
+        return sharding.sharded_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
 
     def _build(self, block_size: int, reads: bool = True) -> GPT:
         """The model on the CPU, with its context shortened to block_size. Raises ValueError.
