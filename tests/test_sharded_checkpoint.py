@@ -129,7 +129,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistCo
     saver.wait()
     saver.raise_if_last_failed()
     dist.barrier()
-    loaded = store.load(out_dir, ranks=ranks)
+    loaded = store.load(out_dir, dist=ranks)
     assert_equal(gathered(store.content_of(store.whole(loaded))), expected)  # folder to whole
     if ranks.is_first:
         store.write_file(store.load(out_dir), out_dir / "one.pt")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
 from deskgpt.system.files import file_sha256, new_folder, read_small, write_atomically
 
@@ -62,7 +62,7 @@ def new_path(out_dir: Path, step: int) -> Path:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def agreed(group: dist.ProcessGroup | None, call: Callable[[], T]) -> list[T]:
+def agreed(group: ProcessGroup | None, call: Callable[[], T]) -> list[T]:
     """What call() returns on each rank of the group, all of which must call this; group None: on this rank alone.
 
     Where it fails on one rank, all raise the error of the first one.
@@ -77,21 +77,21 @@ def agreed(group: dist.ProcessGroup | None, call: Callable[[], T]) -> list[T]:
         error = e
     except Exception as e:  # a defect, which must not leave the others waiting
         error = RuntimeError(f"{type(e).__name__}: {e}")
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (value, error), group)
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, (value, error), group)
     for _, failed in found:
         if failed is not None:
             raise failed
     return [value for value, _ in found]
 
 
-def write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
+def write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, group: ProcessGroup | None = None) -> None:
     """Writes the folder `path`, durable when this returns, all of it or nothing.
 
     All ranks of the group call this with their rows of the same tensors. The first rank's `path` and `rest`, which
     JSON must be able to hold, count. Raises OSError or ValueError, the same on all ranks.
     """
-    is_first = group is None or dist.get_rank(group) == 0
+    is_first = group is None or distributed.get_rank(group) == 0
     with ExitStack() as stack:  # removes what was written when an error passes
         (folder, *_) = agreed(group, lambda: stack.enter_context(new_folder(path)) if is_first else Path())
         files: dict[str, list[Any]] = {}
@@ -109,7 +109,7 @@ def write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, group: d
         agreed(group, finish)
 
 
-def write_rows(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> dict[str, list[Any]]:
+def write_rows(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> dict[str, list[Any]]:
     """Writes this rank's rows of all tensors. Returns its file by name, with size and SHA-256; none without rows."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException
@@ -121,7 +121,7 @@ def write_rows(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGrou
             save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as e:  # which is no Exception
         raise first_failure(e) from None
-    rank = 0 if group is None else dist.get_rank(group)
+    rank = 0 if group is None else distributed.get_rank(group)
     return {file.name: size_and_sha256(file) for file in folder.glob(f"shard-{rank + 1:05}-*")}
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from deskgpt.checkpoint import ckpt_file, folders
@@ -69,16 +69,13 @@ class Checkpoint:
 
 def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is saved of a checkpoint."""
-    left_out = ("path",) if checkpoint.parts else ("path", "parts")
-    return {name: value for name, value in vars(checkpoint).items() if name not in left_out}
+    return {name: value for name, value in vars(checkpoint).items() if name != "path"}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def save(
-    checkpoint: Checkpoint, out_dir: Path, best: bool, keep: int = 1, group: dist.ProcessGroup | None = None
-) -> None:
+def save(checkpoint: Checkpoint, out_dir: Path, best: bool, keep: int = 1, group: ProcessGroup | None = None) -> None:
     """Writes out_dir/ckpt.pt; with `best`, first the same as out_dir/ckpt_best.pt, a file of its own.
 
     With a group of ranks, which all call this with their shards, it writes a folder such as out_dir/ckpt-00001000,
@@ -103,7 +100,7 @@ def save(
     if group is not None:
         tensors, rest = split_tensors(checkpoint, group)
         folders.write(tensors, rest | {"best": best}, path, group)
-        agreed(group, lambda: prune(out_dir, keep) if dist.get_rank(group) == 0 else None)
+        agreed(group, lambda: prune(out_dir, keep) if distributed.get_rank(group) == 0 else None)
         return
     try:
         if keep > 1 and path.exists():
@@ -272,14 +269,14 @@ def is_later(file: Path, folder: Path) -> bool:
 def load(
     out_dir: str | Path,
     print0: Callable[[str], object] = str,
-    ranks: DistContext | None = None,
+    dist: DistContext | None = None,
     checksums: bool = True,
 ) -> Checkpoint:
     """The last good checkpoint of the folder out_dir, or the one at the path of a .pt file or of a folder of shards.
 
-    In a folder that is the first of `candidates` that is not damaged; print0 is told of damaged ones. Raises ValueError
-    where there is no good one. ranks: all call this and find the same; the first one compares checksums. checksums:
-    False compares none, but for those of the tensors.
+    In a folder that is the first of `candidates` that is not damaged; print0 is told of damaged ones. dist: all ranks
+    call this and find the same; the first one compares checksums. checksums: False leaves out those of tensors. Raises
+    ValueError where there is no good one.
     """
     path = Path(out_dir)
     is_named = folder_of(path) != path
@@ -288,7 +285,7 @@ def load(
         found = [path / NAME, *found]  # to say that it is missing
     damages: list[str] = []
     for p in found:
-        damage = damage_of(p, checksums, ranks)
+        damage = damage_of(p, checksums, dist)
         if damage is None:
             saved = load_checked(p)
             if damages:
@@ -313,17 +310,17 @@ def runs_beside(folder: Path) -> str:
     return f" Here are {', '.join(found[:5])}" if found else ""
 
 
-def resume(out_dir: str | Path, print0: Callable[[str], object] = str, ranks: DistContext | None = None) -> Checkpoint:
+def resume(out_dir: str | Path, print0: Callable[[str], object] = str, dist: DistContext | None = None) -> Checkpoint:
     """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower.
 
     It is after a kill between the two files of a save, and where a run goes back to an older checkpoint. Losses on
     other data are not compared.
     """
-    saved = load(out_dir, print0, ranks)
+    saved = load(out_dir, print0, dist)
     path = best_of(folder_of(out_dir))
     if path is None:
         return saved
-    damage = damage_of(path, ranks=ranks)
+    damage = damage_of(path, dist=dist)
     if damage is None:
         best = load_checked(path)
         names = (VAL_DATA, EVAL_WINDOWS)  # older checkpoints know less
@@ -392,7 +389,7 @@ def restore_weights(model: GPT, saved: Checkpoint) -> None:
 
 
 def split_tensors(
-    checkpoint: Checkpoint, group: dist.ProcessGroup | None = None
+    checkpoint: Checkpoint, group: ProcessGroup | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint by name, such as exp_avg.transformer.wte.weight, and everything else, for JSON.
 
@@ -456,7 +453,7 @@ def joined(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 # ---- checks --------------------------------------------------------------------------------------------------
 
 
-def damage_of(path: Path, checksums: bool = True, ranks: DistContext | None = None) -> str | None:
+def damage_of(path: Path, checksums: bool = True, dist: DistContext | None = None) -> str | None:
     """Why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
 
     Each content is checked once: a resumed run asks several times. checksums: whether those of tensors are compared,
@@ -465,10 +462,10 @@ def damage_of(path: Path, checksums: bool = True, ranks: DistContext | None = No
     try:
         files = sorted(path.iterdir()) if is_folder(path) else [path]
         stats = tuple((s.st_mtime_ns, s.st_size, s.st_ino) for s in (file.stat() for file in files))
-        damage = _damage_of(path, checksums and (ranks is None or ranks.is_first), stats)
+        damage = _damage_of(path, checksums and (dist is None or dist.is_first), stats)
     except OSError:  # the run that writes there may have just removed it
         damage = MISSING_FILE
-    if ranks is None or not checksums or ranks.all(damage is None):
+    if dist is None or not checksums or dist.all(damage is None):
         return damage
     return damage or "is damaged, as another rank has found"
 

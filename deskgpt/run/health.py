@@ -148,7 +148,7 @@ class Health:
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss leapt again: it is "
                     f"not the data; try a lower --learning_rate; {self.saver.kept_text()}"
                 )
-            state.rewind(store.load(kept.path, ranks=self.dist), kept.path, spike.position)
+            state.rewind(store.load(kept.path, dist=self.dist), kept.path, spike.position)
             self._pending.clear()
             self.dist.all(True)  # no rank replaces the file while another reads it
         text = f"back to step {state.step}; the batches of steps {state.step} to {spike.step} are skipped"

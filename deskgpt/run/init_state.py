@@ -212,7 +212,7 @@ def from_checkpoint(config: TrainConfig, writes: bool, dist: DistContext) -> Ini
                 f"init_from={source} is where the new run would write, too: choose another --out_dir, or go on with "
                 "that run: --init_from=resume"
             )
-        saved = store.load(source, ranks=dist)
+        saved = store.load(source, dist=dist)
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
     return InitState(source, model_config, None, saved, saved.tokenizer, is_resumed, earlier)
 
