@@ -175,15 +175,15 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     first_batch = functools.partial(first_micro_batch, data.train, batching_of(config, dist), dist.device)
     runner = choose_runner(config, init, model, make_optimizer, first_batch, dist)
     optimizer = make_optimizer(runner.model, runner.variant.dtype)
-    state = TrainState(config, runner, optimizer, dist)
+    state = TrainState(config, runner, optimizer, data, dist)
     code = code_versions(runner)
     init.restore(state, config, code)
     budget = TimeBudget(config, started, state)
     batching = budget.plan(batching_of(config, dist), data.eval_windows, first_batch(config.batch_size))
-    state.set_metadata(data.metadata | code | data.eval_metadata(batching), data.tokenizer, data.chat)
+    state.metadata = data.metadata | code | data.eval_metadata(batching)
 
     # ---- log, saves, stops -----------------------------------------------------------------------------------
-    report = Report(config, state, data, batching)
+    report = Report(config, state, batching)
     saver = Saver.of(config, state)
     health = Health(config, state, report, saver)
     stops = StopController(config, dist, started, runner.sharded)

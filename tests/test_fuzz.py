@@ -454,7 +454,8 @@ def resume(file: Path) -> None:
     cpu = torch.device("cpu")
     runner = Runner(model, Variant("float16" if saved.scaler else "float32"))
     optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
-    run = TrainState(c, runner, optimizer, DistContext(cpu))
+    data: Any = SimpleNamespace(tokenizer=None, chat=None)
+    run = TrainState(c, runner, optimizer, data, DistContext(cpu))
     run.resume(saved, str(file), trains=True)
     implementation.EarlierVariant.of(saved.form, cpu)
     for p in model.parameters():

@@ -31,7 +31,6 @@ from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions, not_silent
 
 if TYPE_CHECKING:
-    from data.dataset import Dataset
     from train import TrainConfig
 
 
@@ -42,10 +41,10 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(self, config: TrainConfig, state: TrainState, data: Dataset, batching: Batching) -> None:
+    def __init__(self, config: TrainConfig, state: TrainState, batching: Batching) -> None:
         self.config = config
         self.state = state
-        self.data = data
+        self.data = state.data
         self.log = open_log(config, state)
         self.dist = state.dist
         self.print0 = state.dist.print0
@@ -331,7 +330,7 @@ def print_next_commands(config: TrainConfig, state: TrainState) -> None:
         return
     kind = "best model" if best else "last model"
     print0(f"{kind} of step {store.load(model, checksums=False).iter_num}: {model}")
-    chat = ["--chat"] if state.chat is not None else []
+    chat = ["--chat"] if state.data.chat is not None else []
     print0("sample:  " + command("python", "sample.py", f"--out_dir={model}", *chat))
     # The settings that the checkpoint does not give, and those without which a resumed run would have nothing to do.
     more = [f"--{name}={value}" for name, value in sensitive(asdict(config)).items()]

@@ -21,6 +21,7 @@ from deskgpt.system.terminal import reason
 from model import GPT
 
 if TYPE_CHECKING:
+    from data.dataset import Dataset
     from deskgpt.run.health import Step
     from train import TrainConfig
 
@@ -35,7 +36,7 @@ class TrainState:
     """
 
     def __init__(
-        self, config: TrainConfig, runner: Runner, optimizer: torch.optim.Optimizer, dist: DistContext
+        self, config: TrainConfig, runner: Runner, optimizer: torch.optim.Optimizer, data: Dataset, dist: DistContext
     ) -> None:
         """config: a checkpoint has the settings as they are when it is taken.
 
@@ -45,10 +46,9 @@ class TrainState:
         self.runner = runner
         self.optimizer = optimizer
         self.optimizer_state = OptimizerState(optimizer, runner.model)
+        self.data = data
         self.dist = dist
         self.metadata: dict[str, Any] = {}  # of data and code: what a resumed run compares
-        self.tokenizer: dict[str, Any] | None = None
-        self.chat: str | None = None  # the name of the template, where the data are dialogues
         self.wandb_run_id: str | None = None
         self.first_step = 0  # of this process
         self.step = 0  # optimizer steps done
@@ -63,12 +63,6 @@ class TrainState:
         self._saved_extra: dict[str, Any] = {}
         if not config.eval_only:
             self._check_saves()
-
-    def set_metadata(self, metadata: dict[str, Any], tokenizer: dict[str, Any], chat: str | None) -> None:
-        """What a checkpoint says of data and code."""
-        self.metadata = metadata
-        self.tokenizer = tokenizer
-        self.chat = chat
 
     @property
     def position(self) -> int:
@@ -112,8 +106,8 @@ class TrainState:
             best_val_loss=self.best_val_loss,
             config=asdict(self.config),
             scaler=runner.scaler.state_dict(),
-            tokenizer=self.tokenizer,
-            chat=self.chat,
+            tokenizer=self.data.tokenizer,
+            chat=self.data.chat,
             form=saved_variant(runner),
             wandb_run_id=self.wandb_run_id,
             health=self._progress(),
