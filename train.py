@@ -165,8 +165,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     if config.dry_run:
         dry_run(config, init.model_config, dist)
         return math.inf
-    data.open(config.block_size, init.model_config.vocab_size, init.tokenizer, config.seed, config.align_documents)
-    checksums = data.start_checksums(dist.is_first)
+    data.open(config, init.model_config.vocab_size, init.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
     make_optimizer = functools.partial(build_optimizer, config)
     model = init.build_model(config, dist)
@@ -189,7 +188,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     stops = StopController(config, dist, started, runner.sharded)
     sampler = sampler_for(config, runner, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
-    report.start(checksums.state, time.perf_counter() - started)
+    report.start(time.perf_counter() - started)
 
     while True:
         # ---- evaluate ----------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         is_last = state.step >= config.max_iters or config.eval_only
         evaluates = is_last or state.step % config.eval_interval == 0
         save_is_due = stops.check(state.step, state.step > state.first_step, evaluates)
-        checksums.check()
+        data.checksums.check()
         if evaluates or save_is_due or stops.reason:
             health.flush()
         if health.rewind_if_spiked():
@@ -262,7 +261,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     saver.finish(state, report, stops.reason)
     report.end(stops.reason)
     loader.close()
-    checksums.close(dist.print0)
+    data.checksums.close(dist.print0)
     report.log.close()
     runner.leave_ranks()
     dist.close()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_s
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 
+if TYPE_CHECKING:
+    from train import TrainConfig
+
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
 BEGINNING = 1 << 16  # bytes of text that a split is identified by
@@ -39,6 +42,7 @@ class Dataset:
 
     train: Split
     val: Split
+    checksums: Checksums
 
     def __init__(self, folder: Path, needed: bool = True) -> None:
         """needed: raise ValueError if a split is missing, before anything takes long."""
@@ -57,25 +61,22 @@ class Dataset:
         """Of a new model."""
         return padded_vocab_size(self.tokenizer, self.meta["vocab_size"])
 
-    def open(
-        self, block_size: int, vocab_size: int, tokenizer: dict[str, Any] | None, seed: int, align_documents: bool
-    ) -> None:
+    def open(self, config: TrainConfig, vocab_size: int, tokenizer: dict[str, Any] | None, on_rank0: bool) -> None:
         """Opens both splits for a model with this vocabulary and tokenizer, None if that is not known.
 
-        Raises ValueError if they do not belong to the model or cannot be aligned.
+        On rank 0 their checksums are compared with meta.json's. Raises ValueError if they do not belong to the model,
+        are damaged or cannot be aligned.
         """
         check_vocabulary(self.folder, self.meta, vocab_size, tokenizer)
-        document_start = self.meta["end_of_text"] if align_documents else None
-        if align_documents and document_start is None:
+        document_start = self.meta["end_of_text"] if config.align_documents else None
+        if config.align_documents and document_start is None:
             raise ValueError(
                 f"{self.folder} does not say which token documents begin with; try --align_documents=False"
             )
-        self.train = Split(self.folder, "train", block_size, vocab_size, seed, document_start)
-        self.val = Split(self.folder, "val", block_size, vocab_size, seed, document_start)
-
-    def start_checksums(self, on_this_rank: bool) -> Checksums:
-        """Begins to compare the token files with meta.json's checksums."""
-        return Checksums(self.folder, (self.train, self.val) if on_this_rank else ())
+        of_run = (config.block_size, vocab_size, config.seed, document_start)
+        self.train = Split(self.folder, "train", *of_run)
+        self.val = Split(self.folder, "val", *of_run)
+        self.checksums = Checksums(self.folder, (self.train, self.val) if on_rank0 else ())
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -117,12 +118,12 @@ class Dataset:
 
     # ---- for the log -----------------------------------------------------------------------------------------
 
-    def lines(self, checksums: str, batching: Batching, ranks: DistContext) -> list[str]:
-        """What a run prints about its data, whose text it reads for bits per byte. checksums: Checksums.state."""
+    def lines(self, batching: Batching, dist: DistContext) -> list[str]:
+        """What a run prints about its data, whose text it reads for bits per byte."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
-        found = [f"data: {self.folder.name}, {tokens}, {checksums}"]
+        found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
         found += [f"warning: {assumption}" for assumption in assumptions(self.folder)]
-        if ranks.is_first:
+        if dist.is_first:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
                 self.text = text_statistics(self.val, windows, from_meta_offline(self.tokenizer))

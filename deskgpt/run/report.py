@@ -62,8 +62,8 @@ class Report:
 
     # ---- the beginning -----------------------------------------------------------------------------------
 
-    def start(self, checksums: str, warm_up_s: float) -> None:
-        """Prints and logs what runs, and on what; from here on, steps are timed. checksums: what is verified."""
+    def start(self, warm_up_s: float) -> None:
+        """Prints and logs what runs, and on what; from here on, steps are timed."""
         state = self.state
         device = self.dist.device
         variant = state.runner.variant
@@ -76,7 +76,7 @@ class Report:
         by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
         name = hardware.device_name(device)
         self.warm_up_s = warm_up_s
-        for line in self.data.lines(checksums, self.batching, self.dist):
+        for line in self.data.lines(self.batching, self.dist):
             self.print0(line)
         parameters = millions(model.num_params())
         self.print0(f"number of parameters: {parameters}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
