@@ -323,18 +323,19 @@ def resume(out_dir: str | Path, print0: Callable[[str], object] = str, dist: Dis
     damage = damage_of(path, dist=dist)
     if damage is None:
         best = load_checked(path)
-        names = (VAL_DATA, EVAL_WINDOWS)  # older checkpoints know less
-        of_best, of_saved = (
-            [c.config.get("dataset"), c.tokenizer, *((c.facts or {}).get(name) for name in names)]
-            for c in (best, saved)
-        )
-        if of_best == of_saved:
+        if evaluated_on(best) == evaluated_on(saved):
             saved.best_val_loss = min(saved.best_val_loss, best.best_val_loss)
     else:
         print0(f"{path} {damage}: its loss, the best so far, does not count")
         if not is_folder(path) or order_of(path)[0] <= saved.iter_num:
             saved.best_val_loss = math.inf  # what a later checkpoint names as the best is the loss of the damaged one
     return saved
+
+
+def evaluated_on(saved: Checkpoint) -> list[Any]:
+    """What two losses must have in common to be compared, as far as older checkpoints know it."""
+    facts = saved.facts or {}
+    return [saved.config.get("dataset"), saved.tokenizer, facts.get(VAL_DATA), facts.get(EVAL_WINDOWS)]
 
 
 def load_checked(path: Path) -> Checkpoint:

@@ -80,22 +80,22 @@ class InitState:
             return
         assert self.checkpoint is not None
         changes = compare(self.checkpoint.facts, data.metadata)
-        of_schedule: list[Change] = []
+        allowed: list[Change] = []
         if self.earlier:
-            before, now = (
-                of_experiment(c) | data.eval_metadata(Batching.of(asdict(c))) for c in (self.earlier, config)
-            )
-            rates, of_schedule = changed_schedule(self.earlier, config, rate, self.step)
-            changes += compare(before, now) + rates
+            before = of_experiment(self.earlier) | data.eval_metadata(Batching.of(asdict(self.earlier)))
+            now = of_experiment(config) | data.eval_metadata(Batching.of(asdict(config)))
+            changes += compare(before, now)
+            rates, schedule = changed_schedule(self.earlier, config, rate, self.step)
             if rates:
-                changes += of_schedule
-                of_schedule = []
+                changes += rates + schedule
+            else:
+                allowed = schedule
         if changes and not config.resume_changed and not config.eval_only:
             raise ValueError(
                 f"{self.source} belongs to another experiment: {'; '.join(map(str, changes))}. Go on all the same with "
                 f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
             )
-        for change in changes + of_schedule:
+        for change in changes + allowed:
             dist.print0(f"changed: {change}")
         if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
             self.checkpoint.best_val_loss = math.inf
