@@ -221,9 +221,9 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
 # ---- which one -----------------------------------------------------------------------------------------------
 
 
-def save_whole(out_dir: Path, step: int, best: bool) -> None:
+def save_whole(out_dir: Path, step: int, best: bool, loss: float = 3.0) -> None:
     """A folder as a sharded run would have written it, by one process."""
-    tensors, rest = store.split_tensors(state_of(*trained(), step))
+    tensors, rest = store.split_tensors(state_of(*trained(), step, loss))
     folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
 
 
@@ -256,10 +256,8 @@ def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
 
 
 def test_damaged_shard_is_not_the_best_model(tmp_path):
-    tensors, rest = store.split_tensors(state_of(*trained(), 5, loss=1.0))
-    folders.write(tensors, rest | {"best": True}, folders.new_path(tmp_path, 5))
-    tensors, rest = store.split_tensors(state_of(*trained(), 9, loss=1.0))  # the best loss so far
-    folders.write(tensors, rest | {"best": False}, folders.new_path(tmp_path, 9))
+    save_whole(tmp_path, 5, best=True, loss=1.0)
+    save_whole(tmp_path, 9, best=False, loss=1.0)  # which knows the best loss so far
     assert store.resume(tmp_path).best_val_loss == 1.0
     shard = next((tmp_path / "ckpt-00000005").glob("shard-*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")

@@ -22,6 +22,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from deskgpt.system.files import file_sha256, new_folder, read_small, write_atomically
+from deskgpt.system.terminal import reason
 
 # torch.distributed.checkpoint takes a part of a second to import: only where a folder is read or written.
 
@@ -130,7 +131,7 @@ def first_failure(e: Any) -> Exception:
     failure = e.failures[min(e.failures)][0]
     if isinstance(failure, OSError):
         return OSError(failure.errno, failure.strerror)
-    return ValueError(f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}")
+    return ValueError(f"{type(failure).__name__}: {reason(failure)}")
 
 
 def size_and_sha256(file: Path) -> list[Any]:
@@ -195,7 +196,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
             for name, tensor in found.items()
         }
     except Exception as e:  # those of safetensors, JSON and torch all differ
-        raise ValueError(f"its tensors cannot be read: {' '.join(str(e).split())[:120]}") from None
+        raise ValueError(f"its tensors cannot be read: {reason(e)}") from None
 
 
 def read(tensors: dict[str, Tensor], folder: Path) -> None:

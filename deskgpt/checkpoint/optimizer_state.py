@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deskgpt.checkpoint import folders
 from deskgpt.compute.optimizer import Muon
 from deskgpt.compute.sharding import is_dtensor, local, rows_of
+from deskgpt.system.terminal import reason
 from model import GPT
 
 OURS = (torch.optim.AdamW, Muon)
@@ -102,8 +103,7 @@ class OptimizerState:
             else:
                 self._load(state, folder)
         except Exception as e:  # an untrusted state can raise nearly anything
-            reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"{source}: the optimizer state does not fit the model ({reason})") from None
+            raise ValueError(f"{source}: the optimizer state does not fit the model ({reason(e)})") from None
 
     def _load(self, state: dict[str, Any], folder: Path | None) -> None:
         own = self.optimizer.param_groups
