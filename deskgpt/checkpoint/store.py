@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -34,6 +35,7 @@ BEST = "ckpt_best.pt"
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
 FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
 MISSING_FILE = "is missing"
+PREFIX = re.compile(r"^(_orig_mod\.|module\.)+")  # that torch.compile and DDP leave on parameters' names
 MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
 LARGEST_WEIGHT = 1e18  # the square of a larger one overflows float32, so that nothing can be computed with it
 # Names under Checkpoint.facts: losses of two runs can be compared only if both entries are equal.
@@ -155,11 +157,11 @@ def prune(out_dir: Path, keep: int) -> None:
 
 
 def take_over(out_dir: Path, print0: Callable[[str], None], step: int | None = None) -> None:
-    """Before a run's first save: tidies what earlier runs left in a folder that no other run uses. Raises OSError.
+    """Before a run's first save: tidies what earlier runs left. Raises OSError.
 
-    Temporary files of killed runs are removed. Damaged checkpoints are moved aside, so that they are not overwritten,
-    and so are those of steps after `step`, the one that is about to be saved: the run went back before them. A ckpt.pt
-    without a ckpt_best.pt, such as nanoGPT's, is copied there: whatever is saved next may be worse.
+    Temporary files are removed. Damaged checkpoints are moved aside, and so are those of steps after `step`, before
+    which the run went back. A ckpt.pt without a ckpt_best.pt, such as nanoGPT's, is copied there: what is saved next
+    may be worse.
     """
     for leftover in leftovers(out_dir):
         if leftover.is_dir():
@@ -186,9 +188,9 @@ def leftovers(out_dir: Path) -> list[Path]:
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
-    """Makes out_dir for a new run. Files of an earlier run move into a new folder out_dir/previous-N.
+    """Makes out_dir, and moves these files of an earlier run into its new folder previous-N, which it returns.
 
-    Returns that folder, None without an earlier run. Raises OSError where out_dir cannot be written.
+    None without such files. Raises OSError where out_dir cannot be written.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -236,8 +238,7 @@ def numbered(out_dir: Path) -> list[Path]:
 def candidates(out_dir: Path) -> list[Path]:
     """The checkpoints of out_dir, in the order in which a run would go on from them, if those before are damaged.
 
-    The first is that of the latest step, since a run that goes back moves later ones aside (take_over). Without
-    folders it is ckpt.pt, the last one that was saved. ckpt_best.pt is the last.
+    The first is that of the latest step; without folders it is ckpt.pt. ckpt_best.pt is the last.
     """
     last = out_dir / NAME
     found = numbered(out_dir)
@@ -247,10 +248,7 @@ def candidates(out_dir: Path) -> list[Path]:
 
 
 def best_of(out_dir: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss: ckpt_best.pt, or the latest folder that was saved as the best.
-
-    The later of the two, where a run was sharded for a part of its time. None if there is none.
-    """
+    """The checkpoint with the lowest val loss: ckpt_best.pt, or a later folder that was saved as the best."""
     best = out_dir / BEST if (out_dir / BEST).exists() else None
     for path in numbered(out_dir):
         if is_folder(path) and folders.is_best(path):
@@ -311,10 +309,8 @@ def runs_beside(folder: Path) -> str:
 
 
 def resume(out_dir: str | Path, print0: Callable[[str], object] = str, dist: DistContext | None = None) -> Checkpoint:
-    """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower.
-
-    It is after a kill between the two files of a save, and where a run goes back to an older checkpoint. Losses on
-    other data are not compared.
+    """As load, for a run that goes on; best_val_loss is that of the best checkpoint in the folder where it is lower,
+    as it is after a kill between the two files of a save. Losses on other data are not compared.
     """
     saved = load(out_dir, print0, dist)
     path = best_of(folder_of(out_dir))
@@ -341,23 +337,17 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
 def load_checked(path: Path) -> Checkpoint:
     """A checkpoint without damage. A file's tensors are memory-mapped on the CPU, a folder's have only shapes.
 
-    Prefixes that torch.compile and DDP leave on parameter names are removed. nanoGPT's lose the mask buffers of its
-    attention without SDPA and the machine that the run was set to, and their model_args name its GELU.
+    nanoGPT's lose the mask buffers of its attention without SDPA and the machine that the run was set to.
     """
     found = joined(path, folders.tensors_of(path)) if is_folder(path) else ckpt_file.load(path)
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.path = path
-    saved.model = {plain_name(k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
+    saved.model = {PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
     if "tokenizer" not in found:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU
         saved.config = {k: v for k, v in saved.config.items() if k not in MACHINE_SETTINGS}
         saved.model_args = {"activation": "gelu"} | saved.model_args  # the exact GELU
     return saved
-
-
-def plain_name(key: str) -> str:
-    """A parameter's name without the prefixes of torch.compile and DDP."""
-    return key.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
 def weights_of(saved: Checkpoint) -> dict[str, Tensor]:

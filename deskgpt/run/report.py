@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -73,7 +72,7 @@ class Report:
             from deskgpt.compute.compiling import compiler_name
 
             compiler = compiler_name(device)
-        by = re.sub(r" \(.*?\)", "", f" by {compiler}") if compiler else ""  # "g++ 12.2.0", without its package's name
+        by = f" by {compiler}" if compiler else ""
         name = hardware.device_name(device)
         self.warm_up_s = warm_up_s
         for line in self.data.lines(self.batching, self.dist):

@@ -50,9 +50,8 @@ class Kept(NamedTuple):
 class Saver:
     """Writes the checkpoints of a run into out_dir, one after the other, and knows the latest one.
 
-    A save that fails is printed, and the run goes on: the next one may succeed. With a group, which is for saves
-    alone, its ranks write their shards together: each calls `save` at the same step. Their threads wait for each other,
-    the training loops do not. A save succeeds or fails for all.
+    A save that fails is printed, and the run goes on. With a group, which is for saves alone, its ranks write their
+    shards together, at the same step: their threads wait for each other, and a save succeeds or fails for all.
     """
 
     out_dir: Path

@@ -1,7 +1,6 @@
 """When a run saves and stops besides what its step count says: signals, time, damaged token files.
 
-After the first signal a run finishes its step and saves; a second one ends it at once. Importing this imports no torch:
-train.py sees to signals before that, which takes seconds.
+Importing this imports no torch: train.py sees to signals before that, which takes seconds.
 """
 
 from __future__ import annotations
