@@ -127,7 +127,7 @@ def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkey
     monkeypatch.setattr("data.dataset.AT_ONCE", 0)
     with pytest.raises(ValueError, match="checksum") as e:
         main(tiny(data, tmp_path / "out", max_iters=100_000, eval_interval=100_000))
-    assert_one_line(e.value, "val.bin", "meta.json")
+    assert_one_line(e.value, "val.bin", "prepare")
     assert "verified while it trains" in capsys.readouterr().out
 
 
