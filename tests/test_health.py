@@ -91,13 +91,23 @@ def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_pa
     if first_bad:
         plant.bad_gradients = (1, 3, *plant.bad_gradients)  # these two are not in a row
     with pytest.raises(ValueError, match="gradients are not finite") as e:
-        main(tiny(chars, tmp_path, max_iters=20, eval_interval=20, save_interval=1, max_bad_steps=3))
+        main(tiny(chars, tmp_path, max_iters=20, eval_interval=1, save_interval=1, max_bad_steps=3))
     known = ["no checkpoint was saved yet", "not the learning rate"]
     if first_bad:
         known = [f"{tmp_path / 'ckpt.pt'}", "step 5", "a lower --learning_rate"]
     assert_one_line(e.value, f"{first_bad} to {first_bad + 2}", "float32", BAD, "1 of 15", *known)
     assert len(plant.batches) == first_bad + 3
     assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))  # none of the last bad steps
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_run_whose_steps_are_all_skipped_keeps_the_last_good_checkpoint(dtype, chars, tmp_path):
+    """Broken weights can have a finite val loss in 16 bits."""
+    main(tiny(chars, tmp_path, dtype=dtype, max_iters=3))
+    changed = {"max_iters": 40, "learning_rate": 1e30, "resume_changed": True}
+    with pytest.raises(ValueError, match="step 3|the checkpoint before it is intact"):
+        main(tiny(chars, tmp_path, dtype=dtype, init_from="resume", **changed))
+    assert store.load(tmp_path).iter_num == 3
 
 
 @pytest.mark.slow

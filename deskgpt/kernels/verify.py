@@ -205,8 +205,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def weights_are_finite(model: nn.Module) -> bool:
-    """Whether they are, on this rank. With others nothing can be compared."""
-    return all(bool((p.to_local() if hasattr(p, "to_local") else p).isfinite().all()) for p in model.parameters())
+    """Whether they are, and their squares, on this rank. With others nothing can be compared."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return all(bool(p.square().isfinite().all()) for p in local)
 
 
 @contextmanager
