@@ -27,11 +27,11 @@ VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 def prepare(device: torch.device) -> None:
     """Sets up what torch.compile needs, before anything is compiled. Raises as set_up_inductor.
 
-    Silences two of its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have
-    none), and that matmuls are not autotuned on a card of fewer than 68 SMs.
+    Silences its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have none),
+    that matmuls are not autotuned on a card of fewer than 68 SMs, and that FLOPs of Triton are not counted on Windows.
     """
     replacements.register_operators()
-    for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils"):
+    for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if device.type == "cpu":
         set_up_inductor()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import math
 import os
 import time
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.flop_counter import FlopCounterMode
 
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
@@ -519,6 +519,9 @@ def count_flops(model: GPT, x: Tensor, y: Tensor) -> int:
     estimate = model.estimate_flops()
     if sharding.is_sharded(model):
         return estimate
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # of Triton, which Windows lacks
+    from torch.utils.flop_counter import FlopCounterMode
+
     with verify.undisturbed(model), replacing({}), FlopCounterMode(display=False) as counter:
         total_of(parts_of(model(x[:1], y[:1]))).backward()
     model.zero_grad()
