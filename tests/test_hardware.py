@@ -87,6 +87,7 @@ def test_nvidia_smi_of_any_age_is_understood(nvidia_smi):
     assert wheels.nvidia_gpu() == Gpu("Tesla K80", (11, 4), None)
     nvidia_smi("NVIDIA-SMI has failed", "", "12.8", status=9)
     assert wheels.nvidia_gpu() is None
+    assert_one_line(wheels.wheel_for(None, "linux")[1], "driver", "for the CPU")
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def unused_gpu() -> str | None:
 
     gpu = wheels.nvidia_gpu()
     if gpu is None:
-        return None
+        return wheels.without_gpu()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu.name} from torch; unset it to use the GPU"

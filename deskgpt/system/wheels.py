@@ -58,6 +58,12 @@ def nvidia_gpu() -> Gpu | None:
     return Gpu(name[1], version(cuda[1] if cuda else "0.0"), version(capability[0]) if capability else None)
 
 
+def without_gpu() -> str | None:
+    """What is wrong where `nvidia_gpu` finds none, as after an update of the driver; None where there is none."""
+    remedy = "nvidia-smi is there, but lists no card: restart this machine, or install the driver again"
+    return remedy if shutil.which("nvidia-smi") else None
+
+
 def version(text: str) -> tuple[int, int]:
     """The two numbers of "12.8"."""
     major, minor = text.split(".")
@@ -80,7 +86,7 @@ def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str
     if gpu is None:
         if platform == "linux" and shutil.which("rocminfo"):
             return CPU, "an AMD card: for its build of torch set PIP_EXTRA_INDEX_URL to ROCm's index (pytorch.org)"
-        return CPU, "no NVIDIA card was found: torch's build for the CPU"
+        return CPU, f"{without_gpu() or 'no NVIDIA card was found'}: torch's build for the CPU"
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     for wheel in WHEELS:
         serves = gpu.capability is None or wheel.lowest <= gpu.capability <= wheel.highest
@@ -88,7 +94,7 @@ def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str
             until = f"; torch {wheel.last_torch} is the last with it" if wheel.last_torch else ""
             return wheel, f"{card}: torch's build for CUDA {wheel.name[2:4]}.{wheel.name[4:]}{until}"
     needed = "580" if gpu.capability is None or gpu.capability >= WHEELS[0].lowest else "525"
-    return CPU, f"{card}: no build of torch serves it; install driver {needed} or newer, then start again"
+    return CPU, f"{card}: no build of torch serves it; install driver {needed} or newer, delete .venv, then start again"
 
 
 def remedy() -> str:
