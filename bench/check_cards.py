@@ -118,8 +118,8 @@ class Kernels:
             found["kernels"][name] = best
         return found
 
-    def taken(self, kernel: Any, config: Any) -> tuple[int, int, int]:
-        """(bytes of registers that spill, registers, bytes of shared memory) of one configuration, compiled."""
+    def taken(self, kernel: Any, config: Any) -> tuple[int, ...]:
+        """Bytes of registers that spill, of other local memory and of shared memory; of one configuration, compiled."""
         import triton
 
         meta = kernel._create_compile_meta(config)
@@ -127,9 +127,8 @@ class Kernels:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             binary = triton.compile(code, self.target, kernel._create_compile_options(config, meta))
-        [spilled] = re.findall(r"(\d+) bytes spill stores", log.getvalue())
-        [registers] = re.findall(r"Used (\d+) registers", log.getvalue())
-        return int(spilled), int(registers), binary.metadata.shared
+        [(stack, spilled)] = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log.getvalue())
+        return int(spilled), int(stack) - int(spilled), binary.metadata.shared
 
     def prepare_inductor(self) -> None:
         """Makes inductor write code for the card, and its wrappers run on fake tensors."""
@@ -341,6 +340,7 @@ def row_of(name: str, found: dict[str, Any]) -> list[str]:
         f"{name} (sm_{card.capability[0]}{card.capability[1]}), {found['dtype']}",
         f"{len(found['kernels'])}, {found['cubins']}",
         str(len(found["failed"])),
+        str(sum(bool(local) for _, local, _ in found["kernels"].values())),
         " + ".join(f"{part_s / step_s:.0%}" for part_s in parts),
         f"{mfu * rate / found['flops_per_token']:,.0f}",
         f"{mfu:.0%} ({low:.0%} to {high:.0%})",
@@ -356,8 +356,8 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", metavar="NAME", default=CONFIGS, help="of config/NAME.py")
     parser.add_argument("--kernels", action="store_true", help="also list what moves bytes")
     a = parser.parse_args()
-    head = ["card", "kernels, cubins", "failed", "matmuls + attention + memory + update", "tokens/s"]
-    head += ["MFU (planned)", "GiB counted, predicted"]
+    head = ["card", "kernels, cubins", "failed", "local memory", "matmuls + attention + memory + update"]
+    head += ["tokens/s", "MFU (planned)", "GiB counted, predicted"]
     problems = []
     for config in a.configs:
         rows = []

@@ -46,16 +46,15 @@ CARDS = {
     "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 12, 101376, 360),
     "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 12, 101376, 504),
     "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80, 232448, 3350),
+    "H200": Card("NVIDIA H200", (9, 0), 132, 141, 232448, 4800),
     "B200": Card("NVIDIA B200", (10, 0), 148, 180, 232448, 8000),
     "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 32, 101376, 1792),
 }
-# Loads the card into each Python that starts, before it imports torch.
+# Loads the card into each Python that starts, before it imports torch. llama.cpp fails beside torch's libraries.
 SITECUSTOMIZE = """
-import importlib.util
-spec = importlib.util.spec_from_file_location("pretend_card", {path!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.pretend()
+import runpy, sys
+if "deskgpt.export.llama_cpp" not in sys.orig_argv:
+    runpy.run_path({path!r})["pretend"]()
 """
 
 
