@@ -20,7 +20,7 @@ import torch
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, find_wrong_replacements, is_reference
+from deskgpt.compute.runner import Batch, Runner, Variant, find_wrong_replacements, is_reference
 from deskgpt.estimate.fit import larger_batch, smaller_batch, times_memory
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.kernels import cpu_kernels, replacements, verify
@@ -133,8 +133,6 @@ class Tuner:
             assert runner is not None  # leave_out raises ValueError for float32
             if compiles is None and self.is_timed and self.steps > 0:
                 runner = self.compiled_where_it_pays(runner)
-        if not self.config.eval_only:
-            runner.flops_per_token = count_flops(self.model, *self.batch_of(1))
         runner.last = None
         hardware.forget_peak(self.device)  # what was tried and compared may have taken more than the run does
         return runner, self.batching
