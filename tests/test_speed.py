@@ -59,14 +59,9 @@ def test_signal_that_ends_a_benchmark_ends_the_run_that_it_times(tmp_path, scrip
 
 
 def test_what_is_wrong_is_one_line(script):
-    for option in (
-        "--peer=nanogpt:/nowhere",
-        "--peer=llamacpp",
-        "--steps=2",
-        "--grid=batchsize=4",
-        "--grid=batch_size=3",
-    ):
-        assert_refused(script("bench/speed.py", *flags(**SMALL), option), option.rpartition("=")[2])
+    wrong = {"--peer=nanogpt:/nowhere": "/nowhere", "--peer=llamacpp": "llamacpp", "--steps=2": "--steps 2"}
+    for option, named in (wrong | {"--grid=batchsize=4": "batch_size", "--grid=batch_size=3": "batch_size=3"}).items():
+        assert_refused(script("bench/speed.py", *flags(**SMALL), option), named)
 
 
 def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):

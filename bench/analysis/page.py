@@ -22,7 +22,7 @@ from bench.analysis.verdict import COMMAND, Comparison
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
-MOST_TEXTS = 20  # that runs wrote as they trained
+MOST_TEXTS = 10  # evaluations of a run whose texts are shown, the last ones first
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
 AXES = {"steps": "steps", "tokens": "tokens trained on", "minutes": "minutes of training", "FLOPs": "FLOPs"}
@@ -165,8 +165,10 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
         known = run.settings | run.start
         table = table_html([], [[name, json.dumps(value, default=str)] for name, value in known.items()])
         settings += f"<details><summary>Settings of {escape(run.name)}</summary>{table}</details>"
-    samples = [f"step {e['iter']:,}: {text}" for run in runs for e in run.samples[::-1] for text in e["texts"]]
-    texts = "".join(f"<pre>{escape(text)}</pre>" for text in samples[:MOST_TEXTS])
+    texts = ""
+    for run in runs:
+        for e in run.samples[::-1][:MOST_TEXTS]:
+            texts += "".join(f"<pre>step {e['iter']:,}: {escape(text)}</pre>" for text in e["texts"])
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
         refresh=f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",

@@ -211,14 +211,17 @@ def welch(
     """
     gap = statistics.fmean(b) - statistics.fmean(a)
     if len(a) < 2 or len(b) < 2:
-        return gap, t_quantile(noise[1], error) * math.sqrt(noise[0] * (1 / len(a) + 1 / len(b))) if noise else None
+        if noise is None:
+            return gap, None
+        variance, freedom = noise
+        return gap, t_quantile(freedom, error) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
     variance_a = statistics.variance(a) / len(a)  # of a's mean
     variance_b = statistics.variance(b) / len(b)
     variance = variance_a + variance_b
     if variance == 0:
         return gap, 0.0
-    freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
-    return gap, t_quantile(max(1, int(freedom)), error) * math.sqrt(variance)
+    exact = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
+    return gap, t_quantile(max(1, int(exact)), error) * math.sqrt(variance)
 
 
 def error_of_text(a: Sequence[Values], b: Sequence[Values]) -> float | None:
