@@ -108,8 +108,7 @@ def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["measured_flops"] == first["peak_flops"] > 1e9
     assert torch.__version__.startswith(first["versions"]["torch"])  # without +cu130 in the wheel's metadata
-    assert first["device"].startswith(first["cpu"]["name"])
-    assert first["cpu"]["threads"] == torch.get_num_threads()
+    assert re.search(rf", {torch.get_num_threads()} threads?$", first["device"])
     for e in events(out_dir, "iter"):
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)

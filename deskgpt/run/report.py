@@ -94,7 +94,6 @@ class Report:
             tokens_per_step=self.batching.tokens_per_step,
             **self.data.log_metadata(),
             device=name,
-            cpu=hardware.cpu_facts() if device.type == "cpu" else None,
             world_size=self.dist.world,
             dtype=variant.dtype,
             compiled=variant.compiled,

@@ -24,46 +24,36 @@ from deskgpt.system.terminal import reason
 
 
 def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
-    """The torch device for `name`: auto, cpu, cuda, cuda:N or mps.
+    """The torch device for `name`: auto (the first of cuda, mps and cpu that torch can use), cpu, cuda, cuda:N or mps.
 
     `local_rank` is this process's number among the `local_ranks` processes of the run on this machine. Raises
     ValueError if there is no such device, or if several ranks would share one GPU.
     """
     if name == "auto":
-        name = fastest_device_type(local_rank)
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        if torch.cuda.is_available():
+            unserved = unserved_gpu(torch.device("cuda", local_rank % torch.cuda.device_count()))
+            name = "cpu" if unserved else "cuda"
     if not re.fullmatch(r"cpu|cuda(:\d+)?|mps", name):
         raise ValueError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N, mps; try --device=auto")
+    device = torch.device(name)
     if name == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device=mps: torch sees no Apple GPU here; try --device=auto")
-    device = torch.device(name)
-    return resolve_cuda_device(device, local_rank, local_ranks) if device.type == "cuda" else device
-
-
-def fastest_device_type(local_rank: int = 0) -> str:
-    """cuda, mps or cpu: the first that torch can use here."""
-    if torch.cuda.is_available():
-        own = torch.device("cuda", local_rank % torch.cuda.device_count())
-        return "cpu" if unserved_gpu(own) else "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def resolve_cuda_device(device: torch.device, local_rank: int, local_ranks: int) -> torch.device:
-    """One GPU for this rank. Raises ValueError if there is none, or if several ranks would share one."""
+    if device.type != "cuda":
+        return device
     if not torch.cuda.is_available():
-        reason = unused_gpu() or f"torch {torch.__version__} sees no CUDA device"
-        raise ValueError(f"device={device}: {reason}; or try --device=auto")
+        why = unused_gpu() or f"torch {torch.__version__} sees no CUDA device"
+        raise ValueError(f"device={name}: {why}; or try --device=auto")
     if local_ranks > 1 and device.index is not None:
-        raise ValueError(f"device={device} is one GPU for {local_ranks} ranks; try --device=cuda")
+        raise ValueError(f"device={name} is one GPU for {local_ranks} ranks; try --device=cuda")
     n_gpus = torch.cuda.device_count()
     if local_ranks > n_gpus:
         raise ValueError(
             f"{local_ranks} ranks need as many GPUs, this machine has {n_gpus}; try --nproc_per_node={n_gpus}"
         )
-    index = local_rank if device.index is None else device.index
-    if index >= n_gpus:
-        available = ", ".join(f"cuda:{i}" for i in range(n_gpus))
-        raise ValueError(f"device=cuda:{index}: this machine has {available}; try --device=cuda:0")
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", local_rank if device.index is None else device.index)
+    if device.index >= n_gpus:
+        raise ValueError(f"device={device}: this machine has {n_gpus} GPUs; try --device=cuda:0")
     unserved = unserved_gpu(device)
     if unserved:
         raise ValueError(f"device={device}: {unserved}; or try --device=cpu")
@@ -101,14 +91,7 @@ def unused_gpu() -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu.name} from torch; unset it to use the GPU"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA and cannot use {gpu.name}: {wheels.remedy()}"
-    try:
-        torch.cuda.init()
-        why = "no reason given"
-    except RuntimeError as e:  # such as a driver that is too old for this build
-        why = reason(e)
-    return f"torch {torch.__version__} for CUDA {torch.version.cuda} does not see {gpu.name} ({why}): {wheels.remedy()}"
+    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}"
 
 
 def has_triton_code(device: torch.device) -> bool:
@@ -206,10 +189,8 @@ def memory_groups() -> list[tuple[int, int]]:
     return found
 
 
-def memory_in_words(usable_bytes: float | None, total_bytes: float | None) -> str:
-    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"; "n/a" if it is not known."""
-    if usable_bytes is None or total_bytes is None:
-        return "n/a"
+def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
+    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"."""
     total = f"{total_bytes / 2**30:.1f}"
     usable = f"{usable_bytes / 2**30:.1f}"
     return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"
@@ -281,22 +262,21 @@ M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
 
 
-def keep_freed_memory() -> bool:
-    """Makes glibc keep the memory of freed tensors for the next ones; returns whether it does. glibc only.
+def keep_freed_memory() -> None:
+    """Makes glibc, where the system has it, keep the memory of freed tensors for the next ones.
 
     Otherwise each large tensor gets new pages from the kernel, which zeroes them one by one. That takes longer than
     many a matmul: a tenth of a step on a CPU (docs/decisions.md).
     """
     if platform.libc_ver()[0] != "glibc":
-        return False
+        return
     import ctypes
 
     mallopt = ctypes.CDLL(None).mallopt
-    if not mallopt(M_MMAP_THRESHOLD, 1 << 30) and not mallopt(M_MMAP_THRESHOLD, 1 << 25):  # older ones allow 32 MiB
-        return False
-    if not mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1):
-        return False
-    return bool(mallopt(M_TOP_PAD, 64 << 20))
+    if not mallopt(M_MMAP_THRESHOLD, 1 << 30):
+        mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most in older ones
+    mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    mallopt(M_TOP_PAD, 64 << 20)
 
 
 # ---- its name ------------------------------------------------------------------------------------------------
@@ -321,41 +301,27 @@ LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU
 def device_name(device: torch.device) -> str:
     """The device's own name, such as "NVIDIA GeForce RTX 4070".
 
-    For a CPU, with what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads". See cpu_facts.
+    For a CPU, with what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads".
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
-    cpu = cpu_facts()
-    remarks = ", ".join([*cpu["instruction_sets"], *cpu["limits"]])
-    name = f"{cpu['name']} ({remarks})" if remarks else cpu["name"]
-    if cpu["cores"]:
-        name += f", {counted(cpu['cores'], 'core')}"
-    return f"{name}, {counted(cpu['threads'], 'thread')}"
-
-
-def counted(n: int, unit: str) -> str:
-    """1 core, 2 cores."""
-    return f"{n} {unit}" if n == 1 else f"{n} {unit}s"
-
-
-def cpu_facts() -> dict[str, Any]:
-    """What a CPU's speed depends on, as log.jsonl records it."""
-    processor_name, sets = processor()
-    return {
-        "name": processor_name,
-        "instruction_sets": sets,
-        "limits": [f"{name}={os.environ[name]}" for name in LIMITING_VARIABLES if os.environ.get(name)],
-        # that this process may use; None if the system does not say
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
+    name, sets = processor()
+    limits = [f"{variable}={os.environ[variable]}" for variable in LIMITING_VARIABLES if os.environ.get(variable)]
+    if sets or limits:
+        name += f" ({', '.join([*sets, *limits])})"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # usable ones
+    threads = torch.get_num_threads()
+    return f"{name}, {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
 
 
 @functools.cache
 def processor() -> tuple[str, list[str]]:
-    """(name, instruction sets) of the CPU, by the system and by torch."""
+    """(name, instruction sets) of the CPU, by the system and by torch; without sets that others imply.
+
+    For AMX, the kernel's permission is needed as well.
+    """
     # A torch without this function leaves the instruction sets out of the name.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     name = ""
@@ -364,13 +330,10 @@ def processor() -> tuple[str, list[str]]:
         found = re.search(r"^model name\s*: (.+)$", start, re.M)
         name = found[1].strip() if found else ""
     name = name or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
-    return name, instruction_sets(capabilities)
-
-
-def instruction_sets(capabilities: Mapping[str, Any]) -> list[str]:
-    """The names in INSTRUCTION_SETS that the processor has and the system allows, without those that others imply."""
-    found = [name for name, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name) is True]
-    if not getattr(torch.cpu, "_init_amx", lambda: True)():  # AMX needs the kernel's permission as well
-        found = [name for name in found if not name.startswith("AMX")]
-    implied = {IMPLIED[name] for name in found if name in IMPLIED}
-    return [name for name in found if name not in implied]
+    may_use_amx = getattr(torch.cpu, "_init_amx", lambda: True)()
+    sets = [
+        set_name
+        for set_name, its_name in INSTRUCTION_SETS.items()
+        if capabilities.get(its_name) and (may_use_amx or not set_name.startswith("AMX"))
+    ]
+    return name, [s for s in sets if s not in [IMPLIED.get(other) for other in sets]]
