@@ -29,7 +29,7 @@ import os
 import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -321,11 +321,7 @@ def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> 
     """Prints what a run of config with this model needs."""
     from deskgpt.estimate import plan
 
-    world = config.world or dist.world
-    of_model = replace(model_config, block_size=config.block_size)
-    batching = Batching.of(asdict(config), 0, world)
-    planned = plan.Planned(config, of_model, batching, functools.partial(build_optimizer, config))
-    plan.dry_run(planned, config.plan_for, dist)
+    plan.dry_run(config, model_config, functools.partial(build_optimizer, config), dist)
 
 
 def sampler_for(config: TrainConfig, runner: Runner, dist: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:

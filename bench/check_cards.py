@@ -167,7 +167,7 @@ class Work(Live):
     """Counts FLOPs and bytes of what runs on fake tensors, too. softmax: calls and bytes of the loss's, by kernel."""
 
     def __init__(self, softmax: Counter[str]) -> None:
-        super().__init__("cuda")
+        super().__init__()
         self.softmax = softmax
         self.begin()
 

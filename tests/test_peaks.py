@@ -62,13 +62,15 @@ def test_names_as_people_and_torch_write_them_are_found_with_the_size_that_they_
     ],
 )
 def test_name_that_only_looks_like_a_card_is_none(name):
-    assert peaks.card_named(name) is None
+    with pytest.raises(ValueError, match="is not a card|leave the size out"):
+        peaks.find_card(name)
 
 
 def test_card_with_another_count_of_sms_is_another_card():
-    assert peaks.card_named("NVIDIA GeForce RTX 3080", 68) is not None
-    assert peaks.card_named("NVIDIA GeForce RTX 3080", 70) is None  # that of 12 GB
-    assert peaks.card_named("NVIDIA A10G", 72) is not None  # whose SMs the table does not know
+    assert peaks.find_card("NVIDIA GeForce RTX 3080", 68)
+    assert peaks.find_card("NVIDIA A10G", 72)  # whose SMs the table does not know
+    with pytest.raises(ValueError, match="is not a card"):
+        peaks.find_card("NVIDIA GeForce RTX 3080", 70)  # that of 12 GB
 
 
 # ---- a device's peak -----------------------------------------------------------------------------------------

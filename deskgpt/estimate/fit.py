@@ -11,7 +11,7 @@ from deskgpt.compute.batching import Batching
 from deskgpt.compute.runner import Variant
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware
-from deskgpt.system.terminal import BYTES, COUNTS, with_unit
+from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
 
 SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%
@@ -34,10 +34,10 @@ def refuse_beyond_memory(
     for place, needed in places.items():
         if needed > hardware.usable_memory_bytes(place):
             n = sum(p.numel() for p in model.parameters())
-            more = f", {with_unit(needed, BYTES)} with gradients and optimizer" if needed > weights else ""
+            more = f", {in_gib(needed)} GiB with gradients and optimizer" if needed > weights else ""
             raise ValueError(
                 f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} make a model of "
-                f"{with_unit(n, COUNTS)} parameters, {with_unit(weights, BYTES)} in float32{more}; {described(place)}: "
+                f"{millions(n)} parameters, {in_gib(weights)} GiB in float32{more}; {described(place)}: "
                 "take a smaller model"
             )
 

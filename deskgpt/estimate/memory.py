@@ -18,10 +18,8 @@ allocator's gaps come on top: leave a tenth free.
 from __future__ import annotations
 
 import functools
-import textwrap
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +35,8 @@ from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
 from deskgpt.system import hardware
+from deskgpt.system.terminal import reason
 from model import GPT, GPTConfig
-
-REHEARSED = 1 << 16  # tokens of a rehearsal; larger batches are extrapolated
 
 MakeOptimizer = Callable[[GPT], torch.optim.Optimizer]
 
@@ -74,9 +71,17 @@ def memory(step: Step) -> dict[str, int]:
     adds to it, or what the backward pass adds, if that is more. optimizer is what the optimizer keeps, or what it takes
     in its step, if that is more than what is gone by then. Of a sharded model, gathered are whole weights.
 
-    Raises ValueError for a model that cannot be rehearsed.
+    Raises ValueError where the passes, or the optimizer, need numbers, which fake tensors lack.
     """
-    seen = rehearsed(step)
+    live = Live()
+    try:
+        with FakeTensorMode(), AsOnCuda(step), replacing(step.replacements()), live:
+            seen = rehearse(step, live)
+    except RuntimeError as e:
+        raise ValueError(
+            "this model, or its optimizer, cannot be rehearsed, because it needs numbers that a rehearsal lacks "
+            f"({reason(e)}): a dry run and --auto_batch are not for it"
+        ) from None
     weights = seen["weights"]
     forward, backward = seen["forward"], seen["backward"]
     if step.variant.compiled:  # all gradients come at the end of its pass; only then are they added to those there
@@ -113,73 +118,50 @@ def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
     return parts | {"gathered": whole - step.config.n_layer * block + n_gathered * gathered}
 
 
-def rehearsed(step: Step) -> dict[str, int]:
-    """What a rehearsal would see. A large batch is extrapolated from two smaller ones."""
-    n = REHEARSED // step.config.block_size or 1
-    if step.batch_size <= 2 * n:
-        return rehearsal(step)
-    small = rehearsal(replace(step, batch_size=n))  # what is alive grows by the same for each sequence more
-    large = rehearsal(replace(step, batch_size=2 * n))
-    return {k: small[k] + (large[k] - small[k]) * (step.batch_size - n) // n for k in small}
+def rehearse(step: Step, live: Live) -> dict[str, int]:
+    """Takes a step on fake tensors; returns bytes.
 
-
-def rehearsal(step: Step) -> dict[str, int]:
-    """Bytes: weights; optimizer, what it keeps; kept, by the forward pass for the backward pass.
-
-    forward, backward, update: the peaks of the three beyond the weights, of which only update counts the optimizer.
+    weights; kept: by the forward pass for the backward pass; optimizer: what it keeps; forward, backward, update: the
+    peaks of the three beyond the weights, of which only update counts the optimizer.
     """
     config, variant = step.config, step.variant
     seen: dict[str, int] = {}
-    with ExitStack() as stack:
-        stack.enter_context(fake_tensors(step.device_type, variant.compiled))
-        stack.enter_context(replacing(step.replacements()))
-        live = stack.enter_context(Live(step.device_type))
-        model = GPT(config)
-        weights = seen["weights"] = sum(p.nbytes for p in model.parameters())
-        idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
-        targets = torch.zeros_like(idx)
-        if step.accumulates:
-            add_gradients(model)
+    model = GPT(config)
+    weights = seen["weights"] = sum(p.nbytes for p in model.parameters())
+    idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
+    targets = torch.zeros_like(idx)
+    if step.accumulates:
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+    before = live.bytes - idx.nbytes - targets.nbytes
 
-        before = live.bytes - idx.nbytes - targets.nbytes
+    def loss_begins(*_: Any) -> None:
+        seen["kept"] = live.bytes - before
 
-        def loss_begins(*_: Any) -> None:
-            seen["kept"] = live.bytes - before
+    hook = model.transformer.register_forward_hook(loss_begins)
+    live.peak = 0
+    with hardware.autocast(torch.device("cpu"), variant.dtype, cached=variant.checkpoint == "none"):
+        loss = total_of(parts_of(model(idx, targets)))
+    seen["forward"] = live.peak - weights
+    live.peak = 0
+    # loss.backward() would turn AsOnCuda off, which activations that are computed again need.
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    seen["backward"] = live.peak - weights
+    del loss
+    hook.remove()
 
-        hook = model.transformer.register_forward_hook(loss_begins)
-        cpu = torch.device("cpu")  # of the fake tensors: without CUDA, torch runs no pass on fake ones of CUDA
-        live.peak = 0
-        with hardware.autocast(cpu, variant.dtype, cached=variant.checkpoint == "none"):
-            loss = total_of(parts_of(model(idx, targets)))
-        seen["forward"] = live.peak - weights
-        live.peak = 0
-        # loss.backward() would turn AsOnCuda off, which activations that are computed again need.
-        torch.autograd.Variable._execution_engine.run_backward(
-            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-        seen["backward"] = live.peak - weights
-        del loss
-        hook.remove()
-        seen["optimizer"], update = update_bytes(model, step.make_optimizer, live)
-        seen["update"] = update - weights
-    return seen
-
-
-def add_gradients(model: GPT) -> None:
-    for p in model.parameters():
-        p.grad = torch.empty_like(p)
-
-
-def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[int, int]:
-    """What an optimizer keeps, and the most bytes that are alive in its step, weights and gradients included."""
     gradients = [p.grad for p in model.parameters()]  # kept, since Muon drops them in its step
     before = live.bytes
     live.peak = 0
+    make = step.make_optimizer
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if make is None else make(model)
     optimizer.step()
-    state = live.bytes - before
-    del optimizer, gradients  # until here both have to be alive
-    return state, live.peak
+    seen["optimizer"] = live.bytes - before
+    seen["update"] = live.peak - weights
+    del gradients
+    return seen
 
 
 # ---- counting ------------------------------------------------------------------------------------------------
@@ -188,10 +170,9 @@ def update_bytes(model: GPT, make: MakeOptimizer | None, live: Live) -> tuple[in
 class Live(TorchDispatchMode):
     """Counts the bytes of the storages that operations have made and that are still alive."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
-        self.device_type = device_type
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,29 +195,26 @@ class Live(TorchDispatchMode):
 
     def _workspace(self, func: Any, args: Any, out: Any) -> int:
         """Bytes that a kernel takes for copies of its arguments in the result's dtype, and frees again."""
-        adds = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-        needed = func is torch.ops.aten.log_softmax.int_out
-        if self.device_type == "cpu":  # TensorIterator casts before it reads there, and as it reads on CUDA
-            needed = needed or func in adds
+        if func is not torch.ops.aten.log_softmax.int_out:
+            return 0
         tensors = [t for t in args if isinstance(t, Tensor) and t.dim()]
-        return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype) if needed else 0
+        return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype)
 
 
 # ---- what differs on CUDA ------------------------------------------------------------------------------------
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Functions whose CUDA kernels keep other tensors than a CPU's, or take other memory, do as there.
+    """In a step on CUDA, functions whose kernels keep other tensors there, or take other memory, do so here."""
 
-    compiled: the softmax of the loss is.
-    """
-
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
-        self.compiled = compiled
+        self.step = step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.step.device_type != "cuda":
+            return func(*args, **kwargs)
         is_autocast = torch.is_autocast_enabled("cpu")
         if func is F.scaled_dot_product_attention:
             # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32's kernel does too.
@@ -247,22 +225,8 @@ class AsOnCuda(TorchFunctionMode):
             return F.layer_norm(x.float() if is_autocast else x, *more, **kwargs)
         if func is F.dropout and kwargs["p"] and kwargs["training"]:
             return torch.native_dropout(args[0], kwargs["p"], True)[0]  # keeps a mask of one byte per element
-        if func is torch.log_softmax and self.compiled:
+        if func is torch.log_softmax and self.step.variant.compiled:
             return args[0]  # in place: takes no memory
         if func is torch.log_softmax and args[0].dtype == torch.float16:  # read as it is: ATen/native/SoftMax.cpp
             return torch.empty(args[0].shape, dtype=torch.float32)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def fake_tensors(device_type: str, compiled: bool) -> Iterator[None]:
-    """New tensors are fake ones on the CPU. Raises ValueError where something needs their numbers."""
-    try:
-        with FakeTensorMode(), AsOnCuda(compiled) if device_type == "cuda" else nullcontext():
-            yield
-    except RuntimeError as e:
-        why = textwrap.shorten(str(e), 100, placeholder=" ...")
-        raise ValueError(
-            "this model, or its optimizer, cannot be rehearsed, because it needs numbers that a rehearsal lacks "
-            f"({why}): a dry run and --auto_batch are not for it"
-        ) from None

@@ -10,8 +10,9 @@ card the time is a range, from the published peak (peaks.py) and the share of it
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -24,7 +25,7 @@ from deskgpt.compute.sharding import describe_shards, shards_of
 from deskgpt.estimate.fit import USABLE, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware, peaks
-from deskgpt.system.terminal import clock, millions
+from deskgpt.system.terminal import clock, in_gib, millions
 from model import GPT, GPTConfig
 
 if TYPE_CHECKING:
@@ -34,66 +35,31 @@ if TYPE_CHECKING:
 # float32 (GeForce) are fed well by their memory; the others are not, and no run on one is known here.
 OF_GEFORCE = (0.69, 0.82, "known runs of 40M and 125M parameters on an RTX 4070")
 OF_OTHERS = (0.35, 0.6, "assumed, no run on such a card is known")
-LONGEST_REHEARSED = 1 << 22  # tokens of context
 LONGEST_TIMED = 2e12  # FLOPs of a micro-batch that is timed: some seconds on a slow CPU
 # Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/training.md).
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The run that a plan is for."""
-
-    settings: TrainConfig
-    config: GPTConfig
-    batching: Batching  # of one rank of all
-    make_optimizer: MakeOptimizer
-
-    def flops_per_step(self) -> int:
-        """Forward and backward, over all ranks."""
-        return GPT.without_storage(self.config).estimate_flops() * self.batching.tokens_per_step
-
-    def step(self, device_type: str, dtype: str) -> Step:
-        c = self.settings
-        attention = "explicit" if c.attention == "explicit" else "flash"
-        compiled = c.compile is not False and device_type == "cuda"
-        return Step(
-            self.config,
-            self.batching.batch_size,
-            Variant(dtype, compiled, attention, c.activation_checkpoint),
-            device_type,
-            accumulates=self.batching.micro_steps > 1,
-            make_optimizer=self.make_optimizer,
-            shards=shards_of(c.dp_shard, self.batching.world),
-            gathers_all=not c.reshard_after_forward,
-            keeps_gradients=not c.sync_each_batch and self.batching.micro_steps > 1,
-        )
-
-
-def dry_run(run: Planned, plan_for: str, dist: DistContext) -> None:
-    """Prints what a run needs, here or on the card that plan_for names. Raises ValueError for a context too long."""
-    if run.config.block_size > LONGEST_REHEARSED:
-        raise ValueError(
-            f"block_size={run.config.block_size} is too long to rehearse; try --block_size={LONGEST_REHEARSED} or less"
-        )
-    print_size(run, dist)
-    if plan_for:
-        card = peaks.find_card(plan_for)
-        dtype = card.fast_dtype() if run.settings.dtype == "auto" else run.settings.dtype
+def dry_run(config: TrainConfig, model_config: GPTConfig, make_optimizer: MakeOptimizer, dist: DistContext) -> None:
+    """Prints what a run needs, here or on the card that plan_for names."""
+    plan = Plan(config, model_config, make_optimizer, dist)
+    plan.print_size()
+    if config.plan_for:
+        card = peaks.find_card(config.plan_for)
+        dtype = card.fast_dtype() if config.dtype == "auto" else config.dtype
         total_bytes = card.memory_gb[0] * 2**30  # a maker's GB of memory is a GiB; AMD's cards count as CUDA's
-        fits = print_memory(run, run.step("cuda", dtype), card.name, total_bytes, total_bytes, dist)
-        print_time(run, fits, card.peak(dtype), card, dist)
+        fits = plan.print_memory("cuda", dtype, card.name, total_bytes, total_bytes)
+        plan.print_time(fits, card.peak(dtype), card)
         return
     device = dist.device
-    dtype = peaks.fast_dtype(device) if run.settings.dtype == "auto" else run.settings.dtype
+    dtype = peaks.fast_dtype(device) if config.dtype == "auto" else config.dtype
     free_bytes = hardware.usable_memory_bytes(device)
-    name = hardware.device_name(device)
-    fits = print_memory(run, run.step(device.type, dtype), name, free_bytes, hardware.memory_bytes(device), dist)
-    micro_flops = run.flops_per_step() / run.batching.accumulation
-    if device.type == "cpu" and fits and micro_flops < LONGEST_TIMED:
-        print_measured_time(run, dtype, dist)
+    total_bytes = hardware.memory_bytes(device)
+    fits = plan.print_memory(device.type, dtype, hardware.device_name(device), free_bytes, total_bytes)
+    if device.type == "cpu" and fits and plan.flops_per_step / plan.batching.accumulation < LONGEST_TIMED:
+        plan.print_measured_time(device, dtype)
     else:
-        print_time(run, fits, peaks.peak_flops(device, dtype), None, dist)
+        plan.print_time(fits, peaks.peak_flops(device, dtype))
     if device.type != "cuda":
         dist.print0('on a card that you do not have here: --plan_for="RTX 4070"')
 
@@ -104,86 +70,110 @@ def usual_mfu(card: peaks.Card | None) -> tuple[float, float, str]:
     return OF_GEFORCE if is_geforce else OF_OTHERS
 
 
-def print_size(run: Planned, dist: DistContext) -> None:
-    model = GPT.without_storage(run.config)
-    positions = sum(p.numel() for p in model.parameters()) - model.num_params()
-    dist.print0(
-        f"number of parameters: {millions(model.num_params())}, and {millions(positions)} of position embeddings; "
-        f"vocabulary of {run.config.vocab_size:,}"
-    )
-    split = run.batching
-    dist.print0(
-        f"tokens per step: {split.tokens_per_step:,} = {split.batch_size} x {split.accumulation} x {split.block_size}"
-    )
-    dist.print0(f"FLOPs per step, forward and backward: {run.flops_per_step():.3e}")
-    if split.world > 1:
-        shards = describe_shards(run.settings.dp_shard, split.world)
-        dist.print0(f"{split.world:,} ranks{shards}; micro-batches of each rank and step: {split.micro_steps}")
+class Plan:
+    """The parts of what dry_run prints."""
 
+    def __init__(
+        self, config: TrainConfig, model_config: GPTConfig, make_optimizer: MakeOptimizer, dist: DistContext
+    ) -> None:
+        self.config = config
+        self.model_config = replace(model_config, block_size=config.block_size)
+        self.batching = Batching.of(asdict(config), 0, config.world or dist.world)  # of one rank of all
+        self.make_optimizer = make_optimizer
+        self.print0 = dist.print0
+        self.model = GPT.without_storage(self.model_config)
+        self.flops_per_step = self.model.estimate_flops() * self.batching.tokens_per_step  # of all ranks
 
-def print_memory(run: Planned, step: Step, name: str, free_bytes: float, total_bytes: float, dist: DistContext) -> bool:
-    """Prints the memory of a step, by part; returns whether it fits."""
-    parts = memory(step)
-    if run.batching.world > 1 and step.shards == 1:
-        parts["buckets"] = parts["weights"]  # DDP's copy of the gradients, which it sends
-    if step.device_type == "cpu":
-        parts["process"] = psutil.Process().memory_info().rss  # Python, torch and what it has loaded
-    total = sum(parts.values())
-    has = hardware.memory_in_words(free_bytes, total_bytes)
-    dist.print0(f"predicted peak memory of {name}, {step.variant.dtype}: {total / 2**30:.2f} of {has}")
-    dist.print0("  " + ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items()) + " GiB")
-    if step.device_type != "cuda":
-        return total <= free_bytes
-    usable = USABLE * free_bytes
-    sequences = run.batching.sequences // run.batching.world
-    largest = largest_batch(replace(step, batch_size=sequences), sequences, usable - parts.get("buckets", 0))
-    flags = f"--batch_size={largest} --gradient_accumulation_steps={run.batching.sequences // max(1, largest)}"
-    dist.print0(f"  largest micro-batch predicted to fit, at the same tokens per step: {flags if largest else 'none'}")
-    return total <= usable
+    def print_size(self) -> None:
+        trained = self.model.num_params()
+        positions = sum(p.numel() for p in self.model.parameters()) - trained
+        self.print0(
+            f"number of parameters: {millions(trained)}, and {millions(positions)} of position embeddings; "
+            f"vocabulary of {self.model_config.vocab_size:,}"
+        )
+        b = self.batching
+        self.print0(f"tokens per step: {b.tokens_per_step:,} = {b.batch_size} x {b.accumulation} x {b.block_size}")
+        self.print0(f"FLOPs per step, forward and backward: {self.flops_per_step:.3e}")
+        if b.world > 1:
+            shards = describe_shards(self.config.dp_shard, b.world)
+            self.print0(f"{b.world:,} ranks{shards}; micro-batches of each rank and step: {b.micro_steps}")
 
+    def print_memory(self, device_type: str, dtype: str, name: str, free_bytes: float, total_bytes: float) -> bool:
+        """Prints the memory of a step, by part; returns whether it fits."""
+        config, batching = self.config, self.batching
+        attention = "explicit" if config.attention == "explicit" else "flash"
+        compiled = config.compile is not False and device_type == "cuda"
+        step = Step(
+            self.model_config,
+            batching.batch_size,
+            Variant(dtype, compiled, attention, config.activation_checkpoint),
+            device_type,
+            accumulates=batching.micro_steps > 1,
+            make_optimizer=self.make_optimizer,
+            shards=shards_of(config.dp_shard, batching.world),
+            gathers_all=not config.reshard_after_forward,
+            keeps_gradients=not config.sync_each_batch and batching.micro_steps > 1,
+        )
+        parts = memory(step)
+        if batching.world > 1 and step.shards == 1:
+            parts["buckets"] = parts["weights"]  # DDP's copy of the gradients, which it sends
+        if device_type == "cpu":
+            parts["process"] = psutil.Process().memory_info().rss  # Python, torch and what it has loaded
+        total = sum(parts.values())
+        has = hardware.memory_in_words(free_bytes, total_bytes)
+        self.print0(f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of {has}")
+        self.print0("  " + ", ".join(f"{part} {in_gib(size)}" for part, size in parts.items()) + " GiB")
+        if device_type != "cuda":
+            return total <= free_bytes
+        sequences = batching.sequences // batching.world
+        limit = USABLE * free_bytes - parts.get("buckets", 0)
+        largest = largest_batch(replace(step, batch_size=sequences), sequences, limit)
+        flags = batching.with_batch_size(largest).flags() if largest else "none"
+        self.print0(f"  largest micro-batch predicted to fit, at the same tokens per step: {flags}")
+        return total <= USABLE * free_bytes
 
-def print_measured_time(run: Planned, dtype: str, dist: DistContext) -> None:
-    """Times a real micro-batch of this CPU, not compiled, and prints what all steps and evaluations take."""
-    device = dist.device
-    model = GPT(run.config)
-    split = run.batching
-    x = torch.randint(run.config.vocab_size, (split.batch_size, split.block_size))
-    times: list[float] = []
-    while len(times) < 2 or (sum(times) < 1 and len(times) < 20):  # the first is slower
-        t0 = time.perf_counter()
-        with hardware.autocast(device, dtype):
-            loss = model(x, x)[1]
-        loss.backward()
-        times.append(time.perf_counter() - t0)
-    step_s = min(times) * split.micro_steps * TIME_WITH_CHECKPOINTS[run.settings.activation_checkpoint]
-    n_evaluations = run.settings.max_iters // run.settings.eval_interval + 1
-    batches = 2 * -(-split.eval_windows // split.batch_size)  # of both splits; forward is a third of a pass
-    total_s = step_s * run.settings.max_iters + n_evaluations * batches * min(times) / 3
-    dist.print0(
-        f"a micro-batch takes {min(times):.3g}s here (timed, {dtype}, not compiled, without our kernels): "
-        f"{step_s:.3g}s per step, {clock(total_s)} for {run.settings.max_iters:,} steps of "
-        f"{split.tokens_per_step * run.settings.max_iters:.3g} tokens and {n_evaluations:,} evaluations"
-    )
+    def print_measured_time(self, device: torch.device, dtype: str) -> None:
+        """Times a real micro-batch of this CPU, not compiled, and prints what all steps and evaluations take."""
+        config, batching = self.config, self.batching
+        model = GPT(self.model_config)
+        x = torch.randint(self.model_config.vocab_size, (batching.batch_size, batching.block_size))
+        times: list[float] = []
+        for _ in range(3):  # the first is slower
+            t0 = time.perf_counter()
+            with hardware.autocast(device, dtype):
+                loss = model(x, x)[1]
+            loss.backward()
+            times.append(time.perf_counter() - t0)
+        step_s = min(times) * batching.micro_steps * TIME_WITH_CHECKPOINTS[config.activation_checkpoint]
+        n_evaluations = config.max_iters // config.eval_interval + 1
+        # Of both splits; forward is a third of a pass.
+        evaluation_s = 2 * math.ceil(batching.eval_windows / batching.batch_size) * min(times) / 3
+        self.print0(
+            f"a micro-batch takes {min(times):.3g}s here (timed, {dtype}, not compiled, without our kernels): "
+            f"{step_s:.3g}s per step, {clock(step_s * config.max_iters + n_evaluations * evaluation_s)} for "
+            f"{self.of_all_steps()} and {n_evaluations:,} evaluations"
+        )
 
+    def print_time(self, fits: bool, peak: tuple[float, str] | None, card: peaks.Card | None = None) -> None:
+        """Prints the range of times of a step and of all, from the peak FLOP/s and its source."""
+        if not fits:
+            self.print0("time: n/a, because this micro-batch does not fit")
+            return
+        if peak is None or not peak[0] > 0:
+            self.print0("time: n/a, because no peak in this dtype is known")
+            return
+        flops, source = peak
+        low, high, basis = usual_mfu(card)
+        world = self.batching.world
+        seconds = self.flops_per_step * TIME_WITH_CHECKPOINTS[self.config.activation_checkpoint] / (flops * world)
+        steps = self.config.max_iters
+        sending = ", and without what ranks send each other" if world > 1 else ""
+        self.print0(
+            f"at {low:.0%} to {high:.0%} ({basis}) of {world} x {flops / 1e12:.2f} TFLOP/s ({source}): "
+            f"{seconds / high:.3g} to {seconds / low:.3g}s per step, {clock(steps * seconds / high)} to "
+            f"{clock(steps * seconds / low)} for {self.of_all_steps()}, without evaluation{sending}"
+        )
 
-def print_time(
-    run: Planned, fits: bool, peak: tuple[float, str] | None, card: peaks.Card | None, dist: DistContext
-) -> None:
-    """Prints the range of times of a step and of all, from the peak FLOP/s and its source."""
-    if not fits:
-        dist.print0("time: n/a, because this micro-batch does not fit")
-        return
-    if peak is None or not peak[0] > 0:
-        dist.print0("time: n/a, because no peak in this dtype is known")
-        return
-    flops, source = peak
-    low, high, basis = usual_mfu(card)
-    again = TIME_WITH_CHECKPOINTS[run.settings.activation_checkpoint]
-    fastest_s, slowest_s = (run.flops_per_step() * again / (mfu * flops * run.batching.world) for mfu in (high, low))
-    sending = ", and without what ranks send each other" if run.batching.world > 1 else ""
-    dist.print0(
-        f"at {low:.0%} to {high:.0%} ({basis}) of {run.batching.world} x {flops / 1e12:.2f} TFLOP/s ({source}): "
-        f"{fastest_s:.3g} to {slowest_s:.3g}s per step, {clock(fastest_s * run.settings.max_iters)} to "
-        f"{clock(slowest_s * run.settings.max_iters)} for {run.settings.max_iters:,} steps of "
-        f"{run.batching.tokens_per_step * run.settings.max_iters:.3g} tokens, without evaluation{sending}"
-    )
+    def of_all_steps(self) -> str:
+        steps = self.config.max_iters
+        return f"{steps:,} steps of {self.batching.tokens_per_step * steps:.3g} tokens"

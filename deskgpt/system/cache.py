@@ -1,7 +1,6 @@
 """What was measured or checked on this machine, for later runs: files in ~/.cache/deskgpt or XDG_CACHE_HOME/deskgpt.
 
-Nothing depends on them: if a file is missing, damaged, somebody else's, or cannot be written, the next run measures
-again. The JSON files hold a checksum of their entries.
+Nothing depends on them: if a file is missing or damaged, or cannot be written, the next run measures again.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from deskgpt.system.files import read_small, replacing, sha256
-
-LARGEST = 64 << 20  # bytes of such a file
+from deskgpt.system.files import write_atomically
 
 
 def folder() -> Path:
@@ -61,37 +58,19 @@ def path_of(name: str) -> Path:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The entries called `name`, by key; empty if there is no such file, or it is damaged or somebody else's."""
-    return read_file(path_of(name))
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The entries in a file, as read."""
-    if not is_trusted(path):
-        return {}
+    """The entries called `name`, by key; empty if there is no such file, or it is damaged."""
     try:
-        content = json.loads(read_small(path, LARGEST))
-        entries, checksum = content["entries"], content["sha256"]
-        is_whole = checksum == sha256(json.dumps(entries).encode())
-    except (OSError, RecursionError, ValueError, KeyError, TypeError):
+        entries = json.loads(path_of(name).read_bytes())
+    except (OSError, ValueError):
         return {}
-    return entries if is_whole and isinstance(entries, dict) else {}
+    return entries if isinstance(entries, dict) else {}
 
 
 def keep(name: str, key: str, value: Any) -> None:
     """Sets one entry, replacing the file in one step."""
-    keep_in_file(path_of(name), {key: value})
-
-
-def keep_in_file(path: Path, new: dict[str, Any]) -> None:
-    """Sets entries of a file, as keep."""
-    with suppress(OSError):  # then the next run measures again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=5):
-            entries = read_file(path) | new
-            content = {"sha256": sha256(json.dumps(entries).encode()), "entries": entries}
-            with replacing(path) as file:
-                file.write(json.dumps(content, indent=1).encode())
+    path = path_of(name)
+    with suppress(OSError), FileLock(f"{path}.lock", timeout=5):  # else the next run measures again
+        write_atomically(path, json.dumps(read(name) | {key: value}, indent=1).encode())
 
 
 # ---- the code that a figure comes from -----------------------------------------------------------------------

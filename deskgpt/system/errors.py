@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deskgpt.system.terminal import safe_output
+from deskgpt.system.terminal import harmless, safe_output
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
@@ -62,9 +62,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, with the home folder in place of "~", which a shell leaves alone after "--to="."""
-        words = sys.argv[1:] if args is None else args
-        found = [re.fullmatch(r"(--[\w-]+=|)(~(?:/.*)?)", str(word), re.S) for word in words]
-        words = [f[1] + os.path.expanduser(f[2]) if f else word for f, word in zip(found, words, strict=True)]
+        home = os.path.expanduser("~")
+        words = [str(word) for word in (sys.argv[1:] if args is None else args)]
+        words = [re.sub(r"^(--[\w-]+=|)~(?=/|$)", lambda found: found[1] + home, word) for word in words]
         return super().parse_args(words, namespace)
 
 
@@ -108,8 +108,7 @@ def one_line_errors(
 
 def of_this_rank(message: str) -> str:
     """The message in one line without control characters; of several ranks it names this one and its host."""
-    line = " ".join(message.split())  # a path or a value in it may hold line ends, or escape sequences
-    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+    line = harmless(" ".join(message.split()))  # a path or a value in it may hold line ends, or escape sequences
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         return line
     return f"rank {os.environ['RANK']} on {platform.node()}: {line}"

@@ -139,18 +139,15 @@ LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
 Fields = dict[str, Callable[[Any], bool]]  # what may be in a record: key to whether a value is right
 
 
-def check_record(record: Any, fields: Fields, required: Iterable[str] = (), only_known: bool = False) -> None:
-    """Raises ValueError where a record lacks a key, or has a wrong value, or an unknown key though only_known."""
+def check_record(record: Any, fields: Fields, required: Iterable[str] = ()) -> None:
+    """Raises ValueError where a record lacks a key, or has a wrong value."""
     if not isinstance(record, dict):
         raise ValueError(f"{reprlib.repr(record)} is not a record")
     for key in required:
         if key not in record:
             raise ValueError(f"it has no {key}")
     for key, value in record.items():
-        if key not in fields:
-            if only_known:
-                raise ValueError(f"it has an unknown key, {reprlib.repr(key)}")
-        elif not fields[key](value):
+        if key in fields and not fields[key](value):
             raise ValueError(f"{key}={' '.join(reprlib.repr(value).split())} cannot be right")
 
 
@@ -170,9 +167,7 @@ def is_local(dataset: Any) -> bool:
 
 # ---- one process in a folder ---------------------------------------------------------------------------------
 
-LOCK = ".lock"
 HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
-HOLDER_BYTES = 1 << 16  # of that file, at most
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 
@@ -181,13 +176,19 @@ RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so 
 def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Makes the folder if need be, and keeps other runs out of it during the block; leaves no file of its own.
 
-    wait_s: how long another run may take to leave it. Raises ValueError where one stays, OSError where it cannot be
-    written.
+    wait_s: how long another run may take to leave it. Raises ValueError, which names the run, where one stays; OSError
+    where it cannot be written.
     """
     holder = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with if_free(folder, wait_s=wait_s, remedy="choose another --out_dir") as is_free:
+    with if_free(folder, wait_s=wait_s) as is_free:
         if not is_free:
-            raise in_use(folder)
+            time.sleep(0.1)  # it may be writing its name just now
+            try:
+                other = json.loads((folder / HOLDER).read_bytes())
+                who = f"a run that started {other['started']} (pid {other['pid']} on host {other['host']})"
+            except (OSError, ValueError):
+                who = "another run"
+            raise ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")
         write_atomically(folder / HOLDER, json.dumps(holder).encode())
         try:
             yield
@@ -197,15 +198,16 @@ def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "choose another folder") -> Iterator[bool]:
+def if_free(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[bool]:
     """Makes the folder if need be. Gives True and holds the folder's lock of this name, or False if another has it.
 
-    wait_s: how long another one may take to leave. Raises OSError, with the remedy, where the folder cannot be written.
+    wait_s: how long another one may take to leave. Raises OSError where the folder cannot be written.
     """
     # filelock's own fallback, a file, would outlive a crash.
     from filelock import FileLock, Timeout  # tasks.py reads this file before any package is installed
 
-    lock = FileLock(folder / (LOCK + name), fallback_to_soft=False)
+    path = folder / f".lock{name}"
+    lock = FileLock(path, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait_s, poll_interval=0.3)
@@ -214,22 +216,11 @@ def if_free(folder: Path, name: str = "", wait_s: float = 0.0, remedy: str = "ch
         return
     except OSError as e:
         if e.errno not in NO_LOCKS:
-            raise OSError(f"{folder} cannot be written: {e.strerror}; {remedy}") from None
+            raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
         print(f"note: the file system of {folder} has no locks: see to it that only one run is there", file=sys.stderr)
     try:
         yield True
     finally:
         with suppress(OSError):  # the folder may have gone; Windows removes no open file
-            (folder / (LOCK + name)).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         lock.release()
-
-
-def in_use(folder: Path) -> ValueError:
-    """The refusal, which names the run that is in the folder."""
-    time.sleep(0.1)  # it may be writing its name just now
-    try:
-        holder = json.loads(read_small(folder / HOLDER, HOLDER_BYTES))
-        who = f"a run that started {holder['started']} (pid {holder['pid']} on host {holder['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        who = "another run"
-    return ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")

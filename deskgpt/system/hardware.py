@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from deskgpt.system import wheels
 from deskgpt.system.terminal import reason
 
 # ---- choosing a device ---------------------------------------------------------------------------------------
@@ -69,27 +70,20 @@ def unserved_gpu(device: torch.device) -> str | None:
     except torch.OutOfMemoryError:  # the run itself will say so
         return None
     except RuntimeError as e:
-        from deskgpt.system import wheels
-
         name = torch.cuda.get_device_name(device)
         return f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {wheels.remedy()}"
     return None
 
 
 def unused_gpu() -> str | None:
-    """Why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU.
-
-    Where torch does not see one, asks nvidia-smi, which works without torch.
-    """
+    """Why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU."""
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
-    from deskgpt.system import wheels
-
     gpu = wheels.nvidia_gpu()
     if gpu is None:
         return wheels.without_gpu()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    if visible.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu.name} from torch; unset it to use the GPU"
     return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}"
 
@@ -143,11 +137,6 @@ def memory_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().total
 
 
-def reachable_memory_bytes(device: torch.device) -> int:
-    """Of a GPU's memory: what is free, and what torch's allocator holds in this process already."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
 def usable_memory_bytes(device: torch.device) -> int:
     """The memory that this process can get.
 
@@ -156,8 +145,9 @@ def usable_memory_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return min([memory_bytes(device), *(limit for limit, _ in memory_groups())])
-    cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * memory_bytes(device)
-    return min(reachable_memory_bytes(device), int(cap_bytes))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
+    return min(free_bytes + torch.cuda.memory_reserved(device), int(cap_bytes))
 
 
 def free_memory_bytes() -> int:
@@ -196,21 +186,19 @@ def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
     return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"
 
 
-# Of a GPU's reachable memory, where the driver spills. The rest is for kernels, which CUDA loads at their first call,
-# and for a desktop that grows. The figure is a choice; no machine has been measured.
+# Of a GPU's free memory, where the driver spills. The rest is for kernels, which CUDA loads at their first call, and
+# for a desktop that grows. The figure is a choice; no machine has been measured.
 SHARE_WITHOUT_SPILLING = 0.95
 
 
 def forbid_spilling(device: torch.device) -> None:
-    """Makes running out of a GPU's memory an error on Windows and in WSL. A smaller cap of the user's stays.
+    """Makes running out of a GPU's memory an error on Windows and in WSL.
 
     There the driver moves what does not fit into system memory, and the run goes on many times slower
     (github.com/microsoft/WSL/issues/11050). torch's own cap comes before that.
     """
-    if device.type != "cuda" or not (sys.platform == "win32" or "microsoft" in platform.release().lower()):
-        return
-    fraction = SHARE_WITHOUT_SPILLING * reachable_memory_bytes(device) / memory_bytes(device)
-    if fraction < torch.cuda.get_per_process_memory_fraction(device):
+    if device.type == "cuda" and (sys.platform == "win32" or "microsoft" in platform.release().lower()):
+        fraction = SHARE_WITHOUT_SPILLING * usable_memory_bytes(device) / memory_bytes(device)
         torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 

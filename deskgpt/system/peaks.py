@@ -1,6 +1,6 @@
 """A device's peak FLOP/s: the published figure of 40 GPUs, and what matmuls reach on this machine.
 
-    card_named("NVIDIA H100 80GB HBM3").peak("bfloat16")    # (989e12, "NVIDIA data sheet, bfloat16")
+    find_card("NVIDIA H100 80GB HBM3").peak("bfloat16")     # (989e12, "NVIDIA data sheet, bfloat16")
     find_card("A100 80GB").memory_gb                        # (80,)
     peak_flops(torch.device("cuda"), "bfloat16")            # (989e12, "...; measured here 745 TFLOP/s (75%)")
 
@@ -129,40 +129,27 @@ class Card:
         return (self.flops[dtype], f"{self.source}, {dtype}") if dtype in self.flops else None
 
 
-def card_named(name: str, sms: int | None = None) -> Card | None:
-    """The card that `name` most likely means, torch's name for a device or what people call it; None if there is none.
+def find_card(name: str, sms: int | None = None) -> Card:
+    """The card that `name` means: torch's name for a device, or what people call it.
 
-    `sms`, if known, tells apart cards that share a name: a card with another count is another card.
+    It has the one size of memory that the name states, or else the smallest. sms, if known, tells apart cards that
+    share a name: a card with another count is another card. Raises ValueError, with similar names, if the table does
+    not have it.
     """
-    matching = (card for card in cards_named(name) if sms is None or card.sms in (None, sms))
-    return next(matching, None)
-
-
-def find_card(name: str) -> Card:
-    """The card that `name` means, with the one size of memory that the name states, or else the smallest.
-
-    Raises ValueError, with similar names, if the table does not have it.
-    """
-    cards = cards_named(name)
-    if not cards:
-        by_key = {name_key(its_name): card.name for card in table() for its_name in card.names}
-        similar = difflib.get_close_matches(name_key(name), by_key, n=5, cutoff=0.4)
-        names = list(dict.fromkeys(by_key[key] for key in similar))
+    keys = (name_key(name), name_key(MEMORY_SIZE.sub("", name.lower())))
+    by_key = {name_key(its_name): card for card in reversed(table()) for its_name in card.names}
+    card = by_key.get(keys[0]) or by_key.get(keys[1])
+    if card is None or (sms is not None and card.sms not in (None, sms)):
+        similar = difflib.get_close_matches(keys[0], by_key, n=5, cutoff=0.4)
+        names = list(dict.fromkeys(by_key[key].name for key in similar))
         hint = f"did you mean {', '.join(names)}? " if names else ""
         raise ValueError(f"{name!r} is not a card of deskgpt/system/peaks.py; {hint}it lists them")
     stated = MEMORY_SIZE.search(name.lower())
-    sizes = cards[0].memory_gb
-    gb = int(stated[1]) if stated else sizes[0]
-    if gb not in sizes:
-        listed = " or ".join(map(str, sizes))
-        raise ValueError(f"{name!r}: {cards[0].name} has {listed} GB; leave the size out, or name one of these")
-    return replace(cards[0], memory_gb=(gb,))
-
-
-def cards_named(name: str) -> list[Card]:
-    """The cards that `name` may mean, with or without the size of their memory."""
-    keys = (name_key(name), name_key(MEMORY_SIZE.sub("", name.lower())))
-    return [card for key in keys for card in table() if key in {name_key(its_name) for its_name in card.names}]
+    gb = int(stated[1]) if stated else card.memory_gb[0]
+    if gb not in card.memory_gb:
+        listed = " or ".join(map(str, card.memory_gb))
+        raise ValueError(f"{name!r}: {card.name} has {listed} GB; leave the size out, or name one of these")
+    return replace(card, memory_gb=(gb,))
 
 
 @functools.cache
@@ -219,8 +206,10 @@ def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | Non
     if device.type != "cuda":
         return None
     sms = torch.cuda.get_device_properties(device).multi_processor_count  # tells apart GPUs that share a name
-    card = card_named(device_name(device), sms)
-    return None if card is None else card.peak(dtype)
+    try:
+        return find_card(device_name(device), sms).peak(dtype)
+    except ValueError:
+        return None
 
 
 def fast_dtype(device: torch.device) -> str:
@@ -244,9 +233,9 @@ def fastest_matmul(device: torch.device) -> float:
 
 # ---- measuring -----------------------------------------------------------------------------------------------
 
-# Sizes n of the square matmuls to time: all of them to find the peak, one of them to check a remembered peak.
-MATMUL_SIZES = {"cpu": (512, 1024, 2048), "gpu": (512, 2048, 4096, 8192)}
-QUICK_SIZES = {"cpu": (1024,), "gpu": (4096,)}
+# Sizes n of the square matmuls to time: all of them to find the peak, the last but one to check it.
+MATMUL_SIZES_ON_CPU = (512, 1024, 2048)
+MATMUL_SIZES_ON_GPU = (512, 2048, 4096, 8192)
 REPEATS = 5  # timed matmuls of one size, after one to warm up
 LONGEST_SIZE_S = 2.0  # a size that would take longer than this in all is left out
 
@@ -258,22 +247,21 @@ def measured_matmul_flops(device: torch.device, dtype: str) -> float:
     Only the first run measures all sizes. Later runs time one size, which is quick, and measure all of them again
     only if that one beats the remembered peak: machines are noisy, so the best figure is kept.
     """
-    kind = "cpu" if device.type == "cpu" else "gpu"
+    sizes = MATMUL_SIZES_ON_CPU if device.type == "cpu" else MATMUL_SIZES_ON_GPU
     key = f"{device_name(device)}, {dtype}, torch {torch.__version__}"
     known = cache.read("peaks").get(key)
     if not isinstance(known, float) or not 0 < known < math.inf:
         known = 0.0
-    if known and not sweep_matmuls(device, dtype, QUICK_SIZES[kind], known) > known:  # also if it is NaN
+    if known and best_matmul_flops(device, dtype, sizes[-2:-1], known) <= known:
         return known
-    measured = sweep_matmuls(device, dtype, MATMUL_SIZES[kind])
+    measured = best_matmul_flops(device, dtype, sizes)
     if measured > known:
         cache.keep("peaks", key, measured)
-        return measured
-    return known or measured
+    return max(measured, known) or math.nan
 
 
-def sweep_matmuls(device: torch.device, dtype: str, sizes: tuple[int, ...], known: float = 0.0) -> float:
-    """The best FLOP/s over these sizes of square matmuls, measured now; NaN if none could run.
+def best_matmul_flops(device: torch.device, dtype: str, sizes: tuple[int, ...], known: float = 0.0) -> float:
+    """The best FLOP/s over these sizes of square matmuls, measured now; 0 if none could run.
 
     On CUDA "float32" runs in TF32, as in train.py. Sizes that are too large for the memory, or too slow by what is
     known or measured before, are left out.
@@ -292,7 +280,7 @@ def sweep_matmuls(device: torch.device, dtype: str, sizes: tuple[int, ...], know
     finally:
         torch.set_float32_matmul_precision(precision)
         forget_peak(device)  # the matrices are not the run's memory
-    return best or math.nan
+    return best
 
 
 def matmul_flops(device: torch.device, dtype: str, n: int) -> float:

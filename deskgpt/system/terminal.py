@@ -124,18 +124,7 @@ def not_silent(what: str, print0: Callable[[str], None]) -> Iterator[None]:
 # ---- numbers and times ---------------------------------------------------------------------------------------
 
 LONGEST_VALUE = 100  # characters of a value in a message
-COUNTS = {"trillion": 1e12, "billion": 1e9, "million": 1e6}
-BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6}
 DAY_S = 24 * 60 * 60
-
-
-def with_unit(n: float, units: dict[str, float]) -> str:
-    """n in the largest of these units that it reaches, else in the smallest, such as 124.4 million."""
-    for name, unit in units.items():
-        if n >= unit:
-            return f"{n / unit:,.1f} {name}"
-    smallest = list(units)[-1]
-    return f"{n / units[smallest]:,.1f} {smallest}"
 
 
 def millions(parameters: int) -> str:

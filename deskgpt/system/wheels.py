@@ -9,24 +9,22 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 INDEX = "https://download.pytorch.org/whl"
 TOO_NEW = "2.16"  # as in requirements.txt
 NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """An NVIDIA card by nvidia-smi."""
 
     name: str
     cuda: tuple[int, int]  # the newest CUDA that its driver offers
-    capability: tuple[int, int] | None  # compute capability; None if nvidia-smi is too old to print it
+    capability: tuple[int, int]  # compute capability
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """One kind of torch's builds for Linux and Windows (torch 2.13: RELEASE.md)."""
 
     name: str  # of its folder below INDEX
@@ -54,8 +52,9 @@ def nvidia_gpu() -> Gpu | None:
     if name is None:
         return None
     cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", answer(program))
+    # Drivers too old to print the capability are too old for each of these builds.
     capability = re.match(r"\d+\.\d+", answer(program, "--query-gpu=compute_cap", "--format=csv,noheader"))
-    return Gpu(name[1], version(cuda[1] if cuda else "0.0"), version(capability[0]) if capability else None)
+    return Gpu(name[1], version(cuda[1] if cuda else "0.0"), version(capability[0] if capability else "7.5"))
 
 
 def without_gpu() -> str | None:
@@ -89,11 +88,10 @@ def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str
         return CPU, f"{without_gpu() or 'no NVIDIA card was found'}: torch's build for the CPU"
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     for wheel in WHEELS:
-        serves = gpu.capability is None or wheel.lowest <= gpu.capability <= wheel.highest
-        if serves and gpu.cuda >= wheel.cuda:
+        if wheel.lowest <= gpu.capability <= wheel.highest and gpu.cuda >= wheel.cuda:
             until = f"; torch {wheel.last_torch} is the last with it" if wheel.last_torch else ""
             return wheel, f"{card}: torch's build for CUDA {wheel.name[2:4]}.{wheel.name[4:]}{until}"
-    needed = "580" if gpu.capability is None or gpu.capability >= WHEELS[0].lowest else "525"
+    needed = "580" if gpu.capability >= WHEELS[0].lowest else "525"
     return CPU, f"{card}: no build of torch serves it; install driver {needed} or newer, delete .venv, then start again"
 
 
