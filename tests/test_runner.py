@@ -11,8 +11,9 @@ from gloo import on_ranks
 from tiny_models import MODERN_SETTINGS, SMALL, make, tokens
 
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Runner, Variant, parts_of
+from deskgpt.compute.runner import Runner, Variant, bfloat16_residual, parts_of
 from deskgpt.kernels import replacements
+from deskgpt.kernels.verify import compare_passes
 from model import GPT, GPTConfig
 
 COMPILED = Variant("bfloat16", compiled=True, attention="explicit")
@@ -51,6 +52,23 @@ def test_compiled_blocks_have_the_losses_and_gradients_of_the_eager_model(varian
     for a, b in zip(gradients, expected, strict=True):
         assert a.stride() == b.stride()  # which the fused AdamW takes for granted
         assert (a - b).norm() <= (0.05 if is_rounded else 1e-5) * b.norm() + 1e-6
+
+
+def test_blocks_with_a_residual_stream_in_bfloat16_have_the_gradients_of_float32():
+    dtypes = []
+
+    def block(reference, module, x, context):
+        dtypes.append(x.dtype)
+        return reference(module, x, context)
+
+    model = make(replace(SMALL, **MODERN_SETTINGS))
+    x, y = tokens(2, 4, 32)
+    expected = Runner(model, Variant()).measured((x, y), 1)[:2]
+    runner = Runner(model, Variant("bfloat16"))
+    runner.replacements = runner.replacements | {"Block.forward": bfloat16_residual(block)}
+    found = runner.measured((x, y), 1)[:2]
+    assert dtypes == 2 * [torch.bfloat16]
+    compare_passes("the stream", "bfloat16", runner.names, found, expected)
 
 
 class WithExperts(GPT):

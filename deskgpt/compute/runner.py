@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -114,15 +115,17 @@ class Runner:
         self.amp = hardware.autocast(self.device, variant.dtype, cached=variant.checkpoint == "none")
         config = self.model.config
         self.replacements = with_recompute(variant.replacements(self.device.type), variant.checkpoint, config.dropout)
-        self.evaluation: Replacements = self.replacements  # the same dictionary
+        self.evaluation: Replacements = self.replacements
         if variant.compiled:
             from deskgpt.compute import compiling
 
             compiling.prepare(self.device)
-            if self.device.type == "cpu":
-                self.evaluation = replace(variant, compiled=False).replacements(self.device.type)
             for name in ("Block.forward", "GPT.loss"):
                 self.replacements[name] = compiled(self.replacements.get(name))
+            self.replacements = with_residual(self.replacements, variant, self.device.type)
+            on_cpu = self.device.type == "cpu"
+            eager = replace(variant, compiled=False)
+            self.evaluation = eager.replacements("cpu") if on_cpu else self.replacements
 
     def distribute(self, x: Tensor, y: Tensor) -> None:
         """From now on gradients are averaged over the ranks, once per step. A sharded model does so by itself.
@@ -487,6 +490,32 @@ def compiled(replacement: Callable[..., Any] | None) -> Callable[..., Any]:
             inside = reference if replacement is None else functools.partial(replacement, reference)
             graphs[reference] = torch.compile(inside)
         return graphs[reference](*args, **kwargs)
+
+    return forward
+
+
+def with_residual(
+    in_use: dict[str, Callable[..., Any]], variant: Variant, device_type: str
+) -> dict[str, Callable[..., Any]]:
+    """What replaces functions of model.py, with a residual stream in bfloat16 in the graphs of a card.
+
+    In float32 its sums and norms, and their gradients, move up to twice the bytes (docs/figures.md).
+    """
+    if device_type != "cuda" or not variant.compiled or variant.dtype != "bfloat16":
+        return in_use
+    return in_use | {"Block.forward": bfloat16_residual(in_use.get("Block.forward"))}
+
+
+def bfloat16_residual(block: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A replacement of blocks, or of what replaces them, that gets the residual stream in bfloat16.
+
+    The cast is outside of a compiled block, so that all blocks share one graph.
+    """
+
+    def forward(reference: Callable[..., Any], module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = x.to(torch.bfloat16) if isinstance(x, Tensor) else x
+        inside = reference if block is None else functools.partial(block, reference)
+        return inside(module, x, *args, **kwargs)
 
     return forward
 

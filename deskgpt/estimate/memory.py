@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute
+from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute, with_residual
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing
 from deskgpt.system import hardware
@@ -61,7 +61,7 @@ class Step:
         found = with_recompute(eager.replacements("cpu"), eager.checkpoint, self.config.dropout)
         if self.device_type == "cuda" and "GPT.loss" in found:
             found["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=replacements.LOGITS_ON_GPU)
-        return found
+        return with_residual(found, self.variant, self.device_type)
 
 
 def memory(step: Step) -> dict[str, int]:
