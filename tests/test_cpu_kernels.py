@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_equal, assert_one_line
 from filelock import FileLock
 from hypothesis import given, settings
-from test_implementation import a_model, chosen, plant, tuner_of
+from test_implementation import a_model, batch_of, chosen, plant
 from torch import Tensor
 
 import model as definition
@@ -199,7 +199,7 @@ def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else():
 @pytest.mark.parametrize("checkpoint", ["none", "selective"])
 def test_model_with_kernels_has_the_gradients_of_the_eager_one(checkpoint):
     model = a_model()
-    x, y = tuner_of(model, None).batch_of(2)
+    x, y = batch_of(2)
     expected: list[Any] = []
     found: list[Any] = []
     for variant, into in ((Variant(), expected), (Variant("float32", False, "kernels", checkpoint), found)):
@@ -214,8 +214,7 @@ def test_model_with_kernels_has_the_gradients_of_the_eager_one(checkpoint):
 def test_wrong_attention_is_left_out_alone_flash_attention_stays_and_the_name_says_it(dtype, monkeypatch):
     plant(monkeypatch, [getattr(torch, dtype)], "kernel_attention")
     printed: list[str] = []
-    earlier = {"dtype": dtype, "attention": "kernels", "compiled": False}
-    variant = chosen(printed, earlier, compile=False).variant
+    variant = chosen(printed, earlier={"dtype": dtype, "attention": "kernels"}, attention="auto").variant
     assert variant == Variant(dtype, attention="kernels", refused=("kernel_attention",))
     assert variant.replacements()["attention"] is replacements.flash_attention
     assert variant.replacements()["GPT.loss"] is replacements.kernel_loss
@@ -223,7 +222,7 @@ def test_wrong_attention_is_left_out_alone_flash_attention_stays_and_the_name_sa
     assert variant.attention_in_use("cpu") == "flash"
     assert_one_line(printed[0], f"C++ attention in {dtype} disagrees with model.py", "using flash attention")
     with pytest.raises(ValueError, match="attention=kernels") as e:
-        chosen([], dtype=dtype, compile=False, attention="kernels")
+        chosen(dtype=dtype, attention="kernels")
     assert_one_line(str(e.value), "C++ attention", "leave --attention out")
 
 
@@ -264,7 +263,7 @@ def test_machine_without_a_compiler_goes_on_with_one_line(compiler, tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_kernels, "_library", None)
     printed: list[str] = []
-    runner = chosen(printed, dtype="float32", compile=False)
+    runner = chosen(printed, dtype="float32", attention="auto")
     assert runner.variant.attention != "kernels"
     line = next(line for line in printed if "NOT using" in line)
     assert_one_line(line, "C++ kernels", "may be slower")

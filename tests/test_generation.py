@@ -19,9 +19,9 @@ def cached(model: GPT) -> dict[str, Any]:
     return {"GPT.next_logits": Decoder(model)}
 
 
-def drawn(model: GPT, forms: dict[str, Any], idx: torch.Tensor, n: int, **options: Any) -> torch.Tensor:
-    """The next n tokens (n, B), with these forms in use."""
-    with replacing(forms):
+def drawn(model: GPT, replaced: dict[str, Any], idx: torch.Tensor, n: int, **options: Any) -> torch.Tensor:
+    """The next n tokens (n, B), with these replacements in use."""
+    with replacing(replaced):
         return torch.stack(list(model.generate(idx, n, **options)))
 
 
@@ -32,8 +32,8 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
     model, idx = make(config).eval(), tokens(3, prompt)
     n = max(6, 38 - prompt)  # past block_size=32
     found = [
-        drawn(model, forms, idx, n, temperature=temperature, seed=5)
-        for forms in (
+        drawn(model, replaced, idx, n, temperature=temperature, seed=5)
+        for replaced in (
             {},
             cached(model),
             replacements.replacements_for("cpu"),
@@ -55,10 +55,10 @@ def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch
     monkeypatch.setattr(replacements.F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("fused"))
     model, text = make(config).eval(), tokens(2, 30)
     for attention in ("flash", "explicit"):
-        forms = replacements.replacements_for("mps", attention)
-        with torch.set_grad_enabled(grad), replacing(forms):
+        replaced = replacements.replacements_for("mps", attention)
+        with torch.set_grad_enabled(grad), replacing(replaced):
             model(text, text)
-        assert torch.equal(drawn(model, forms | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
+        assert torch.equal(drawn(model, replaced | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
 
 
 def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
@@ -74,14 +74,14 @@ def whole_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
     return self.c_proj(activation(self.c_fc(x), self.activation))
 
 
-@pytest.mark.parametrize(("change", "said"), [(over_time, "disagrees"), (whole_texts, "fail")])
-def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(change, said, monkeypatch):
+@pytest.mark.parametrize(("change", "named"), [(over_time, "disagrees"), (whole_texts, "fail")])
+def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(change, named, monkeypatch):
     monkeypatch.setattr(MLP, "forward", change)
     model, idx = make().eval(), tokens(2, 9)
     printed: list[str] = []
     engine = InferenceEngine(model, idx, "float32", print0=printed.append)
     assert not engine.cached
-    assert_one_line(*[line for line in printed if "cache" in line], "cached sampling", "slower", said)
+    assert_one_line(*[line for line in printed if "cache" in line], "cached sampling", "slower", named)
     assert torch.equal(drawn(model, engine.replacements, idx, 45, seed=5), drawn(model, {}, idx, 45, seed=5))
 
 
@@ -133,8 +133,8 @@ def test_cache_that_goes_wrong_later_is_found_and_the_text_before_is_named():
 
 def test_padding_of_the_vocabulary_is_never_drawn():
     model = make().eval()
-    for forms in ({}, cached(model)):
-        assert drawn(model, forms, tokens(4, 4), 60, temperature=5.0, vocab_size=7).max() == 6
+    for replaced in ({}, cached(model)):
+        assert drawn(model, replaced, tokens(4, 4), 60, temperature=5.0, vocab_size=7).max() == 6
 
 
 def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:

@@ -30,7 +30,7 @@ from model import GPT, MLP, GPTConfig, causal_mask
 from train import TrainConfig, build_optimizer, main
 
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4}
-SIZES |= {"gradient_accumulation_steps": 1, "device": "cpu"}
+SIZES |= {"gradient_accumulation_steps": 1, "device": "cpu", "attention": "flash", "compile": False}
 CPU = torch.device("cpu")
 
 
@@ -67,30 +67,33 @@ class Listening(DistContext):
 
 
 def tuner_of(
-    model: GPT,
-    ranks: DistContext | None = None,
-    earlier: EarlierVariant | None = None,
     printed: list[str] | None = None,
+    model: GPT | None = None,
+    ranks: DistContext | None = None,
+    earlier: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Tuner:
-    """The tuner of a run of this model with these settings. Its lines go to printed."""
+    """The tuner of a run of this model, or a new one, with these settings. Its lines go to printed."""
     c = TrainConfig(**SIZES | settings)
+    if model is None:
+        model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
+    T = model.config.block_size
+    ranks = ranks or Listening(CPU, printed=[] if printed is None else printed)
     return Tuner(
         model,
         c,
-        Batching.of(asdict(c), ranks.rank if ranks else 0, ranks.world if ranks else 1),
-        ranks or Listening(CPU, printed=[] if printed is None else printed),
-        lambda n: batch_of(n, model.config.block_size),
+        Batching.of(asdict(c), ranks.rank, ranks.world),
+        ranks,
+        lambda n: batch_of(n, T),
         functools.partial(build_optimizer, c),
-        earlier or EarlierVariant(),
+        EarlierVariant(**(earlier or {})),
         steps=0 if c.eval_only else c.max_iters,
     )
 
 
-def chosen(printed: list[str] | None = None, earlier: dict[str, Any] | None = None, **settings: Any) -> Runner:
-    """The runner of a run with these settings; its lines go to printed."""
-    model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
-    return tuner_of(model, None, EarlierVariant(**(earlier or {})), printed, **settings).choose()[0]
+def chosen(printed: list[str] | None = None, model: GPT | None = None, **settings: Any) -> Runner:
+    """The runner that tuner_of's tuner chooses."""
+    return tuner_of(printed, model, **settings).choose()[0]
 
 
 # ---- what differs from model.py --------------------------------------------------------------------------------
@@ -113,12 +116,12 @@ def test_kernel_that_is_wrong_in_one_dtype_is_left_out_there_and_a_line_says_so(
     printed: list[str] = []
     for _ in range(2):  # nothing is remembered
         printed.clear()
-        runner = chosen(printed, {"dtype": "bfloat16", "attention": "flash"}, compile=False)
+        runner = chosen(printed, earlier={"dtype": "bfloat16"})
         assert runner.variant == Variant("bfloat16", refused=("flash_attention",))
         assert runner.variant.attention_in_use("cpu") == "reference"
         (line,) = [line for line in printed if "flash attention" in line and "using" in line]
         assert_one_line(line, "bfloat16", "disagrees with model.py", "relative error", "using model.py itself")
-    assert chosen([], {"attention": "flash"}, dtype="float32", compile=False).variant == Variant()
+    assert chosen(dtype="float32").variant == Variant()
 
 
 def test_dtype_that_is_wrong_is_left_out_or_an_error_where_the_user_asks_for_it(monkeypatch):
@@ -130,10 +133,10 @@ def test_dtype_that_is_wrong_is_left_out_or_an_error_where_the_user_asks_for_it(
 
     monkeypatch.setattr(F, "linear", wrong)
     printed: list[str] = []
-    assert chosen(printed, {"dtype": "bfloat16", "attention": "flash"}, compile=False).variant == Variant()
+    assert chosen(printed, earlier={"dtype": "bfloat16"}).variant == Variant()
     assert_one_line(printed[-1], "bfloat16", "disagrees with model.py", "going on in float32")
     with pytest.raises(ValueError, match="dtype=bfloat16") as e:
-        chosen([], {"attention": "flash"}, dtype="bfloat16", compile=False)
+        chosen(dtype="bfloat16")
     assert_one_line(str(e.value), "--dtype=float32")
 
 
@@ -143,10 +146,9 @@ def test_wrong_kernel_of_the_compiler_is_found():
     import torch._inductor.config as inductor
 
     printed: list[str] = []
-    settings: dict[str, Any] = {"activation": "relu2", "dtype": "float32"}
-    earlier = {"compiled": True, "attention": "flash"}
+    settings: dict[str, Any] = {"activation": "relu2", "dtype": "float32", "compile": "auto"}
     with inductor.patch({"cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}):
-        assert chosen(printed, earlier, **settings).variant == Variant()
+        assert chosen(printed, earlier={"compiled": True}, **settings).variant == Variant()
     if "there is no C++ compiler" in printed[-1]:
         pytest.skip("no working C++ compiler here")
     assert_one_line(printed[-1], "float32, compiled", "NOT compiled")
@@ -160,11 +162,10 @@ def test_compiling_that_fails_ends_a_run_that_asked_for_it_and_others_print_it(m
 
     monkeypatch.setattr(torch, "compile", compile)
     printed: list[str] = []
-    earlier = {"dtype": "float32", "attention": "flash", "compiled": True}
     with pytest.raises(ValueError, match="compile=True") as e:
-        chosen(printed, earlier, compile=True)
+        chosen(printed, dtype="float32", compile=True)
     assert_one_line(str(e.value), "triton", "--compile=auto", "--compile=False")
-    assert chosen(printed, earlier, compile="auto").variant == Variant()
+    assert chosen(printed, earlier={"compiled": True}, dtype="float32", compile="auto").variant == Variant()
     assert_one_line(printed[-1], "NOT compiled", "slower", "triton")
 
 
@@ -228,11 +229,8 @@ CHANGES: dict[str, tuple[Callable[[Tensor, float], Tensor], dict[str, Any]]] = {
 def refused_by(monkeypatch: pytest.MonkeyPatch, change: Any, name: str = "attention", **sizes: Any) -> tuple[str, ...]:
     """What a run leaves out after a change of model.py."""
     monkeypatch.setattr(f"model.{name}", change)
-    dropout = sizes.get("dropout", 0.0)
     printed: list[str] = []
-    earlier = EarlierVariant(attention="flash")
-    tuner = tuner_of(a_model(**sizes), None, earlier, printed, dtype="float32", compile=False, dropout=dropout)
-    refused = tuner.choose()[0].variant.refused
+    refused = chosen(printed, dtype="float32", **sizes).variant.refused
     assert sum("model.py" in line for line in printed) == len(refused), printed
     return refused
 
@@ -293,7 +291,7 @@ def test_change_after_the_start_is_found_later_and_the_run_goes_on_as_model_py_s
 
 
 def test_low_precision_that_goes_wrong_later_falls_back_to_float32():
-    runner = chosen([], {"attention": "flash"}, dtype="bfloat16", compile=False)
+    runner = chosen(dtype="bfloat16")
     ranks = Listening(CPU)
     x, y = batch_of(4)
     assert runner.verify_again(0, ranks) == [] == ranks.printed  # it was compared just now
@@ -314,7 +312,7 @@ def test_a_run_whose_memory_is_too_short_to_compare_again_goes_on(monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    runner = chosen([], {"attention": "flash"}, dtype="bfloat16", compile=False)
+    runner = chosen(dtype="bfloat16")
     ranks = Listening(CPU)
     runner.forward_backward(*batch_of(4))
     monkeypatch.setattr(runner.model, "forward", fail)
@@ -342,7 +340,7 @@ def test_comparisons_leave_weights_buffers_modes_and_random_numbers_as_they_are(
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    tuner = tuner_of(model, None, EarlierVariant("bfloat16", False, "flash"), dropout=0.1)
+    tuner = tuner_of(None, model, dtype="bfloat16", dropout=0.1)
     runner, _ = tuner.choose()
     runner.last = batch_of(4)
     runner.verify_again(1, tuner.ranks, must=True)
@@ -391,7 +389,7 @@ def test_blocks_that_compute_something_else_the_second_time_are_not_recomputed(m
 
     monkeypatch.setattr(MLP, "forward", scaled_by_layer)
     with pytest.raises(ValueError, match="activation_checkpoint=full") as e:
-        chosen([], {"attention": "flash"}, dtype="float32", compile=False, activation_checkpoint="full")
+        chosen(dtype="float32", activation_checkpoint="full")
     assert_one_line(e.value, "the second time", "leave it out")
 
 
@@ -399,9 +397,7 @@ def test_blocks_that_compute_something_else_the_second_time_are_not_recomputed(m
 def test_experts_train_in_low_precision_though_rounding_sends_tokens_elsewhere(dtype, monkeypatch):
     monkeypatch.setattr(definition, "MLP", Experts)
     for width in (32, 64):
-        model = a_model(n_layer=4, n_embd=width)
-        tuner = tuner_of(model, None, EarlierVariant(attention="flash"), dtype=dtype, compile=False)
-        assert tuner.choose()[0].variant == Variant(dtype)
+        assert chosen(model=a_model(n_layer=4, n_embd=width), dtype=dtype).variant == Variant(dtype)
 
 
 # ---- the comparison of a pass ----------------------------------------------------------------------------------
@@ -411,7 +407,7 @@ def test_experts_train_in_low_precision_though_rounding_sends_tokens_elsewhere(d
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_passes_with_all_choices_of_the_model_and_zeros_stay_zeros(settings, dtype):
     printed: list[str] = []
-    runner = chosen(printed, {"attention": "flash"}, dtype=dtype, compile=False, **settings)
+    runner = chosen(printed, dtype=dtype, **settings)
     assert runner.variant == Variant(dtype), printed
     assert runner.model.lm_head.weight.any() == (not settings.get("zero_init", False))
 
@@ -421,9 +417,8 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_wrong_variant(dropout):
     model = a_model(dropout=dropout)
     with torch.no_grad():
         model.lm_head.weight[0, 0] = torch.nan
-    settings: dict[str, Any] = {"dtype": "bfloat16", "compile": False, "dropout": dropout}
     with pytest.raises(ValueError, match="nan") as e:
-        tuner_of(model, None, EarlierVariant(attention="flash"), **settings).choose()
+        chosen(model=model, dtype="bfloat16", dropout=dropout)
     assert_one_line(str(e.value), "float32", "weights", "take another checkpoint")
 
 
@@ -431,15 +426,14 @@ def test_float32_of_mps_is_compared_with_a_cpu_and_refused_where_it_differs(monk
     """Here the CPU counts as MPS, and its layers are wrong for one model."""
     monkeypatch.setattr("deskgpt.compute.runner.REFERENCES", ())
     monkeypatch.setattr("deskgpt.compute.implementation.is_reference", lambda variant, device: False)
-    settings: dict[str, Any] = {"dtype": "float32", "compile": False}
-    assert chosen([], {"attention": "flash"}, **settings).variant == Variant()
+    assert chosen(dtype="float32").variant == Variant()
     model = a_model()
     first: Any = model.transformer.h[0]
     matrix = first.mlp.c_fc.weight
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, bias=None: linear(x, w, bias) * (1.01 if w is matrix else 1.0))
     with pytest.raises(ValueError, match="disagrees") as e:
-        tuner_of(model, None, EarlierVariant(attention="flash"), **settings).choose()
+        chosen(model=model, dtype="float32")
     assert_one_line(str(e.value), "float32", "try --device=cpu")
 
 
@@ -457,9 +451,7 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"remembered-{ranks.rank}"))
         monkeypatch.setattr(verify, "compare_passes", planted)
-        earlier = EarlierVariant("bfloat16", compiled=False, attention="flash")
-        tuner = tuner_of(a_model(), ranks, earlier, gradient_accumulation_steps=2)
-        return str(tuner.choose()[0].variant)
+        return str(chosen(ranks=ranks, earlier={"dtype": "bfloat16"}, gradient_accumulation_steps=2).variant)
 
     assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2
 
@@ -482,19 +474,19 @@ def pretend_times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[Var
 def test_auto_takes_what_was_fastest_here_and_measures_once_on_a_machine(monkeypatch):
     timed = pretend_times(monkeypatch, float32=3.0, bfloat16=2.0)
     printed: list[str] = []
-    assert chosen(printed, compile=False).variant == Variant("bfloat16")
+    assert chosen(printed).variant == Variant("bfloat16")
     assert_one_line(printed[0], "bfloat16", "3e+03 ms", "2e+03 ms")
     assert set(timed) == {Variant(), Variant("bfloat16")}
     timed.clear()
     printed.clear()
-    assert chosen(printed, compile=False).variant == Variant("bfloat16")
+    assert chosen(printed).variant == Variant("bfloat16")
     assert_one_line(printed[0], "bfloat16", cache.path_of(implementation.CACHE))
     assert not timed
-    chosen([], compile=False, activation="relu2")  # another model
+    chosen(activation="relu2")  # another model
     assert timed
     pretend_times(monkeypatch, float32=1.0, bfloat16=0.99)  # not clearly faster
     monkeypatch.setattr(hardware, "device_name", lambda device: "another processor")
-    assert chosen([], compile=False).variant == Variant()
+    assert chosen().variant == Variant()
 
 
 @pytest.mark.slow

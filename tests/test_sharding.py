@@ -159,13 +159,13 @@ def test_parameter_that_two_blocks_share_is_refused_in_one_line():
 
 @pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)])
 def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
-    forms = {"adamw": "float32", "muon": "bfloat16"}
-    one = {name: trained(ALONE, chars, name, 1, 10, 8, dtype, NARROW) for name, dtype in forms.items()}
+    dtypes = {"adamw": "float32", "muon": "bfloat16"}
+    one = {name: trained(ALONE, chars, name, 1, 10, 8, dtype, NARROW) for name, dtype in dtypes.items()}
 
     def work(ranks: DistContext) -> dict[Any, float]:
         return {
             (name, dp_shard): distance(trained(ranks, chars, name, dp_shard, 10, 8, dtype, NARROW), one[name])
-            for name, dtype in forms.items()
+            for name, dtype in dtypes.items()
             for dp_shard in (2, -1)
         }
 
