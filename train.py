@@ -261,7 +261,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     saver.finish(state, report, stops.reason)
     report.end(stops.reason)
     loader.close()
-    data.checksums.close(dist.print0)
+    data.checksums.check()
     report.log.close()
     runner.leave_ranks()
     dist.close()

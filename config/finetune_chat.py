@@ -6,7 +6,7 @@
 #
 # From a checkpoint, whose tokenizer and context the data must have:
 #
-#     python data/chat/prepare.py dialogues.jsonl --name chat --like out-mine
+#     python data/chat/prepare.py dialogues.jsonl --name chat --tokenizer data/mine --block_size 256
 #     python train.py config/finetune_chat.py --init_from=out-mine
 
 out_dir = "out-chat"

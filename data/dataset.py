@@ -6,8 +6,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ class Dataset:
         self.meta = read_meta(folder)
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
-        self.text: TextStatistics | None = None  # of val, if it is known
+        self.text: dict[str, Any] = {}  # statistics of val's, if they are known
         self._digests: dict[int, str] = {}  # of evaluations, by the number of their windows
 
     @property
@@ -132,8 +131,11 @@ class Dataset:
         return found
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """A val loss (nats per token) in bits per byte of text; None if the text is not known."""
-        return self.text.bits_per_byte(val_loss) if self.text else None
+        """A val loss (nats per token) in bits per byte of its text (The Pile, arXiv:2101.00027, 3.1), if that is known.
+
+        The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
+        """
+        return val_loss / self.text["bytes_per_token"] / math.log(2) if self.text else None
 
     def log_metadata(self) -> dict[str, Any]:
         """What log.jsonl records of the data."""
@@ -143,12 +145,7 @@ class Dataset:
             "val_tokens": self.val.tokens,
             "val_sha256": self.metadata["val data"]["fingerprint"],
         }
-        if self.text:
-            found["bytes_per_token"] = self.text.evaluated_bytes / self.text.targets
-            found["val_bytes"] = self.text.evaluated_bytes
-            found["val_text"] = self.text.beginning
-            found["val_text_bytes"] = self.text.all_bytes
-        return found
+        return found | self.text
 
 
 # ---- checksums -----------------------------------------------------------------------------------------------
@@ -169,7 +166,7 @@ class Checksums:
         self._thread = threading.Thread(target=self._compare, args=[files], name="checksums", daemon=True)
         self._thread.start()
         if not self._listed:
-            self.state = "no checksums (meta.json lists no files)" if meta else "no checksums (no meta.json)"
+            self.state = "no checksums (no meta.json that lists files)"
         elif sum(file.n_bytes for file in files) <= AT_ONCE:
             self._thread.join()
             self.check()
@@ -180,15 +177,9 @@ class Checksums:
             self.state += "; meta.json is of an older version and has no checksum itself"
 
     def check(self) -> None:
-        """Raises ValueError if a file has turned out to be another, or OSError. Cheap: for each step."""
+        """Raises ValueError if a file has turned out to be another so far, or OSError. Cheap: for each step."""
         if self._fault is not None:
             raise self._fault
-
-    def close(self, print0: Callable[[str], None]) -> None:
-        """Prints if something is left to compare, which is then given up. Raises as check."""
-        self.check()
-        if self._thread.is_alive():
-            print0("note: the run ended before the checksums of all its data were verified")
 
     def _compare(self, files: list[NumberFile]) -> None:
         try:
@@ -202,25 +193,8 @@ class Checksums:
 # ---- the text behind the tokens ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TextStatistics:
-    """About the text of a split and of its evaluated windows. Special tokens are not text: they have no bytes."""
-
-    targets: int  # tokens that an evaluation predicts
-    evaluated_bytes: int  # of the text of these tokens
-    beginning: str  # SHA-256 of the split's first 64 KiB of text, 16 hex digits: the same with any tokenizer
-    all_bytes: int | None  # of the whole split's text; None for a split that would take long to read
-
-    def bits_per_byte(self, loss: float) -> float:
-        """A mean loss of the targets (nats per token) in bits per byte of their text (The Pile, arXiv:2101.00027, 3.1).
-
-        The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
-        """
-        return loss * (self.targets / self.evaluated_bytes) / math.log(2)
-
-
-def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> TextStatistics:
-    """The statistics of a split whose evaluation reads n windows.
+def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What log.jsonl records of the text of a split whose evaluation reads n windows. end_of_text has no bytes.
 
     Raises ValueError if the tokenizer lacks one of the tokens, or no text is evaluated, and as Split.
     """
@@ -233,11 +207,15 @@ def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> TextStatistic
         evaluated_bytes += total_bytes(learned, lengths)
     if not evaluated_bytes:
         raise ValueError("the evaluated tokens hold no text")
-    all_bytes = None
+    all_bytes = None  # of a split that would take long to read
     if split.tokens <= SCANNED:
         all_bytes = sum(total_bytes(ids, lengths) for shard in split.shards for _, ids in shard.chunks())
-    beginning = hashlib.sha256(text_beginning(split, tokenizer, lengths)).hexdigest()[:16]
-    return TextStatistics(targets, evaluated_bytes, beginning, all_bytes)
+    return {
+        "bytes_per_token": evaluated_bytes / targets,
+        "val_bytes": evaluated_bytes,
+        "val_text": hashlib.sha256(text_beginning(split, tokenizer, lengths)).hexdigest()[:16],  # with any tokenizer
+        "val_text_bytes": all_bytes,
+    }
 
 
 def total_bytes(ids: npt.NDArray[Any], lengths: Lengths) -> int:

@@ -34,7 +34,7 @@ class Source:
     revision: str | None = None  # of a data set on the hub
 
     def rows(self, file: int, row: int) -> Iterator[Row]:
-        """The rows from there on. Raises ValueError if the network fails or a file is damaged."""
+        """The rows from there on. Raises ValueError if one cannot be read."""
         for number in range(file, len(self.files)):
             try:
                 for text in self._texts(self.files[number], row):

@@ -50,7 +50,7 @@ def first_micro_batch(split: Split, batching: Batching, device: torch.device, ro
 
     With a loss mask, they begin with the first sequence that has something to learn.
     """
-    first = split.first_counted_row()
+    first = split.first_learned_row()
     return to_device(split.train_batch(0, first + np.arange(rows), batching.sequences), device)
 
 
@@ -69,8 +69,7 @@ def eval_batches(split: Split, batching: Batching, device: torch.device) -> Iter
 class Loader:
     """The training micro-batches of one rank, from a position in the order of `Split.train_batch` on.
 
-    The threads read the token files, pin and, on CUDA, copy in a stream of their own. While they keep up, training
-    waits neither for the disk nor for the copy. What they raise is raised by `step`.
+    Threads read the token files, pin and, on CUDA, copy in a stream of their own. What they raise is raised by `step`.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Loader:
         self.waited = waited
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(THREADS, "loader")
-        self._counted = functools.lru_cache(AHEAD)(self._count)  # by position
+        self._n_learned = functools.lru_cache(AHEAD)(self._learned_of_rows)  # by position
         self._ahead: deque[Future[MicroBatch]] = deque()
         self.seek(position)
 
@@ -104,9 +103,8 @@ class Loader:
     def step(self) -> Iterator[MicroBatch]:
         """The micro-batches of the next step.
 
-        Their weight is None if every target is learned. With a loss mask, it is what the micro-batch's mean loss
-        counts in the step's: its share of the targets that are learned in the whole global batch, times the ranks over
-        which gradients are averaged. So the step's loss is the mean over these targets, however the batch is split.
+        With a loss mask, their weight is the micro-batch's share of the targets that are learned in the whole global
+        batch, times the ranks over which gradients are averaged: the step's loss is the mean over these targets.
         """
         for _ in range(self.batching.micro_steps):
             t0 = time.perf_counter()
@@ -133,13 +131,13 @@ class Loader:
         batch = self.split.train_batch(position, rows, self.batching.sequences)
         weight = None
         if self.split.masks:
-            counted = self._counted(position)
-            weight = self.batching.world * float(counted[rows].sum() / max(1, counted.sum()))
+            n_learned = self._n_learned(position)
+            weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
         with torch.cuda.stream(self._stream):  # does nothing without a stream
             x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps - 1
         return MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
 
-    def _count(self, position: int) -> I64:
+    def _learned_of_rows(self, position: int) -> I64:
         """The targets that are learned in each row of a global batch, of all ranks."""
-        return self.split.counted(position, np.arange(self.batching.sequences), self.batching.sequences)
+        return self.split.n_learned(position, np.arange(self.batching.sequences), self.batching.sequences)

@@ -113,14 +113,14 @@ class Split:
             start = np.array([self._aligned(s, first) for s, first in zip(shard, start, strict=True)])
         return shard, start
 
-    def counted(self, step: int, rows: I64, global_batch: int) -> I64:
+    def n_learned(self, step: int, rows: I64, global_batch: int) -> I64:
         """How many targets are learned (len(rows),) in each row of train_batch."""
         return self._learned(*self.places(step, rows, global_batch)).sum(1)
 
-    def first_counted_row(self) -> int:
+    def first_learned_row(self) -> int:
         """The first row of all train batches with a target that is learned. Raises ValueError if none has one."""
         for row in range(self.n_windows):
-            if self.counted(0, np.array([row]), 1)[0]:
+            if self.n_learned(0, np.array([row]), 1)[0]:
                 return row
         raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 

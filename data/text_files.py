@@ -12,7 +12,6 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,27 +34,25 @@ def expanded(paths: list[Path]) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, line ends as they are. Raises ValueError if it is not text, OSError."""
-    with opened(path, newline="") as file:
-        return checked(path, 1, file.read())
+    """The text of a file, line ends as they are. Raises as lines_in."""
+    return "".join(lines_in(path, newline=""))
 
 
-def lines_in(path: Path) -> Iterator[str]:
-    """The lines of a text file, each with "\\n" at its end. Raises as read_text, at the line that is wrong."""
-    with opened(path, newline=None) as file:
-        for number, line in enumerate(file, 1):
-            yield checked(path, number, line)
+def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
+    """The lines of a text file, packed or not, line ends as "\\n" or, with newline="", as they are.
 
-
-@contextmanager
-def opened(path: Path, newline: str | None) -> Iterator[io.TextIOWrapper]:
-    """A text file, packed or not, open for reading. Raises as read_text, also while the caller reads."""
+    Raises ValueError at a line that is not text, OSError.
+    """
     try:
         with open(path, "rb") as raw, io.BufferedReader(unpacked(raw)) as file:
             begin = file.peek(LONGEST_BEGIN)
             encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
             with io.TextIOWrapper(file, encoding, "surrogateescape", newline) as text:
-                yield text
+                for number, line in enumerate(text, 1):
+                    if NOT_TEXT.search(line):
+                        what = "this is not UTF-8 text; convert it first, e.g. with iconv"
+                        raise ValueError(f"{path}, line {number}: {what}")
+                    yield line
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} begins as {e.encoding.upper()} and is not ({e.reason}); is it damaged?") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:  # unpacking raises all of these
@@ -86,14 +83,6 @@ UNPACKERS: dict[bytes, Callable[..., Any]] = {
     b"\xfd7zXZ": lzma.open,
     b"\x28\xb5\x2f\xfd": unpacked_zstd,
 }
-
-
-def checked(path: Path, number: int, text: str) -> str:
-    """The text, which begins in this line of the file. Raises ValueError for NUL and what was not UTF-8."""
-    if bad := NOT_TEXT.search(text):
-        line = number + text.count("\n", 0, bad.start())
-        raise ValueError(f"{path}, line {line}: this is not UTF-8 text; convert it first, e.g. with iconv")
-    return text
 
 
 def documents_of(lines: Iterable[str]) -> Iterator[str]:

@@ -15,10 +15,8 @@ import codecs
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +36,6 @@ CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
 
-WINDOWS_LOCK = threading.Lock()  # Windows has no pread: seeking and reading are two calls
-
 LLMC_32_BITS = 20240801  # the magic of llm.c's files with 32-bit ids
 SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being text or 32-bit
 LEAST_SAMPLED = 64
@@ -51,10 +47,8 @@ LARGEST_HIGH_HALF = 3  # of 32-bit ids below 2^18, larger than any vocabulary in
 
 def write_tokens(path: Path, ids: Ids, header: bool = False) -> None:
     """Writes token ids (n,) as a token file, with llm.c's header if asked. Raises OSError."""
-    content = ids.astype("<u2").tobytes()
-    if header:
-        content = llmc_header(len(ids)) + content
-    write_atomically(path, content)
+    begin = llmc_header(len(ids)) if header else b""
+    write_atomically(path, begin + ids.astype("<u2").tobytes())
 
 
 def llmc_header(tokens: int) -> bytes:
@@ -134,7 +128,7 @@ class NumberFile:
         """A copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
         size = max(0, min(n, self._n - first)) * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
-        content = read_at(self._file, size, self._begin + first * self._dtype.itemsize)
+        content = self._bytes(size, self._begin + first * self._dtype.itemsize)
         now = os.fstat(self._file.fileno()).st_size
         if now < self.n_bytes or len(content) < size:
             raise ValueError(
@@ -152,25 +146,24 @@ class NumberFile:
         """Of the whole file, in hex digits."""
         digest = hashlib.sha256()
         begin = 0
-        while content := read_at(self._file, CHUNK, begin):
+        while content := self._bytes(CHUNK, begin):
             digest.update(content)
             begin += len(content)
         return digest.hexdigest()
+
+    def _bytes(self, size: int, begin: int) -> bytes:
+        """The file's bytes from `begin` on, fewer at its end."""
+        if hasattr(os, "pread"):
+            return os.pread(self._file.fileno(), size, begin)
+        with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
+            file.seek(begin)
+            return file.read(size)
 
     def was_written(self) -> bool:
         """Whether somebody has written into the file since it was opened, or since this was last asked."""
         before = self._written_ns
         self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
         return self._written_ns != before
-
-
-def read_at(file: FileIO, size: int, begin: int) -> bytes:
-    """The bytes of an open file from `begin` on, fewer at its end. Several threads may read at once."""
-    if hasattr(os, "pread"):
-        return os.pread(file.fileno(), size, begin)
-    with WINDOWS_LOCK:
-        file.seek(begin)
-        return file.read(size)
 
 
 def open_tokens(path: Path) -> NumberFile:
@@ -208,7 +201,7 @@ def token_files(folder: Path, split: str) -> list[Path]:
 
 
 def how_to_make(folder: Path, split: str) -> str:
-    """The message if a split has no files: the script that makes them, or the data that there is instead."""
+    """The error's message if a split has no files."""
     if (folder / "prepare.py").exists():
         remedy = f"run: python {os.path.relpath(folder / 'prepare.py')}"
     else:
@@ -239,7 +232,8 @@ def allow_more_files(n: int) -> None:
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft + n, hard))
+            most = soft + n if hard == resource.RLIM_INFINITY else min(soft + n, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[NumberFile]:
@@ -282,11 +276,10 @@ def listed_sha256(folder: Path, split: str) -> str | None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The description of a folder's token files: {"tokenizer": its meta(), "vocab_size": ..., "end_of_text": ...}.
+    """A folder's description: {"tokenizer": its meta(), {} for an unknown one, "vocab_size": ..., "end_of_text": ...}.
 
     It comes from meta.json, else from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does. end_of_text is the
-    token between documents, None if the data has no such token or it is not known; an unknown tokenizer is {}.
-    Raises ValueError if the description cannot be read.
+    token that documents begin with, if there is one. Raises ValueError if the description cannot be read.
     """
     meta = read_record(folder) or read_nanogpt(folder)
     if not meta:
@@ -304,7 +297,7 @@ def largest_id(folder: Path) -> int:
 
 
 def assumptions(folder: Path) -> list[str]:
-    """What is taken for granted about a folder without a list of its files or without a description, in sentences."""
+    """What is taken for granted about a folder without a list of its files or a description, in sentences."""
     found = []
     listed = read_record(folder).get("files", {})
     for split in ("train", "val"):

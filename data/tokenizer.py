@@ -236,8 +236,6 @@ def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
 
 def valid_unicode(text: str) -> str:
     """The text with U+FFFD for halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
-    if text.isascii():
-        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -88,7 +88,3 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def harm(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2] + b"xx")

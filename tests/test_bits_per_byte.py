@@ -52,9 +52,8 @@ def test_of_gpt2_it_counts_the_bytes_that_its_own_vocabulary_file_names(tmp_path
     pieces = {number: piece for piece, number in json.loads(file.read_text()).items()}
     # A piece is written in printable characters, one for each of its bytes.
     n_bytes = sum(len(pieces[i]) for i in targets_by_hand(ids, 64, 30))
-    assert facts.targets == 30 * 64
-    assert facts.evaluated_bytes == n_bytes
-    assert facts.bits_per_byte(3.0) == pytest.approx(3.0 * 30 * 64 / n_bytes / math.log(2))
+    assert facts["val_bytes"] == n_bytes
+    assert facts["bytes_per_token"] == n_bytes / (30 * 64)
 
 
 def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
@@ -63,9 +62,8 @@ def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
     ids = np.concatenate([[255, *tokenizer.encode(text)] for text in documents])
     split = split_of(tmp_path, ids, 256, block=len(ids) - 1)
     facts = text_statistics(split, 1, tokenizer)
-    assert facts.targets == len(ids) - 1  # all but the first token, which is an end_of_text
-    assert facts.evaluated_bytes == facts.all_bytes == len("".join(documents).encode()) == facts.targets - 2
-    assert facts.bits_per_byte(1.0) == pytest.approx(facts.targets / (facts.targets - 2) / math.log(2))
+    assert facts["val_bytes"] == facts["val_text_bytes"] == len("".join(documents).encode())
+    assert facts["bytes_per_token"] == facts["val_bytes"] / (len(ids) - 1)  # all but the first token are predicted
 
 
 def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
@@ -81,7 +79,7 @@ def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
             ids = np.concatenate([begin, tokenizer.encode(text)])
             split = split_of(tmp_path / f"{number}-{parts}", ids, tokenizer.vocab_size, parts=parts)
             facts = text_statistics(split, 4, tokenizer)
-            known.add((facts.beginning, facts.all_bytes))
+            known.add((facts["val_text"], facts["val_text_bytes"]))
     assert known == {(hashlib.sha256(text.encode()[:BEGINNING]).hexdigest()[:16], len(text.encode()))}
 
 

@@ -99,8 +99,8 @@ def gpt2_weights(clone: Path) -> Path:
 def shortened(command: str, clone: Path) -> str:
     """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
-    if "data/chat/prepare.py" in command and "--like" not in command:
-        return f"{command} --block_size 32"
+    if "data/chat/prepare.py" in command:
+        return f"{command} --block_size {16 if 'novel' in command else 32}"  # as training_flags sets it
     if "fineweb_edu/prepare.py" in command:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
         return f"{command.replace(' --source folder/', '')} --source documents.jsonl{tokenizer} --shard_tokens 5000"

@@ -1,7 +1,6 @@
 """Makes token files with a loss mask from dialogues, to finetune a model that answers.
 
     python data/chat/prepare.py dialogues.jsonl --name chat
-    python data/chat/prepare.py dialogues.jsonl --name chat --like out-mine
     python data/chat/prepare.py                                  # the small dialogues of data/chat/example.jsonl
     python train.py config/finetune_chat.py
 
@@ -16,7 +15,6 @@ windows of --block_size tokens, and cut only if one is longer than a window.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
 import json
@@ -36,29 +34,14 @@ from data.chat.template import NAME, Encoded, Message, Template, as_messages
 from data.prepared import document_tokenizer, is_prepared, write_dataset
 from data.text.prepare import DATA, add_folder, whole_number
 from data.text_files import expanded, read_text
-from data.tokenizer import Tokenizer, from_meta
+from data.tokenizer import Tokenizer
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import file_sha256, sha256
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
 NAMED_FILES = 10  # in the source that meta.json names
-BLOCK_SIZE = 1024
 NOT_SPACE = re.compile(r"\S")
-
-
-def main(args: argparse.Namespace) -> None:
-    paths = expanded(args.files or [EXAMPLE])
-    if not args.like:
-        prepare(paths, args.out, document_tokenizer(args.tokenizer), args.block_size or BLOCK_SIZE)
-        return
-    from deskgpt.checkpoint import store  # imports torch, which takes seconds
-
-    saved = store.load(args.like)
-    if not saved.tokenizer:
-        raise ValueError(f"--like={args.like}: the checkpoint does not say its tokenizer; take --tokenizer instead")
-    block_size = args.block_size or saved.model_args.get("block_size", BLOCK_SIZE)
-    prepare(paths, args.out, from_meta(saved.tokenizer), block_size)
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
@@ -80,20 +63,20 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
 
     cut = len(dialogues) - max(1, len(dialogues) // VAL_PART)
     ids = {}
-    counts = {}
+    masks = {}
     print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, windows of {block_size:,} tokens")
     for split, part in (("train", dialogues[:cut]), ("val", dialogues[cut:])):
-        ids[split], counts[split] = packed_tokens(part, block_size, template.end_of_text)
+        ids[split], masks[split] = packed_tokens(part, block_size, template.end_of_text)
         n = len(ids[split])
         filled = sum(len(dialogue.ids) for dialogue in part) / n
-        learned = counts[split].mean()
+        learned = masks[split].mean()
         shares = f"{learned:.1%} of the tokens are learned, {1 - filled:.1%} are padding"
         print(f"{split}.bin has {len(part):,} dialogues in {n // block_size:,} windows: {shares}")
     n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
     if n_long:
         print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
     about = {"end_of_text": template.end_of_text, "packed": block_size, "chat": NAME}
-    write_dataset(folder, ids, tokenizer, source, counts, **about)
+    write_dataset(folder, ids, tokenizer, source, masks, **about)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -166,26 +149,22 @@ def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -
     starts, windows = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
     n = windows * block_size + 1
     ids = np.full(n, end_of_text, np.uint16)
-    counts = np.zeros(n, np.uint8)
+    mask = np.zeros(n, np.uint8)
     for dialogue, start in zip(dialogues, starts, strict=True):
         end = start + len(dialogue.ids)
         ids[start:end] = dialogue.ids
-        counts[start:end] = dialogue.counts
-    return Encoded(ids, counts)
-
-
-def arguments() -> argparse.Namespace:
-    parser = OneLineParser(str(__doc__))
-    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help=f"dialogues (default: {EXAMPLE.name})")
-    add_folder(parser, DATA / "chat")
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--like", metavar="CHECKPOINT", help="tokenizer and window of a checkpoint, to finetune that one")
-    one.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), bytes, or the path of a prepared folder")
-    about = f"tokens of a window; also that of training (default: {BLOCK_SIZE})"
-    parser.add_argument("--block_size", type=whole_number, help=about)
-    return parser.parse_args()
+        mask[start:end] = dialogue.mask
+    return Encoded(ids, mask)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(arguments())
+        parser = OneLineParser(str(__doc__))
+        parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help=f"dialogues (default: {EXAMPLE.name})")
+        add_folder(parser, DATA / "chat")
+        parser.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), bytes, or a prepared folder's path")
+        about = "tokens of a window; also that of training (default: 1024)"
+        parser.add_argument("--block_size", type=whole_number, default=1024, help=about)
+        args = parser.parse_args()
+        tokenizer = document_tokenizer(args.tokenizer)
+        prepare(expanded(args.files or [EXAMPLE]), args.out, tokenizer, args.block_size)

@@ -1,4 +1,4 @@
-"""A dialogue on the terminal: what was said so far, as much of it as the model's context holds, and the next answer."""
+"""A dialogue on the terminal: the messages that fit into the model's context, and the next answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Dialogue:
     def of(cls, template: Template, block_size: int, value: Any) -> Dialogue:
         """The dialogue that the user of another program sends, as a list in JSON, with what they say last.
 
-        Raises ValueError, one line, for what is no such list, or does not fit.
+        Raises ValueError if it is not such a list, or does not fit.
         """
         if not isinstance(value, list):
             raise ValueError(f"messages={shortened(value)} must be a list")
@@ -78,7 +78,7 @@ class Dialogue:
 def talk(dialogue: Dialogue, answer: Answer) -> None:
     """Reads a line at a time and prints the answer as it comes, until the input ends, or Ctrl+C.
 
-    Where the input is not a terminal, only the answers are printed. Raises ValueError where it is not UTF-8.
+    If the input is not a terminal, only the answers are printed. Raises ValueError if it is not UTF-8.
     """
     on_terminal = sys.stdin.isatty()
     if on_terminal:
@@ -95,12 +95,12 @@ def talk(dialogue: Dialogue, answer: Answer) -> None:
             except ValueError as e:
                 print(f"error: {e}", file=sys.stderr)
                 continue
-            said = ""
+            reply = ""
             for piece in answer(dialogue.prompt(), n):
                 print(piece, end="", flush=True)
-                said += piece
+                reply += piece
             print()
-            dialogue.answered(said)
+            dialogue.answered(reply)
             n += 1
     except UnicodeDecodeError as e:
         raise ValueError(f"the input is not UTF-8 text (byte {e.start:,}); convert it first") from None

@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
     """A dialogue as tokens."""
 
     ids: Ids  # (n,)
-    counts: npt.NDArray[np.uint8]  # (n,) 1 where a token is a target to learn
+    mask: npt.NDArray[np.uint8]  # (n,) 1 where a token is a target to learn
 
 
 class Template:
@@ -80,15 +80,15 @@ class Template:
     def encode(self, messages: list[Message]) -> Encoded:
         """A whole dialogue."""
         ids = [self._end]
-        counts = [np.zeros(1, np.uint8)]
+        mask = [np.zeros(1, np.uint8)]
         for message in messages:
             header = self._headers[message.role]
             content = self.tokenizer.encode(message.content)
             ids += [header, content, self._end]
             is_learned = message.role == "assistant" and message.learned
-            counts.append(np.zeros(len(header), np.uint8))
-            counts.append(np.full(len(content) + 1, is_learned, np.uint8))
-        return Encoded(np.concatenate(ids), np.concatenate(counts))
+            mask.append(np.zeros(len(header), np.uint8))
+            mask.append(np.full(len(content) + 1, is_learned, np.uint8))
+        return Encoded(np.concatenate(ids), np.concatenate(mask))
 
     def prompt(self, messages: list[Message]) -> Ids:
         """What the assistant's answer to these messages continues."""

@@ -68,10 +68,10 @@ def main(args: argparse.Namespace) -> None:
     part: Part = args.part
     if part.of == 1:
         with locked(args.out):
-            finish(args.out, make(args, part))
+            finish(args.out, make(args))
         return
     with locked(args.out / "parts", f".{part.number:06}"):
-        make(args, part)
+        make(args)
     with locked(args.out, wait_s=WAIT_S):
         merge(args.out, part.of, args.tokens)
 
@@ -79,9 +79,10 @@ def main(args: argparse.Namespace) -> None:
 # ---- make ----------------------------------------------------------------------------------------------------
 
 
-def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
+def make(args: argparse.Namespace) -> dict[str, Any]:
     """Makes what args ask for and args.out lacks, of this part; returns its record. Raises ValueError, OSError."""
     folder = args.out
+    part: Part = args.part
     for pattern in (f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*"):  # left by a start that was killed
         for path in folder.glob(pattern):
             path.unlink()
@@ -100,7 +101,7 @@ def make(args: argparse.Namespace, part: Part) -> dict[str, Any]:
         "text_column": args.text_column,
         "shard_tokens": args.shard_tokens,
         "val_tokens": args.val_tokens or earlier.get("val_tokens") or val_tokens,
-        "parts": args.part.of,
+        "parts": part.of,
     }
     for record in records.values():
         check_identity(folder, record, identity)
@@ -161,20 +162,17 @@ def merge(folder: Path, parts: int, tokens: float) -> None:
         made = records.get(part.record, {}).get("files")  # empty for a part whose files hold no text
         if made is None or (made and not is_complete(folder, shards_of(records[part.record], part, tokens), made)):
             missing.append(f"{number}/{parts}")
-        entries |= {name: without(entry, "end", "last") for name, entry in (made or {}).items()}
+        entries |= made or {}
     if missing:
         print(f"{folder}: {len(missing)} of {parts} parts are still to be made, --part={missing[0]} among them")
         return
-    of_parts = [without(record, "files", CHECKSUM) for record in records.values()]
-    for other in of_parts[1:]:
-        check_identity(folder, other, of_parts[0])
-    meta = of_parts[0] | {"files": entries}
+    first, *others = records.values()
+    settings = {key: value for key, value in first.items() if key not in ("files", CHECKSUM)}
+    for other in others:
+        check_identity(folder, other, settings)
+    meta = settings | {"files": entries}
     write_meta(folder, meta)
     finish(folder, meta)
-
-
-def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in keys}
 
 
 def finish(folder: Path, meta: dict[str, Any]) -> None:

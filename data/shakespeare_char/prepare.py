@@ -2,8 +2,8 @@
 
     python data/shakespeare_char/prepare.py [--input FILE]
 
-Reads FILE, else input.txt in this script's folder or in data/shakespeare, else downloads it into this script's
-folder. Writes train.bin (1,003,854 tokens), val.bin (111,540) and meta.json there too.
+Reads FILE, else input.txt in this script's folder, which it downloads. Writes train.bin (1,003,854 tokens), val.bin
+(111,540) and meta.json there too.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ def download(url: str, path: Path, checksum: str) -> None:
 
 
 def shakespeare(input_file: Path | None) -> str:
-    """The text in input_file, else in an input.txt that is here, else downloaded. Raises ValueError, OSError."""
-    ours = DATA / "shakespeare_char" / "input.txt"
-    found = [path for path in (ours, DATA / "shakespeare" / "input.txt") if path.exists()]
-    path = input_file or (found or [ours])[0]
-    if not (input_file or found):
-        download(URL, ours, SHA256)
+    """The text in input_file, else in input.txt, which is downloaded. Raises ValueError, OSError."""
+    path = input_file or DATA / "shakespeare_char" / "input.txt"
+    if not input_file and not path.exists():
+        download(URL, path, SHA256)
     text = read_text(path)
     if sha256(text.encode()) != SHA256:
         print(f"note: {path} is not the usual text of 1,115,394 characters; figures for it do not apply")
