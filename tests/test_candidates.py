@@ -1,12 +1,12 @@
-"""The patches of docs/hacks: each applies to the checkout, trains, and changes what is trained."""
+"""The candidates of docs/hacks: each applies to the checkout, trains, and changes what is trained."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from conftest import ROOT, events
-from test_hacks import PATCHES, Checkout
+from conftest import events
+from test_hacks import EXAMPLES, PATCHES, Checkout
 
 FAST = [
     *("config/train_shakespeare_char_fast.py", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16"),
@@ -29,7 +29,7 @@ def unchanged(python, chars, tmp_path_factory) -> tuple[list[float], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", [name for name in PATCHES if name not in EXAMPLES])
 def test_candidate_trains_and_changes_what_is_trained(name, unchanged, python, chars, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     losses, val_loss = trained(Checkout(tmp_path, PATCHES[name], python, [f"--dataset={chars}"]))
@@ -45,8 +45,3 @@ def test_cap_that_only_the_definition_has_is_found_although_a_new_head_is_zero(p
     )
     before_training = done.stdout.partition("step 0:")[0]
     assert "chunked loss in float32 disagrees with model.py" in before_training
-
-
-def test_readme_lists_all_candidates():
-    text = (ROOT / "docs" / "hacks" / "README.md").read_text(encoding="utf-8")
-    assert [name for name in PATCHES if f"({name}.patch)" not in text] == []

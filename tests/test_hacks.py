@@ -1,4 +1,4 @@
-"""The changes of docs/hacking.md and docs/hacks, each in a copy of the checkout: what a user would then do works."""
+"""The patches of docs/hacks, each in a copy of the checkout: what a user would then do works."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
 PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "hacks").glob("*.patch"))}
-LONG = ("value_embeddings", "weight_averaging")  # test_candidates.py has all, for some steps
-HACKS = dict(re.findall(r"^### (.+?)\n.*?```diff\n(.*?)```", PAGE, re.M | re.S)) | {n: PATCHES[n] for n in LONG}
-NUMBERS = {"z-loss": ["z_loss"], "A logged number": ["weight_norm/0", "weight_norm/1"]}
-SETTINGS = {"A setting": ["--embd_scale=2"], "A data set of one's own": ["--dataset=digits"]}
-IN_CI = ("z-loss", "Lion in place of AdamW", "Grouped-query attention", "A data set of one's own")
+PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^\| \[(\w+)\]\(hacks/\1\.patch\)", PAGE, re.M)
+HACKS = (*EXAMPLES, "value_embeddings", "weight_averaging")  # test_candidates.py has the others, for some steps
+NUMBERS = {"z_loss": ["z_loss"], "weight_norms": ["weight_norm/0", "weight_norm/1"]}
+SETTINGS = {"embd_scale": ["--embd_scale=2"], "digits": ["--dataset=digits"]}
+IN_CI = ("z_loss", "lion", "grouped_query_attention", "digits")
 
 
 class Checkout:
@@ -53,9 +53,19 @@ class Checkout:
 )
 def test_hack_trains_resumes_samples_and_is_exported_or_refused(name, python, chars, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    here = Checkout(tmp_path, HACKS[name], python, [])
+    here = Checkout(tmp_path, PATCHES[name], python, [])
     numbers = json.dumps(NUMBERS.get(name, []))
-    changed = str("b/model.py" in HACKS[name])
+    changed = str("b/model.py" in PATCHES[name])
     script = str(ROOT / "tests" / "changed.py")
     done = here.run(script, str(chars), os.environ["XDG_CACHE_HOME"], numbers, changed, *SETTINGS.get(name, []))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pages_list_all_patches_and_show_their_lines():
+    listed = (ROOT / "docs" / "hacks" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in PATCHES if name not in EXAMPLES and f"({name}.patch)" not in listed] == []
+    shown = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
+    assert shown
+    for diff in shown:
+        lines = re.findall(r"^[+-].*", diff, re.M)
+        assert any(lines == re.findall(r"^[+-].*", patch, re.M) for patch in PATCHES.values())
