@@ -10,14 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from tiny_models import state_of
 
 from deskgpt.checkpoint import store
-from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.run.saver import Saver
 from deskgpt.system.files import TEMPORARY
-from model import GPT, GPTConfig
 
 # Python's audit events of calls that change files. What is written within a file is not among them: a file gets its
 # name when it is whole, so that none may be opened for writing under another one than a temporary name.
@@ -26,21 +23,6 @@ CHANGES = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", 
 # (step, best, val loss so far): what a run saves, and then the run that is resumed after the kill.
 SAVES = [(1, True, 3.0), (2, False, 3.0), (3, True, 2.0)]
 RESUMED_STEP = 9
-
-
-def state_of(step: int, best_val_loss: float) -> Checkpoint:
-    torch.manual_seed(step)
-    config = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
-    model = GPT(config)
-    return Checkpoint(
-        model=model.state_dict(),
-        optimizer=make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95).state_dict(),
-        model_args=config.as_args(),
-        iter_num=step,
-        best_val_loss=best_val_loss,
-        config={"dataset": "x"},
-        tokenizer={"name": "bytes"},
-    )
 
 
 STATES = [(state_of(step, loss), best) for step, best, loss in SAVES]

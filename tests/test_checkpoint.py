@@ -16,32 +16,15 @@ import pytest
 import torch
 from conftest import assert_equal, assert_one_line, corrupted
 from safetensors.torch import save_file
+from tiny_models import TINIEST, save_folder, state_of
 
-from deskgpt.checkpoint import ckpt_file, folders, store
-from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.export.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig
 
-CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
-
-
-def state(iter_num: int = 1) -> Checkpoint:
-    model = GPT(CONFIG)
-    return Checkpoint(
-        model=model.state_dict(),
-        optimizer=OptimizerState(make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95), model).state(),
-        model_args={"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 20, "bias": True},
-        iter_num=iter_num,
-        best_val_loss=2.5,
-        config={"dataset": "x", "device": "cuda", "learning_rate": 0.1},
-        tokenizer={"name": "bytes"},
-    )
-
 
 def test_checkpoints_come_back_as_they_were_saved(tmp_path):
-    saved = state(7)
+    saved = state_of(7)
     store.save(saved, tmp_path, best=True)
     for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
         loaded = store.load(path)
@@ -51,8 +34,8 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
 
 def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
     names = ("optimizer", "model_args", "iter_num", "config")
-    saved: dict[str, Any] = {name: value for name, value in vars(state()).items() if name in names}
-    saved["model"] = {f"_orig_mod.{k}": v for k, v in GPT(CONFIG).state_dict().items()}
+    saved: dict[str, Any] = {name: value for name, value in vars(state_of()).items() if name in names}
+    saved["model"] = {f"_orig_mod.{k}": v for k, v in GPT(TINIEST).state_dict().items()}
     saved["model"]["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
     saved["best_val_loss"] = torch.tensor(2.5)
     torch.save(saved, tmp_path / "ckpt.pt")
@@ -68,13 +51,10 @@ FORMS = pytest.mark.parametrize("form", ["file", "folder"])
 
 
 def save(form: str, out_dir: Path, step: int, best: bool) -> None:
-    """A checkpoint as a run saves it, or a folder as a sharded one does."""
-    saved = state(step)
     if form == "file":
-        store.save(saved, out_dir, best)
+        store.save(state_of(step), out_dir, best)
     else:
-        tensors, rest = store.split_tensors(saved)
-        folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
+        save_folder(out_dir, step, best)
 
 
 @FORMS
@@ -115,7 +95,7 @@ def test_no_damage_is_silent_and_the_checkpoint_before_is_used(form, tmp_path):
 def test_damage_to_a_file_without_a_checksum_is_found_by_the_archives_own(tmp_path):
     draw = random.Random(1)
     path = tmp_path / "ckpt.pt"
-    torch.save(vars(state()), path)
+    torch.save(vars(state_of()), path)
     content = path.read_bytes()
     expected = store.load(tmp_path).model
     for _ in range(100):
@@ -125,8 +105,8 @@ def test_damage_to_a_file_without_a_checksum_is_found_by_the_archives_own(tmp_pa
 
 
 def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_named(tmp_path):
-    store.save(state(1), tmp_path, best=True)
-    spoiled = vars(state())
+    store.save(state_of(1), tmp_path, best=True)
+    spoiled = vars(state_of())
     spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
     torch.save(spoiled, tmp_path / "ckpt.pt")
     said: list[str] = []
@@ -141,7 +121,7 @@ def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_na
 def test_folders_with_checkpoints_are_named_where_one_is_missing(tmp_path):
     for name in ("out-first", "out-mine"):
         (tmp_path / name).mkdir()
-        store.save(state(), tmp_path / name, best=False)
+        store.save(state_of(), tmp_path / name, best=False)
     (tmp_path / "data").mkdir()
     with pytest.raises(ValueError, match="no such checkpoint") as e:
         store.load(tmp_path / "out")
@@ -150,9 +130,9 @@ def test_folders_with_checkpoints_are_named_where_one_is_missing(tmp_path):
 
 
 def test_what_is_damaged_or_abandoned_is_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
-    store.save(state(1), tmp_path, best=True)
+    store.save(state_of(1), tmp_path, best=True)
     for step in (5, 7, 9):
-        save("folder", tmp_path, step, best=False)
+        save_folder(tmp_path, step, best=False)
     (tmp_path / "ckpt-00000007" / "manifest.json").unlink()
     (tmp_path / "ckpt_best.pt").write_text("damaged")
     (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
@@ -177,15 +157,15 @@ def test_what_is_damaged_or_abandoned_is_kept_aside_and_what_killed_runs_left_is
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path):
-    store.save(state(1), tmp_path, best=False)
+    store.save(state_of(1), tmp_path, best=False)
     before = (tmp_path / "ckpt.pt").read_bytes()
     for entry in (Path("x"), np.ones(2), object):
         with pytest.raises(ValueError, match="is not written") as e:
-            store.save(replace(state(2), parts={"mine": {"entry": entry}}), tmp_path, best=False)
+            store.save(replace(state_of(2), parts={"mine": {"entry": entry}}), tmp_path, best=False)
         assert_one_line(e.value, tmp_path / "ckpt.pt", "the checkpoint before it is intact")
     assert (tmp_path / "ckpt.pt").read_bytes() == before
     for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.cfloat):
-        store.save(replace(state(2), parts={"mine": {"entry": torch.ones(2).to(dtype)}}), tmp_path, best=False)
+        store.save(replace(state_of(2), parts={"mine": {"entry": torch.ones(2).to(dtype)}}), tmp_path, best=False)
         parts = store.load(tmp_path).parts
         assert parts is not None
         assert parts["mine"]["entry"].dtype == dtype
@@ -231,13 +211,13 @@ def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path):
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    torch.save(vars(state()) | {"config": {"x": Code()}}, tmp_path / "ckpt.pt")
+    torch.save(vars(state_of()) | {"config": {"x": Code()}}, tmp_path / "ckpt.pt")
     assert_refuses(tmp_path, "mkdir", "only its maker's code can read")
     assert not (tmp_path / "ran").exists()
 
 
 def test_compressed_archives_and_absurd_pickles_are_refused_before_they_take_memory(tmp_path):
-    torch.save(vars(state()), tmp_path / "plain.pt")
+    torch.save(vars(state_of()), tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as old:
         for compression, pickled in ((zipfile.ZIP_DEFLATED, b""), (zipfile.ZIP_STORED, b"\x80\x02" + b"N0" * 2**22)):
             with zipfile.ZipFile(tmp_path / "ckpt.pt", "w", compression) as new:
@@ -247,13 +227,13 @@ def test_compressed_archives_and_absurd_pickles_are_refused_before_they_take_mem
 
 
 def test_numbers_of_numpy_are_read(tmp_path):
-    torch.save(vars(state()) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")
+    torch.save(vars(state_of()) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")
     assert store.load(tmp_path).best_val_loss == 1.5
 
 
 def test_blocks_that_are_applied_twice_and_factored_embeddings_are_read_back(tmp_path):
     """model_args do not tell the weights of a changed model.py."""
-    saved = state()
+    saved = state_of()
     saved.model["transformer.wte.weight"] = torch.ones(20, 2)
     saved.model["transformer.factor.weight"] = torch.ones(2, 8)
     saved.model_args["n_layer"] = 12
@@ -276,7 +256,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_entries_of_other_types_and_ranges_are_refused(tmp_path, name):
     for value in WRONG[name]:
-        torch.save(vars(state()) | {name: value}, tmp_path / "ckpt.pt")
+        torch.save(vars(state_of()) | {name: value}, tmp_path / "ckpt.pt")
         assert_refuses(tmp_path)
 
 
@@ -287,7 +267,7 @@ PLAIN = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positi
 
 def gpt2_folder(folder: Path, **changes: Any) -> str:
     (folder / "config.json").write_text(json.dumps(PLAIN | changes))
-    weights = {k.removeprefix("transformer."): v.contiguous() for k, v in GPT(CONFIG).state_dict().items()}
+    weights = {k.removeprefix("transformer."): v.contiguous() for k, v in GPT(TINIEST).state_dict().items()}
     del weights["lm_head.weight"]  # as in OpenAI's files on the hub, which also lack the prefix
     conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     save_file(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_equal, assert_one_line, files_of_at_most
-from kill_points import kill_at_each_call, silent, state_of
+from kill_points import kill_at_each_call, silent
+from tiny_models import state_of
 
 from deskgpt.checkpoint import store
 from deskgpt.run.saver import Kept, Saver

@@ -24,7 +24,7 @@ from conftest import (
     weights,
 )
 from gloo import forked, resumed, run
-from tiny_models import MODERN_SETTINGS
+from tiny_models import MODERN_SETTINGS, TINIEST, save_folder, state_of
 
 import train
 from configurator import build
@@ -37,12 +37,9 @@ from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.kernels.verify import whole
 from deskgpt.run.saver import Saver
 from deskgpt.run.settings import settings_of_start
-from model import GPT, GPTConfig
+from model import GPT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
-
-CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
-
 
 # ---- what is written -----------------------------------------------------------------------------------------
 
@@ -50,7 +47,7 @@ CONFIG = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, b
 def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT, OptimizerState]:
     """A model, whole or sharded, and its optimizer's after a few steps with gradients that all layouts draw alike."""
     torch.manual_seed(1)
-    model = GPT(CONFIG)
+    model = GPT(TINIEST)
     if mesh is not None:
         model = sharding.sharded_copy(model, mesh, True, torch.device("cpu"))
     optimizer: torch.optim.Optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
@@ -69,11 +66,11 @@ def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT,
     return model, kept
 
 
-def state_of(model: GPT, optimizer: OptimizerState, step: int = 2, loss: float = 3.0) -> Checkpoint:
+def trained_state(model: GPT, optimizer: OptimizerState, step: int = 2, loss: float = 3.0) -> Checkpoint:
     return Checkpoint(
         model=model.state_dict(),
         optimizer=optimizer.state(),
-        model_args=CONFIG.as_args(),
+        model_args=TINIEST.as_args(),
         iter_num=step,
         best_val_loss=loss,
         config={"dataset": "x", "learning_rate": 0.1, "min_lr": None},
@@ -104,8 +101,8 @@ def folder(tmp_path_factory) -> Path:
         for kind in ("adamw", "muon", "nadam"):
             check_layouts(out_dir / kind, kind, mesh, group, ranks)
         model, optimizer = trained(mesh=mesh)
-        store.save(state_of(model, optimizer, 1, 4.0), out_dir, True, 2, group)
-        store.save(state_of(model, optimizer, 2, 5.0), out_dir, False, 2, group)
+        store.save(trained_state(model, optimizer, 1, 4.0), out_dir, True, 2, group)
+        store.save(trained_state(model, optimizer, 2, 5.0), out_dir, False, 2, group)
         check_failures(out_dir, model, optimizer, group)
         dist.barrier()
         dist.destroy_process_group()
@@ -120,7 +117,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistCo
         out_dir.mkdir()
     dist.barrier()
     model, optimizer = trained(kind, mesh=mesh)
-    saved = state_of(model, optimizer)
+    saved = trained_state(model, optimizer)
     expected = gathered(store.content_of(saved))
     saver = Saver(out_dir, print, 9.0, group=group)
     saver.save(saved, best=True)
@@ -139,7 +136,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistCo
         loaded = store.load(source)
         store.restore_weights(other, loaded)
         other_optimizer.load(loaded.optimizer, "out", loaded.folder)
-        found = gathered(store.content_of(state_of(other, other_optimizer)))
+        found = gathered(store.content_of(trained_state(other, other_optimizer)))
         assert_equal(found["model"], expected["model"])
         assert_equal(found["optimizer"]["state"], expected["optimizer"]["state"])
 
@@ -152,7 +149,7 @@ def check_failures(out_dir: Path, model: GPT, optimizer: OptimizerState, group: 
     with pytest.raises(ValueError, match="SGD.* take --dp_shard=1"):
         OptimizerState(averaging, model)  # at the start, not at the first save
     before = names(out_dir)
-    bad = state_of(model, optimizer, 3)
+    bad = trained_state(model, optimizer, 3)
     first = sharding.local(next(iter(bad.model.values())))
     if rank == 1:
         first[0, 0] = math.nan
@@ -221,43 +218,37 @@ def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path
 # ---- which one -----------------------------------------------------------------------------------------------
 
 
-def save_whole(out_dir: Path, step: int, best: bool, loss: float = 3.0) -> None:
-    """A folder as a sharded run would have written it, by one process."""
-    tensors, rest = store.split_tensors(state_of(*trained(), step, loss))
-    folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
-
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
-    store.save(state_of(*trained(), 5), tmp_path, best=True)
+    store.save(state_of(5), tmp_path, best=True)
     for step, best, newest, best_name in (
         (4, False, "ckpt.pt", "ckpt_best.pt"),
         (7, False, "ckpt-00000007", "ckpt_best.pt"),
         (7, True, "ckpt-00000007-2", "ckpt-00000007-2"),
         (9, False, "ckpt-00000009", "ckpt-00000007-2"),
     ):
-        save_whole(tmp_path, step, best)
+        save_folder(tmp_path, step, best)
         assert store.load(tmp_path).path == tmp_path / newest
         assert store.best_of(tmp_path) == tmp_path / best_name
     store.prune(tmp_path, 2)
     assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000009"]
-    save_whole(tmp_path, 12, best=False)
+    save_folder(tmp_path, 12, best=False)
     store.prune(tmp_path, 1)
     assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000012"]
     for path in (tmp_path / "ckpt-00000007-2", str(tmp_path / "ckpt-00000007-2")):
         assert store.folder_of(path) == tmp_path
         assert store.is_one(path)
         assert store.load(path).iter_num == 7
-    store.save(state_of(*trained(), 13), tmp_path, best=True)  # a run that is not sharded goes on
+    store.save(state_of(13), tmp_path, best=True)  # a run that is not sharded goes on
     assert names(tmp_path) == ["ckpt.pt", "ckpt_best.pt"]
 
 
 def test_damaged_shard_is_not_the_best_model(tmp_path):
-    save_whole(tmp_path, 5, best=True, loss=1.0)
-    save_whole(tmp_path, 9, best=False, loss=1.0)  # which knows the best loss so far
+    save_folder(tmp_path, 5, best=True, loss=1.0)
+    save_folder(tmp_path, 9, best=False, loss=1.0)  # which knows the best loss so far
     assert store.resume(tmp_path).best_val_loss == 1.0
     shard = next((tmp_path / "ckpt-00000005").glob("shard-*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
@@ -272,7 +263,7 @@ def test_damaged_shard_is_not_the_best_model(tmp_path):
 
 def test_files_of_earlier_steps_are_kept(tmp_path):
     for step in range(1, 6):
-        store.save(state_of(*trained(), step), tmp_path, best=step == 1, keep=3)
+        store.save(state_of(step), tmp_path, best=step == 1, keep=3)
     assert names(tmp_path) == ["ckpt-00000003.pt", "ckpt-00000004.pt", "ckpt.pt", "ckpt_best.pt"]
     assert [store.load(tmp_path / f"ckpt-0000000{n}.pt").iter_num for n in (3, 4)] == [3, 4]
     (tmp_path / "ckpt.pt").write_text("damaged")

@@ -1,15 +1,21 @@
-"""Models and token ids that several test files share."""
+"""Models, token ids and checkpoints that several test files share."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from deskgpt.checkpoint import folders, store
+from deskgpt.checkpoint.optimizer_state import OptimizerState
+from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.optimizer import make_optimizer
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
+TINIEST = GPTConfig(block_size=8, vocab_size=20, n_layer=1, n_head=1, n_embd=8, bias=True)
 MODERN_SETTINGS: dict[str, Any] = {
     "position": "rope",
     "norm": "rms",
@@ -35,3 +41,25 @@ def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
 
 def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
+
+
+def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
+    """What a run of TINIEST saves; the weights depend on the step."""
+    torch.manual_seed(step)
+    model = GPT(TINIEST)
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
+    return Checkpoint(
+        model=model.state_dict(),
+        optimizer=OptimizerState(optimizer, model).state(),
+        model_args=TINIEST.as_args(),
+        iter_num=step,
+        best_val_loss=best_val_loss,
+        config={"dataset": "x", "device": "cuda", "learning_rate": 0.1},
+        tokenizer={"name": "bytes"},
+    )
+
+
+def save_folder(out_dir: Path, step: int, best: bool, loss: float = 2.5) -> None:
+    """A checkpoint as a sharded run saves it, by one process."""
+    tensors, rest = store.split_tensors(state_of(step, loss))
+    folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
