@@ -166,7 +166,7 @@ def of_experiment(config: TrainConfig) -> Metadata:
 def changed_schedule(
     before: TrainConfig, now: TrainConfig, rate: Callable[[TrainConfig, int], float], done: int
 ) -> tuple[list[Change], list[Change]]:
-    """The first step so far whose learning rate differs most, if one does, and all settings of the schedule that do.
+    """(where the learning rates of the steps so far differ most, or nothing; the schedule's settings that differ).
 
     Schedules may differ in what comes later: with the same past, it is the same experiment. done: steps so far.
     """
