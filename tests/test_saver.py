@@ -41,7 +41,7 @@ def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(t
     assert (tmp_path / "ckpt.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size + 1000
 
 
-def test_save_that_fails_is_printed_and_the_run_names_the_checkpoint_before_it(tmp_path):
+def test_full_disk_and_broken_weights_leave_the_checkpoint_before_which_the_run_then_names(tmp_path):
     said: list[str] = []
     saver = saver_of(tmp_path, said)
     with files_of_at_most(kib=1):
@@ -49,39 +49,25 @@ def test_save_that_fails_is_printed_and_the_run_names_the_checkpoint_before_it(t
         assert saver.kept_text() == "no checkpoint was saved yet"
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
+    huge, bad, lost = (state_of(step, 2.0) for step in (2, 3, 4))
+    huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
+    bad.model["lm_head.weight"][0, 0] = torch.nan
     with files_of_at_most(kib=1):
-        saver.save(state_of(2, 2.0), best=True)
-        saver.wait()
+        for state in (huge, bad, lost):
+            saver.save(state, best=True)
+            saver.wait()
     assert saver.best_val_loss == 3.0  # that of the files
     assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
-    assert len(said) == 2
-    for line in said:
-        assert_one_line(line, tmp_path / "ckpt.pt", "free some disk space", "the run goes on")
+    for line, named in zip(said, ("free some disk space", "weights", "NaN", "free some disk space"), strict=True):
+        assert_one_line(line, tmp_path / "ckpt.pt", named, "the run goes on")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
-    saver.save(state_of(3, 2.5), best=True)
+    saver.save(state_of(5, 2.5), best=True)
     saver.wait()
     saver.raise_if_last_failed()
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 3
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
     assert not store.leftovers(tmp_path)
-
-
-def test_broken_weights_do_not_replace_a_checkpoint(tmp_path):
-    said: list[str] = []
-    saver = saver_of(tmp_path, said)
-    saver.save(state_of(1, 3.0), best=True)
-    huge, bad = (state_of(step, 3.0) for step in (2, 3))
-    huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
-    bad.model["lm_head.weight"][0, 0] = torch.nan
-    for state in (huge, bad):
-        saver.save(state, best=False)
-    saver.wait()
-    assert len(said) == 2
-    for line in said:
-        assert_one_line(line, "is not written")
-    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
-    assert store.load(tmp_path).iter_num == 1
 
 
 @pytest.mark.slow
