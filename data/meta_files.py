@@ -69,7 +69,7 @@ def described(path: Path) -> Iterator[Path]:
     try:
         yield path
     except ValueError as e:
-        raise ValueError(f"{path} does not describe token files ({e}); prepare the data again") from None
+        raise ValueError(f"{path} does not describe token files ({e}); delete it and prepare the data again") from None
 
 
 @functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often

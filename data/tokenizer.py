@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters, UTF-8 bytes, merges of one's own (data/bpe.py), or tiktoken's encodings.
+"""Text to token ids and back: characters, UTF-8 bytes, tiktoken's encodings, or merges of data/text/prepare.py.
 
 A small dictionary describes a tokenizer (`meta()`, `from_meta()`), in a data folder's meta.json and in checkpoints.
 """

@@ -269,7 +269,7 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
     odd = odd_text(text)
     if kind == "bpe":
         pytest.importorskip("tokenizers")
-        from data.bpe import train as train_bpe
+        from data.text.prepare import train_bpe
 
         return train_bpe(text[:100_000], 1000), odd
     if kind == "char":

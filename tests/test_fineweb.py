@@ -186,7 +186,7 @@ def test_other_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_pa
     fails(script(*parts, *out, "--shard_tokens=1e4"), "parts 2", "--out")
     assert contents(tmp_path / "out") == before
     (tmp_path / "out" / "parts" / "000000.json").write_text('{"file": "0.jsonl", "job": "", "files": {}}')
-    fails(script(*parts, *out, "--shard_tokens=1e4", "--part=1/2"), "000000.json", "--out")  # of an older version
+    fails(script(*parts, *out, "--shard_tokens=1e4", "--part=1/2"), "000000.json")  # of an older version
 
 
 @needs_kill

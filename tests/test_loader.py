@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from hashlib import sha256
@@ -79,19 +78,6 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(split):
         time.sleep(0.001)
     assert sorted(made) == list(range(1 + AHEAD))
     loader.close()
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_and_micro_batches_share_the_rows_of_a_step_and_of_an_evaluation(world):
-    of_ranks = [Batching(3, 8, rank=rank, world=world) for rank in range(world)]
-    rows = np.concatenate([of_rank.rows(micro) for of_rank in of_ranks for micro in range(of_rank.micro_steps)])
-    assert sorted(rows) == list(range(24))
-    assert {of_rank.sequences for of_rank in of_ranks} == {24}
-    shares = [[*of_rank.eval_rows(10)] for of_rank in of_ranks]
-    assert {len(share) for share in shares} == {math.ceil(4 / world)}  # batches: equally many on each rank
-    assert {of_rank.eval_batches(10) for of_rank in of_ranks} == {math.ceil(4 / world)}
-    evaluated = np.concatenate([batch for share in shares for batch in share])
-    assert sorted(evaluated) == list(range(math.ceil(4 / world) * world * 3))  # from 10 on they are padding
 
 
 @pytest.mark.skipif(resource is None, reason="needs POSIX")

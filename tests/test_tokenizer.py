@@ -11,14 +11,13 @@ from fineweb import fails
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import bpe
-from data.text.prepare import prepare
+from data.text.prepare import prepare, sample, train_bpe
 from data.token_files import read_meta, read_tokens
 from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size, valid_unicode
 from deskgpt.checkpoint import store
 
 SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
-SMALL = bpe.train(SOME, 320)
+SMALL = train_bpe(SOME, 320)
 unicode = st.text() | st.text(st.sampled_from("the qu'll\t\n 1é日\u0301\u2003🧀\x00ſ"))
 
 
@@ -82,7 +81,7 @@ def test_ids_are_bytes_then_merges_then_the_end_of_text():
 
 def test_words_without_end_are_cut_for_training():
     text = "ACGT" * 1000 + " and more"
-    cut = "".join(bpe.sample(text))
+    cut = "".join(sample(text))
     assert cut.replace("\n", "") == text
     assert max(map(len, cut.split())) == 256
 
@@ -92,7 +91,7 @@ def test_tokenizer_is_trained_on_the_train_part_only(tmp_path, text):
     for name, val in (("a", text[9000:10_000]), ("b", "Zyzzyva! " * 111 + "q"), ("c", text[9000:10_000])):
         prepare((train + val)[:10_000], tmp_path / name, "bpe", "a text", 500)
     made = {name: read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "abc"}
-    assert made["a"] == made["b"] == bpe.train(train, 500).meta()["merges"]
+    assert made["a"] == made["b"] == train_bpe(train, 500).meta()["merges"]
     assert contents(tmp_path / "a") == contents(tmp_path / "c")
 
 

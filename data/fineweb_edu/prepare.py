@@ -124,10 +124,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 def earlier_records(folder: Path) -> dict[str, dict[str, Any]]:
     """What earlier starts recorded of the whole and of parts, by file. Raises ValueError if one is damaged."""
     names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
-    try:
-        records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
-    except ValueError as e:
-        raise ValueError(f"{e}: choose another --out, or delete the folder") from None
+    records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
     return {name: record for name, record in records.items() if record}
 
 

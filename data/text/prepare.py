@@ -12,24 +12,30 @@ begins with that token.
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data import bpe
 from data.prepared import is_prepared, named_tokenizer, write_dataset
 from data.text_files import SEPARATOR, documents_in, expanded, next_document, read_text
 from data.tokenizer import (
     END_OF_TEXT,
+    LONGEST_TOKEN,
     MOST_IDS,
     SMALLEST_BPE,
+    BpeTokenizer,
     CharTokenizer,
     Tokenizer,
     encoded_document,
     from_meta,
+    of_merges,
     short_name,
 )
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
@@ -38,7 +44,13 @@ from deskgpt.system.files import sha256
 DATA = Path(__file__).resolve().parents[1]
 TRAIN_SHARE = 0.9  # of the characters; the rest is val
 NAMED_FILES = 10  # in the source that meta.json names
-BPE_SIZE = 4096  # ids of a vocabulary of one's own, unless asked otherwise
+
+# A byte-pair encoding that is trained on the text. The trainer takes up to 140 times the size of the different words,
+# which are nearly all of a text without spaces.
+BPE_SIZE = 4096  # ids, unless asked otherwise
+SAMPLE_BYTES = 16_000_000
+BLOCK = 1 << 20  # characters
+LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -69,7 +81,7 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
         return
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
-        tokenizer: Tokenizer = bpe.train("".join(documents_in(text[:cut])), vocab_size)
+        tokenizer: Tokenizer = train_bpe("".join(documents_in(text[:cut])), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
@@ -94,6 +106,43 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
     print(f"{folder.name}: tokenizer {name}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
         print(f"{split}.bin has {len(ids):,} tokens")
+
+
+def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
+    """A byte-pair encoding of vocab_size ids for such text; the same text makes the same one.
+
+    Raises ValueError if the text has not enough pairs for so many.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    encoding = Tokenizer(models.BPE())
+    encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's pattern
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # without END_OF_TEXT, which is not text
+        min_frequency=1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=LONGEST_TOKEN,
+        show_progress=False,
+    )
+    encoding.train_from_iterator(sample(text), trainer)
+    merges = json.loads(encoding.to_str())["model"]["merges"]  # pairs of tokens
+    tokenizer = of_merges("\n".join(" ".join(pair) for pair in merges))
+    if tokenizer.vocab_size < vocab_size:
+        raise ValueError(
+            f"the training text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, not {vocab_size:,}; "
+            f"use --vocab_size={tokenizer.vocab_size}, or more text"
+        )
+    return tokenizer
+
+
+def sample(text: str) -> Iterator[str]:
+    """Blocks from all over a text, about SAMPLE_BYTES or all of it.
+
+    Long words are cut by newlines: the trainer goes through a whole word for each merge in it.
+    """
+    every = math.ceil(len(text.encode("utf-8", "surrogatepass")) / SAMPLE_BYTES)
+    for begin in range(0, len(text), BLOCK * every):
+        yield LONG_WORD.sub(r"\1\n", text[begin : begin + BLOCK])
 
 
 def folder(name: str) -> Path:
