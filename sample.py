@@ -20,7 +20,6 @@ from typing import Annotated, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import torch
-from torch import Tensor
 
 from configurator import configure
 from data.chat import talk, template
@@ -142,32 +141,15 @@ def generation_config(c: SampleConfig) -> GenerationConfig:
 
 def chat(c: SampleConfig, generation: GenerationConfig, trained: Trained) -> None:
     """Answers on the terminal until the input ends. Raises ValueError if the model cannot talk."""
-    model = trained.model
-    device = next(model.parameters()).device
-    chat_template = template_for(trained)
-    dialogue = talk.Dialogue(chat_template, model.config.block_size, c.system)
-
-    def as_prompts(ids: Ids) -> Tensor:
-        return torch.from_numpy(ids.astype("int64")).to(device)[None]
-
-    engine = InferenceEngine(model, as_prompts(dialogue.prompt()), inference_dtype(c, device), compiled=c.compile)
+    writer = writer_of(c, generation, trained)
 
     def answer(ids: Ids, n: int) -> Iterator[str]:
         """The n-th answer, in pieces as they come."""
-        sample = Sample(trained.tokenizer, "", c.stop, template.FORGED_TURN, last_token=chat_template.end_of_text)
-        for shown in write(model, as_prompts(ids), [sample], replace(generation, seed=c.seed + n), engine.replacing):
+        text, prompts = writer.answer(Sample, ids, c.stop)
+        for shown in write(trained.model, prompts, [text], replace(generation, seed=c.seed + n), writer.replacing):
             yield shown[0]
 
-    talk.talk(dialogue, answer)
-
-
-def template_for(trained: Trained) -> template.Template:
-    """The template of dialogues. Raises ValueError if the model cannot talk."""
-    if not trained.saw_chat:
-        print(
-            f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/sampling.md", file=sys.stderr
-        )
-    return template.Template(trained.tokenizer)
+    talk.talk(writer.dialogue(c.system), answer)
 
 
 # ---- page ----------------------------------------------------------------------------------------------------
@@ -184,12 +166,14 @@ def serve(c: SampleConfig, generation: GenerationConfig, trained: Trained) -> No
 
 
 def writer_of(c: SampleConfig, generation: GenerationConfig, trained: Trained) -> Writer:
-    """The model of the page. It talks if it saw dialogues, or with --chat."""
-    model = trained.model
-    device = next(model.parameters()).device
+    """The model of a dialogue or of the page. It talks if it saw dialogues, or with --chat."""
+    device = next(trained.model.parameters()).device
     prompt = encode_prompt(generation.prompt, trained.tokenizer).to(device)
-    engine = InferenceEngine(model, prompt, inference_dtype(c, device))
-    chat_template = template_for(trained) if c.chat or trained.saw_chat else None
+    engine = InferenceEngine(trained.model, prompt, inference_dtype(c, device), compiled=c.compile)
+    chat_template = template.Template(trained.tokenizer) if c.chat or trained.saw_chat else None
+    if c.chat and not trained.saw_chat:
+        note = f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/sampling.md"
+        print(note, file=sys.stderr)
     return Writer(trained, engine.replacing, generation, chat_template, c.system)
 
 

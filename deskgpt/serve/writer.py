@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.chat import talk, template
+from data.tokenizer import Ids
 from deskgpt.compute.generation import GenerationConfig, Sample
 from deskgpt.sampling.trained import Trained, encode_prompt
 
@@ -33,28 +34,40 @@ class Writer:
 
     def __post_init__(self) -> None:
         if self.chat_template is not None:
-            talk.Dialogue(self.chat_template, self.block_size, self.system)
+            self.dialogue(self.system)
 
     @property
     def block_size(self) -> int:
         return self.trained.model.config.block_size
+
+    def dialogue(self, system: str) -> talk.Dialogue:
+        """An empty dialogue with this system message. Raises ValueError if the message is too long."""
+        assert self.chat_template is not None
+        return talk.Dialogue(self.chat_template, self.block_size, system)
 
     def begin(self, kind: type[Text], prompt: str, messages: Any, *stops: str) -> tuple[Text, Tensor]:
         """A text that answers messages in JSON, or continues the prompt if they are None; the tokens (1, T) before it.
 
         Raises ValueError, one line.
         """
-        tokenizer = self.trained.tokenizer
-        if messages is None:
-            if not prompt:
-                raise ValueError("the prompt is empty; send some text or a line break")
-            ids = encode_prompt(prompt, tokenizer)
-            text = kind(tokenizer, prompt, *stops)
-        elif self.chat_template is not None:
+        if messages is not None and self.chat_template is not None:
             dialogue = talk.Dialogue.of(self.chat_template, self.block_size, messages)
-            ids = torch.from_numpy(dialogue.prompt().astype("int64"))[None]
-            text = kind(tokenizer, "", *stops, template.FORGED_TURN, last_token=self.chat_template.end_of_text)
-        else:
+            return self.answer(kind, dialogue.prompt(), *stops)
+        if messages is not None:
             name = self.trained.name
             raise ValueError(f"{name} saw no chat data (docs/sampling.md); send a prompt, or serve it with --chat")
-        return text, ids.to(next(self.trained.model.parameters()).device)
+        if not prompt:
+            raise ValueError("the prompt is empty; send some text or a line break")
+        ids = encode_prompt(prompt, self.trained.tokenizer)
+        return kind(self.trained.tokenizer, prompt, *stops), ids.to(self.device)
+
+    def answer(self, kind: type[Text], ids: Ids, *stops: str) -> tuple[Text, Tensor]:
+        """A text that answers a dialogue's prompt; the prompt (1, T)."""
+        assert self.chat_template is not None
+        stops = (*stops, template.FORGED_TURN)
+        text = kind(self.trained.tokenizer, "", *stops, last_token=self.chat_template.end_of_text)
+        return text, torch.from_numpy(ids.astype("int64"))[None].to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.trained.model.parameters()).device
