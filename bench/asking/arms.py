@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -142,31 +141,26 @@ def snapshot(below: Path, commit: str | None, patches: tuple[Path, ...]) -> tupl
     below.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=below) as staging:
         index = str(Path(staging).resolve() / "index")
+        # What the user wrote is a revision or refused: git never reads it as an option.
+        revision = ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit or 'HEAD'}^{{commit}}"]
+        sha = git(*revision, index=index, what=f"commit:{commit or 'HEAD'} is not a commit of this checkout")
+        git("read-tree", sha, index=index)
         if commit is None:
-            git("read-tree", "HEAD", index=index, what="copies of the code need git")
-            git("add", "--all", ".", index=index, what="copies of the code need git")
-        else:
-            # What the user wrote is a revision or refused: git never reads it as an option.
-            revision = ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}"]
-            sha = git(*revision, index=index, what=f"commit:{commit} is not a commit of this checkout")
-            git("read-tree", sha, index=index, what=f"commit:{commit}")
+            git("add", "--all", ".", index=index)
         for patch in patches:
             apply = ["apply", "--cached", "--whitespace=nowarn", str(patch.resolve())]
             git(*apply, index=index, what=f"{patch} does not apply")
-        tree = git("write-tree", index=index, what="copies of the code need git")
-        to = below / tree[:16]
+        to = below / git("write-tree", index=index)[:16]
         if not to.exists():
-            archive = Path(staging).resolve() / "code.tar"
-            git("archive", f"--output={archive}", tree, index=index, what="copies of the code need git")
-            shutil.unpack_archive(archive, Path(staging) / "new", filter="data")
-            (Path(staging) / "new").rename(to)
+            git("checkout-index", "--all", f"--prefix={index}.code/", index=index)
+            Path(f"{index}.code").rename(to)
     digest = hashlib.sha256()
     for path in sorted(with_imports([to / "train.py"], to)):
         digest.update(path.relative_to(to).as_posix().encode() + b"\0" + path.read_bytes())
     return to, digest.hexdigest()[:16]
 
 
-def git(*arguments: str, index: str, what: str) -> str:
+def git(*arguments: str, index: str, what: str = "no copy of the code can be made") -> str:
     """What git prints about this checkout. Raises ConfigError, which begins with `what`."""
     env = os.environ | {"GIT_INDEX_FILE": index}
     try:
