@@ -104,7 +104,7 @@ def test_report_of_a_run_has_its_figures_and_its_judgement(real, script):
     text = (real / "report.html").read_text()
     best = min(e["val_loss"] for e in read_run(str(real)).evals)
     assert re.search(r"<h1>.* fell from \d\.\d\d to \d\.\d\d in \d steps</h1>", text)
-    assert f"lowest val loss</th><td>{best:.4f}" in text
+    assert re.search(rf"lowest val loss is {best:.4f} ± [\d.]+ \(95% of the text, n=32 windows\)", text)
     assert re.search(r"MFU</th><td>[\d.]+%</td>", text)
     assert f"perplexity there</th><td>{np.exp(best):,.2f}" in text
     assert re.search(r"At the end the val loss is -?[\d.]+ above the train loss", text)

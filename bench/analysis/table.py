@@ -337,7 +337,6 @@ LEARNING: list[tuple[str, Callable[[Run], Any], Text]] = [
     ("last step evaluated", lambda r: r.val[-1]["iter"], AMOUNT["steps"]),
     ("val loss there", lambda r: r.val[-1]["val_loss"], "{:.4f}".format),
     ("lowest val loss", lambda r: r.best["val_loss"], "{:.4f}".format),
-    ("± of another text of this size", lambda r: r.best["val_se"] and 1.96 * r.best["val_se"], "{:.4f}".format),
     ("perplexity there", lambda r: math.exp(min(r.best["val_loss"], 700)), "{:.2f}".format),
     ("bits per byte there", lambda r: r.best["val_bpb"], "{:.4f}".format),
     ("train loss at the end", lambda r: r.val[-1]["train_loss"], "{:.4f}".format),

@@ -97,6 +97,10 @@ def judgement(run: Run) -> list[str]:
     if earlier and last["val_se"] and earlier[-1] - last["val_loss"] > 1.96 * last["val_se"]:
         fell = earlier[-1] - last["val_loss"]
         lines.append(f"The val loss was still falling at the end, by {fell:.4f} in the last steps: train longer.")
+    best = run.best
+    if best["val_se"] and best["eval_windows"]:
+        error = f"± {1.96 * best['val_se']:.4f} (95% of the text, n={best['eval_windows']:,.0f} windows)"
+        lines.append(f"The lowest val loss is {best['val_loss']:.4f} {error}, at step {best['iter']:,}.")
     if last["train_loss"] is not None:
         lines.append(f"At the end the val loss is {last['val_loss'] - last['train_loss']:.4f} above the train loss.")
     return lines
