@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,9 +81,11 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 @POSIX
-def test_nvidia_smi_of_any_age_is_understood(nvidia_smi):
+def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_smi, monkeypatch):
     nvidia_smi("NVIDIA GeForce RTX 4070", "8.9\n7.5", "12.8")
     assert wheels.nvidia_gpu() == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
+    monkeypatch.chdir(Path(sys.prefix).parent)
+    assert wheels.remedy().startswith(f"{Path(sys.prefix).name}{os.sep}")  # a path that has no user's name to quote
     nvidia_smi("Tesla K80", "Field compute_cap is not valid", "11.4")
     assert wheels.nvidia_gpu() == Gpu("Tesla K80", (11, 4), (7, 5))
     nvidia_smi("NVIDIA-SMI has failed", "", "12.8", status=9)

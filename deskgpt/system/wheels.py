@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 INDEX = "https://download.pytorch.org/whl"
@@ -100,7 +101,9 @@ def remedy() -> str:
     wheel, why = wheel_for(nvidia_gpu())
     if wheel is CPU:
         return why
-    return f'{sys.executable} -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel.name}'
+    python, here = Path(sys.executable), Path.cwd()
+    python = python.relative_to(here) if python.is_relative_to(here) else python  # without the spaces of a user's name
+    return f'{python} -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel.name}'
 
 
 if __name__ == "__main__":
