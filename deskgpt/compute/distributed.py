@@ -72,7 +72,7 @@ class DistContext:
 
 # ---- how the process was started -----------------------------------------------------------------------------
 
-# In which srun and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH tell a process how many there are.
+# Variables in which srun, and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH, tell a process how many there are.
 OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"

@@ -34,11 +34,14 @@ from model import GPT
 if TYPE_CHECKING:
     from train import TrainConfig
 
-CODE = (Path(__file__).resolve().parents[2] / "model.py", Path(__file__))  # with all that they import of ours
-CACHE = "variants"  # of the choices that are remembered
+CODE = (
+    Path(__file__).resolve().parents[2] / "model.py",
+    Path(__file__),
+)  # a choice holds for these and what they import
+CACHE = "variants"  # the entries of system/cache.py that remember choices
 
 PROBE_S = 0.3  # about what a timed pass takes: as many sequences of the micro-batch as fit into it
-TURNS_S = 1.0  # that variants take turns
+TURNS_S = 1.0  # for which variants take turns
 MOST_ROUNDS = 50
 HOPELESS = 4.0  # times the fastest on one sequence: bfloat16 takes 30 where no instruction multiplies it
 CLEARLY_FASTER = 0.97  # of the time of a plainer variant, which comes first
@@ -54,7 +57,7 @@ FITS, LEFT_OUT, OUT_OF_MEMORY = range(3)  # outcomes of a trial; the largest of 
 
 @dataclass(frozen=True)
 class EarlierVariant:
-    """The variant of the run that a checkpoint is of, as far as it is known for this device."""
+    """How the run that saved a checkpoint computed; None for what is not known of this kind of device."""
 
     dtype: str | None = None
     compiled: bool | None = None
@@ -63,7 +66,7 @@ class EarlierVariant:
 
     @classmethod
     def of(cls, saved: dict[str, Any] | None, device: torch.device, batch_size: int | None = None) -> EarlierVariant:
-        """From a checkpoint's `form`. What is fast on another kind of device says nothing about this one."""
+        """From what saved_variant wrote. The variant of another kind of device says nothing about this one."""
         if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
             return cls()
         if isinstance(saved.get("explicit"), bool):  # as written until 2026-11-24

@@ -243,8 +243,8 @@ class Runner:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: DistContext) -> Evaluation:
         """The mean loss over the batches of all ranks: inputs, targets and the number of rows that count.
 
-        With a loss mask, that number is the targets that are learned, in rows. The standard error comes from the
-        spread of the batches' means. Fewer than eight tell too little of it.
+        With a loss mask that is a fraction: learned targets / block_size. The standard error comes from the spread of
+        the batches' means, of which there must be eight.
         """
         losses = []
         counts = []

@@ -31,7 +31,7 @@ def replacements_for(
 ) -> dict[str, Callable[..., Any]]:
     """What replaces functions of model.py, by their names, on this kind of device.
 
-    attention: one of KINDS. compiled: whether torch.compile comes over it. refused: names of those that are wrong here;
+    attention: one of KINDS. compiled: for torch.compile. refused: names of those that are wrong here;
     the next best takes their place, or the function itself.
     """
     best = {}

@@ -55,11 +55,11 @@ TOLERANCE = {
 }
 SAME_LOGITS = TOLERANCE["float32"].logits  # of an exported model, or with a cache
 
-# Where both passes draw other random numbers, only losses and the norms of gradients compare, by these factors.
+# Of two passes that draw different random numbers, only losses and norms of gradients are compared, with these limits.
 RANDOM_LOSS = 0.2
 RANDOM_NORM = 3.0
 
-MOST_ROUNDING = 0.5  # of a gradient, however much the model's own change where its weights do
+MOST_ROUNDING = 0.5  # the largest limit, however much gradients change with slightly different weights
 
 # Functions are also compared on their inputs scaled to this root mean square: a new model's scores, activations and
 # logits are so small that a limit on them would change nothing yet.
@@ -114,7 +114,8 @@ def compare_passes(
     rounding: how far a gradient goes with weights that are off by the precision; twice that is right, up to
     MOST_ROUNDING.
     """
-    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+    loss, gradients = found
+    expected_loss, expected_gradients = expected
     error = abs(loss - expected_loss) / max(abs(expected_loss), 1e-30)
     limit = RANDOM_LOSS if is_random else TOLERANCE[precision].loss
     if not error <= limit:  # NaN is not
@@ -354,7 +355,8 @@ def problem_with(
 
 def state_of(function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     """What a function may change beside its result: global names, what they hold, and attributes of its modules."""
-    places = [vars(inspect.getmodule(function) or function), *(vars(a) for a in args if isinstance(a, nn.Module))]
+    places = [vars(inspect.getmodule(function) or function)]
+    places += [vars(a) for a in args if isinstance(a, nn.Module)]
     held = [value for place in places for value in place.values()]
     containers = [value for value in held if isinstance(value, dict | list | set | deque)]
     containers += [vars(value) for value in held if isinstance(value, FunctionType | SimpleNamespace)]
