@@ -364,6 +364,18 @@ def test_run_whose_kernel_is_refused_prints_it_once_and_trains_as_model_py_says(
     assert_equal(weights(tmp_path / "run"), weights(tmp_path / "reference"))
 
 
+def test_model_in_float64_trains(chars, tmp_path, monkeypatch):
+    init = GPT.__init__
+
+    def in_float64(self: GPT, config: GPTConfig) -> None:
+        init(self, config)
+        self.double()
+
+    monkeypatch.setattr(GPT, "__init__", in_float64)
+    main(tiny(chars, tmp_path, max_iters=3))
+    assert events(tmp_path, "start")[0]["attention"] == "flash"
+
+
 class Experts(MLP):
     """Each token takes one of four layers; rounding sends some of them to another."""
 

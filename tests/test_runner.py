@@ -71,6 +71,22 @@ def test_blocks_with_a_residual_stream_in_bfloat16_have_the_gradients_of_float32
     compare_passes("the stream", "bfloat16", runner.names, found, expected)
 
 
+def test_loss_that_is_kept_in_an_attribute_trains_compiled_too(monkeypatch):
+    forward = GPT.forward
+
+    def with_attribute(self: Any, idx: Any, targets: Any = None) -> Any:
+        logits, loss = forward(self, idx, targets)
+        self.aux = sum(block.attn.c_attn.weight.square().mean() for block in self.transformer.h)
+        return logits, loss + 0.01 * self.aux
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(GPT, "forward", with_attribute)
+    x, y = tokens(2, 4, 32)
+    model = make()
+    losses = [Runner(model, variant).forward_backward(x, y).item() for variant in (Variant(compiled=True), Variant())]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 class WithExperts(GPT):
     """Of two heads, the first token decides which is used."""
 

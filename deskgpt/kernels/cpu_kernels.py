@@ -1,7 +1,8 @@
 """The kernels of cpu_kernels.cpp as operators of torch, which inductor leaves alone. Compiled once per machine.
 
 Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. A run checks
-their results against model.py (verify.py). Callers ask `takes` first: the operators compute nothing else.
+their results against model.py (verify.py). Callers ask `takes` first, and the operators assert it: what the library is
+not made for, such as float16 or empty tensors, would write beyond its memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 # -fno-strict-aliasing allows that.
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing", "-mno-align-stringops")
 COMPILE_S = 300  # compiling takes 5 s; after this time the compiler, or another process that compiles, hangs
+UNUSED_S = 30 * 86400  # libraries that nobody has loaded for so long are deleted
 
 FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax_in_place")  # of the library
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
@@ -73,6 +76,7 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
                 print0("compiling kernels for this processor, once")
                 compile_to(library)
             loaded = ctypes.CDLL(str(library))
+            os.utime(library)
         for name in FUNCTIONS:
             getattr(loaded, name).restype = ctypes.c_char_p
     except Timeout:
@@ -148,6 +152,9 @@ def compile_to(library: Path) -> None:
     with replacing(library) as file:
         os.fchmod(file.fileno(), 0o700)
         file.write(content + hashlib.sha256(content).digest())
+    for other in library.parent.glob("cpu_kernels-*.so"):
+        if other.lstat().st_mtime < time.time() - UNUSED_S:
+            other.unlink()
 
 
 def is_multiplied(dtype: torch.dtype) -> bool:
@@ -217,6 +224,7 @@ def empty_like_heads(x: Tensor) -> Tensor:
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention of q, k, v (B, H, T, D), and the log-sum-exp of each query's scores (B, H, T), for backward."""
+    assert takes(q, k, v)
     o = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = [by_rows(q), by_rows(k), by_rows(v), o]  # a list keeps copies alive during the call
@@ -228,7 +236,9 @@ def attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by q, k and v. g: that by o, the result of attention_forward."""
-    inputs = [by_rows(x) for x in (g.to(q.dtype), q, k, v, o)]
+    g = g.to(q.dtype)
+    assert takes(q, k, v, g, o)
+    inputs = [by_rows(x) for x in (g, q, k, v, o)]
     outputs = (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v))
     lse = lse.contiguous()
     call("attention_backward", q.dtype, *map(heads, inputs), pointer(lse), *map(heads, outputs), *q.shape)
@@ -239,6 +249,7 @@ def activation(x: Tensor, name: str) -> Tensor:
     """One of ACTIVATIONS, elementwise, or the exact GELU, which is torch's and needs no `load`."""
     if name == "gelu":
         return F.gelu(x.contiguous())
+    assert takes(x)
     x = x.contiguous()
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(None), pointer(y), x.numel())
@@ -251,6 +262,7 @@ def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
     x = x.contiguous()
     if name == "gelu":
         return torch.ops.aten.gelu_backward.default(g, x)
+    assert takes(x, g)
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
     return y
@@ -261,6 +273,9 @@ def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
 
     Returns the logarithms (N,) of the targets', in float32, as replacements.softmax_ does.
     """
+    assert takes(logits)
+    assert logits.is_contiguous()
+    assert targets.shape == logits.shape[:1]
     targets = targets.contiguous()
     log_p = logits.new_empty(len(logits), dtype=torch.float32)
     call("softmax_in_place", logits.dtype, pointer(logits), pointer(targets), pointer(log_p), *logits.shape)
