@@ -178,4 +178,4 @@ def test_full_disk_while_training(chars, run, script):
 def test_folder_that_cannot_be_written(chars, tmp_path, assert_fails):
     (tmp_path / "file").write_text("")
     settings = TINY | {"dataset": chars, "out_dir": tmp_path / "file"}
-    assert_fails([f"{tmp_path}/file", "--out_dir"], *flags(**settings))
+    assert_fails([f"{tmp_path}/file", "another folder"], *flags(**settings))
