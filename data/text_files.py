@@ -35,11 +35,11 @@ def expanded(paths: list[Path]) -> list[Path]:
 
 def read_text(path: Path) -> str:
     """The text of a file, line ends as they are. Raises as lines_in."""
-    return "".join(lines_in(path, newline=""))
+    return "".join(lines_in(path, whole=True))
 
 
-def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
-    """The lines of a text file, packed or not, line ends as "\\n" or, with newline="", as they are.
+def lines_in(path: Path, whole: bool = False) -> Iterator[str]:
+    """The lines of a text file, packed or not, each with "\\n" at its end; or the whole text as it is.
 
     Raises ValueError at a line that is not text, OSError.
     """
@@ -47,12 +47,13 @@ def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
         with open(path, "rb") as raw, io.BufferedReader(unpacked(raw)) as file:
             begin = file.peek(LONGEST_BEGIN)
             encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
-            with io.TextIOWrapper(file, encoding, "surrogateescape", newline) as text:
-                for number, line in enumerate(text, 1):
-                    if NOT_TEXT.search(line):
+            with io.TextIOWrapper(file, encoding, "surrogateescape", newline="" if whole else None) as text:
+                for number, piece in enumerate([text.read()] if whole else text, 1):
+                    if bad := NOT_TEXT.search(piece):
+                        line = number + piece.count("\n", 0, bad.start())
                         what = "this is not UTF-8 text; convert it first, e.g. with iconv"
-                        raise ValueError(f"{path}, line {number}: {what}")
-                    yield line
+                        raise ValueError(f"{path}, line {line}: {what}")
+                    yield piece
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} begins as {e.encoding.upper()} and is not ({e.reason}); is it damaged?") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:  # unpacking raises all of these

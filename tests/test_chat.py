@@ -206,15 +206,11 @@ def test_message_of_weight_0_is_not_learned_and_half_a_surrogate_is_replaced(tmp
 
 NO_DIALOGUE = [
     *(b'{"messages": [', b"[" * 100_000, b"7", b"\xff\xfe", b"{}", b'{"messages": null}', b'["hi"]'),
-    *(
-        b'[{"role": "user"}]',
-        b'[{"role": "tool", "content": "x"}]',
-        b'[{"role": "assistant", "content": [{"type": "image"}]}]',
-    ),
-    *(
-        b'[{"role": "assistant", "content": "x", "weight": 0}]',
-        b'[{"role": "assistant", "content": "x", "weight": NaN}]',
-    ),
+    b'[{"role": "user"}]',
+    b'[{"role": "tool", "content": "x"}]',
+    b'[{"role": "assistant", "content": [{"type": "image"}]}]',
+    b'[{"role": "assistant", "content": "x", "weight": 0}]',
+    b'[{"role": "assistant", "content": "x", "weight": NaN}]',
 ]
 
 
