@@ -268,8 +268,11 @@ class Tuner:
         """The fastest of these variants on part of the run's first micro-batch."""
         if len(variants) == 1:
             return variants[0]
-
-        def measure() -> dict[Variant, float]:
+        key = self.key("fastest here", variants)
+        known = self.remembered(key, variants)
+        if known is not None:
+            return known
+        with not_silent("still timing", self.ranks.print0):
             runners = {variant: Runner(self.model, variant) for variant in variants}
             row = self.batch_of(1)
             row_s = {}
@@ -279,35 +282,39 @@ class Tuner:
             longest_s = HOPELESS * min(row_s.values())
             hopeful = {variant: runner for variant, runner in runners.items() if row_s[variant] <= longest_s}
             rows = int(PROBE_S / max(row_s[variant] for variant in hopeful))
-            return self.time_in_turns(hopeful, self.batch_of(max(1, min(self.batching.batch_size, rows))))
+            times_s = self.time_in_turns(hopeful, self.batch_of(max(1, min(self.batching.batch_size, rows))))
+        return self.clearly_fastest(key, variants, times_s)
 
-        return self.agree_on("fastest here", variants, measure)
-
-    def agree_on(
-        self, what: str, variants: list[Variant], measure: Callable[[], dict[Variant, float]], compiler: str | None = ""
-    ) -> Variant:
-        """The fastest by `measure`, on which all ranks agree; remembered for this model, batch, machine and code.
-
-        The variants come from the plainest on. A later one must be clearly faster.
-        """
+    def key(self, what: str, variants: list[Variant], compiler: str | None = "") -> str:
+        """Under which a choice is remembered: for this model, batch, machine and code."""
         names = [str(variant) for variant in variants]
         split = (tuple(self.batch_of(1)[0].shape), self.batching.micro_steps > 1, self.ranks.distributed)
         made_of = repr((self.model.config, split, compiler, self.config.activation_checkpoint, names)).encode()
         digest = hashlib.sha256(made_of + digest_of_code(CODE) + cpu_kernels.SOURCE.read_bytes()).hexdigest()[:16]
-        key = f"{hardware.device_name(self.device)}, torch {torch.__version__}: {digest}, {what}"
-        known = self.ranks.gather(cache.read(CACHE).get(key))
-        if known[0] in names and all(other == known[0] for other in known):
-            self.ranks.print0(f"{what}: {known[0]} (measured before: {cache.path_of(CACHE)})")
-            return variants[names.index(known[0])]
+        return f"{hardware.device_name(self.device)}, torch {torch.__version__}: {digest}, {what}"
 
-        with not_silent("still timing", self.ranks.print0):
-            times_s = measure()
+    def remembered(self, key: str, variants: list[Variant]) -> Variant | None:
+        """The variant that an earlier run on this machine chose, if all ranks remember the same one."""
+        names = [str(variant) for variant in variants]
+        known = self.ranks.gather(cache.read(CACHE).get(key))
+        if known[0] not in names or any(other != known[0] for other in known):
+            return None
+        what = key.rpartition(", ")[2]
+        self.ranks.print0(f"{what}: {known[0]} (measured before: {cache.path_of(CACHE)})")
+        return variants[names.index(known[0])]
+
+    def clearly_fastest(self, key: str, variants: list[Variant], times_s: Mapping[Variant, float]) -> Variant:
+        """The first variant, which is the plainest, or a later one that is clearly faster; remembered.
+
+        All ranks take the same one, though they may have other times.
+        """
         best, *others = times_s
         for other in others:
             if times_s[other] < CLEARLY_FASTER * times_s[best]:
                 best = other
-        best = variants[int(self.ranks.max(float(variants.index(best))))]  # other ranks may have other times
+        best = variants[int(self.ranks.max(variants.index(best)))]
         cache.keep(CACHE, key, str(best))
+        what = key.rpartition(", ")[2]
         in_ms = ", ".join(f"{variant}: {t * 1e3:.3g} ms" for variant, t in times_s.items())
         self.ranks.print0(f"{what}: {best} ({in_ms})")
         return best
@@ -327,23 +334,24 @@ class Tuner:
         self.ranks.print0(f"compile=auto: {'' if pays else 'not '}compiling, which {times}")
         if not pays:
             return eager
-        compiled = self.compiled(eager.variant)
-        runner = None
-
-        def measure() -> dict[Variant, float]:
-            nonlocal runner
-            runner = self.try_variant(compiled)
-            runners = {eager.variant: eager}
-            if runner is not None:
-                runners[compiled] = runner
-            return self.time_in_turns(runners, batch)
-
         from deskgpt.compute.compiling import compiler_name
 
-        chosen = self.agree_on("compile=auto", [eager.variant, compiled], measure, compiler_name(self.device))
-        if chosen == eager.variant:
+        compiled = self.compiled(eager.variant)
+        variants = [eager.variant, compiled]
+        key = self.key("compile=auto", variants, compiler_name(self.device))
+        known = self.remembered(key, variants)
+        if known == eager.variant:
             return eager
-        return runner or self.try_variant(compiled) or eager
+        runner = self.try_variant(compiled)
+        if known is not None:
+            return runner or eager
+        runners = {eager.variant: eager}
+        if runner is not None:
+            runners[compiled] = runner
+        with not_silent("still timing", self.ranks.print0):
+            batch = self.batch_of(self.batching.batch_size)  # compiling may have shrunk it
+            times_s = self.time_in_turns(runners, batch)
+        return runners[self.clearly_fastest(key, variants, times_s)]
 
     # ---- one variant -------------------------------------------------------------------------------------
 
