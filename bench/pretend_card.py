@@ -50,11 +50,10 @@ CARDS = {
     "B200": Card("NVIDIA B200", (10, 0), 148, 180, 232448, 8000),
     "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 32, 101376, 1792),
 }
-# Loads the card into each Python that starts, before it imports torch. llama.cpp fails beside torch's libraries.
+# Loads the card into each Python that starts, before it imports torch.
 SITECUSTOMIZE = """
-import runpy, sys
-if "deskgpt.export.llama_cpp" not in sys.orig_argv:
-    runpy.run_path({path!r})["pretend"]()
+import runpy
+runpy.run_path({path!r})["pretend"]()
 """
 
 
@@ -69,8 +68,8 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
     if CARD not in os.environ:
         return
     assert "torch" not in sys.modules
-    for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    for name in ("libc10.so", "libtorch_cpu.so"):  # not for all to see: llama.cpp's library would take symbols of them
+        ctypes.CDLL(str(torch_folder() / "lib" / name))
     library = ctypes.CDLL(os.environ[LIBRARY])
     library.card_allocated.restype = library.card_peak.restype = library.card_get_rng_state.restype = ctypes.c_int64
 
