@@ -40,7 +40,7 @@ import train
 from bench.asking import words
 from bench.asking.arms import Arm, make_arm
 from bench.asking.band import make_band
-from bench.asking.held_out import PARTS, set_aside, val_tokens
+from bench.asking.held_out import set_aside, val_tokens
 from bench.asking.ledger import Ledger, default_folder, listing
 from bench.asking.question import Question
 from bench.asking.running import Place
@@ -69,7 +69,6 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
     parser.add_argument("--min_effect", type=float, help="the smallest difference that matters, in nats")
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
-    parser.add_argument("--part", type=int, default=0, help=f"of the text to be judged by, 0 to {PARTS - 1}")
     parser.add_argument("--band", action="store_true", help="of a config: where the val losses of its runs lie")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
     parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
@@ -78,8 +77,6 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(f"--min_effect={a.min_effect}: a difference above 0")
     if a.band and (any((a.a, a.b, a.c, a.d, a.vary)) or len(common) != 1):
         raise ConfigError("--band: name one config and nothing else; it is made of runs of the config as it is")
-    if not 0 <= a.part < PARTS:
-        raise ConfigError(f"--part={a.part}: 0 to {PARTS - 1}")
     if a.vary and (any((a.a, a.b, a.c, a.d)) or not 2 <= len(values_of(a.vary)) <= len(LABELS)):
         raise ConfigError(f"--vary {a.vary}: write it like learning_rate=3e-4,1e-3, without --a or --b")
     return a, common
@@ -143,7 +140,7 @@ def question_of(a: argparse.Namespace, common: list[str], tell: Callable[[str], 
     arms = arms_of(a, common, ledger)
     first = arms[0].settings
     with ledger.lock:
-        data = set_aside(train.DATA / first["dataset"], ledger.folder / "data", a.part)
+        data = set_aside(train.DATA / first["dataset"], ledger.folder / "data")
     eval_tokens = first["eval_tokens"] or val_tokens(data)
     for arm in arms:
         arm.give("eval_tokens", eval_tokens)  # the same windows for all, whatever their batch

@@ -12,29 +12,23 @@ import hashlib
 import json
 from pathlib import Path
 
-import numpy as np
-
 from data.meta_files import read_record, write_meta
 from data.token_files import open_masks, open_shards, read_meta, read_tokens, write_tokens
 from deskgpt.system.files import file_sha256, new_folder
 
-PARTS = 10  # of the training tokens, of which one is set aside
-MOST_TOKENS = 1 << 21  # set aside
+MOST_TOKENS = 1 << 21  # set aside, of the last tenth
 
 
-def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
-    """A folder, below `below`, with the training data of `folder` without a part, which is its validation split.
+def set_aside(folder: Path, below: Path) -> Path:
+    """A folder, below `below`, with the training data of `folder` without its end, which is its validation split.
 
-    part: counted from the end, below PARTS. Dialogues and other data with loss masks are returned as they are, since
-    they cannot be cut. Raises ValueError where a split is missing, or they would have to be cut.
+    Dialogues and other data with loss masks are returned as they are, since they cannot be cut. Raises ValueError where
+    a split is missing.
     """
     shards = open_shards(folder, "train")
     if read_record(folder).get("packed") or open_masks(folder, "train", shards):
-        if part:
-            raise ValueError(f"{folder}: data with loss masks cannot be cut, so there is no --part of it")
         return folder
-    name = f"{folder.name}-{fingerprint(folder)}"
-    to = below / (f"{name}-{part}" if part else name)
+    to = below / f"{folder.name}-{fingerprint(folder)}"
     if (to / "meta.json").exists():
         return to
     below.mkdir(parents=True, exist_ok=True)
@@ -43,10 +37,9 @@ def set_aside(folder: Path, below: Path, part: int = 0) -> Path:
         for path in whole:
             (new / path.name).symlink_to(path.resolve())
         last = read_tokens(cut)
-        n = min(len(last) // PARTS, MOST_TOKENS)
-        end = len(last) - part * n
-        write_tokens(new / cut.name, np.concatenate([last[: end - n], last[end:]]))
-        write_tokens(new / "val.bin", last[end - n : end])
+        kept = len(last) - min(len(last) // 10, MOST_TOKENS)
+        write_tokens(new / cut.name, last[:kept])
+        write_tokens(new / "val.bin", last[kept:])
         files = sorted(new.glob("*.bin"))
         listed = {path.name: {"tokens": len(read_tokens(path)), "sha256": file_sha256(path)} for path in files}
         write_meta(new, read_meta(folder) | {"files": listed, "source": f"{folder.name}, cut by bench/ask.py"})
