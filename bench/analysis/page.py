@@ -160,6 +160,9 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
     runs = found.runs
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     charts = "".join(chart_html(key, chart) for key, chart in make_charts(runs).items())
+    tables = ""
+    for name, (head, *rows) in found.tables().items():
+        tables += f"<h2>{name}</h2>{table_html(head, rows)}"
     settings = ""
     for run in runs:
         known = run.settings | run.start
@@ -177,7 +180,7 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
         headline=escape(found.headline),
         lines="".join(line_html(line) for line in [*found.lines, *found.notes()]),
         charts=charts or "<p>There are no steps and no evaluations yet.</p>",
-        tables="".join(f"<h2>{name}</h2>{table_html(head, rows)}" for name, (head, *rows) in found.tables().items()),
+        tables=tables,
         samples=f"<h2>Samples</h2>{texts}" if texts else "",
         settings=settings,
         date=time.strftime("%Y-%m-%d %H:%M"),

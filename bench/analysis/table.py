@@ -250,9 +250,10 @@ def seed_noise(arms: list[Arm], values: list[list[float]], unit: str) -> tuple[f
     last = max(e["iter"] for arm in arms for e in arm.runs[0].val)
     for arm in arms if unit == "val loss" else []:
         band = band_of(arm.runs[0])
-        group = band.losses[min(band.losses, key=lambda step: abs(step - last))] if band else None
-        if group and group not in groups:
-            groups.append(group)
+        if band:
+            nearest = min(band.losses, key=lambda step: abs(step - last))
+            if band.losses[nearest] not in groups:
+                groups.append(band.losses[nearest])
     freedom = sum(len(group) - 1 for group in groups)
     squares = sum((len(group) - 1) * statistics.variance(group) for group in groups)
     return (squares / freedom, freedom) if freedom else None
