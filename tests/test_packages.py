@@ -51,20 +51,16 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(wi
 @pytest.mark.parametrize(
     ("package", "command"),
     [
-        ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name"),
-        ("tokenizers", "data/text/prepare.py README.md --tokenizer bpe --vocab_size 300 --name"),
-        ("pyarrow", "data/fineweb_edu/prepare.py --source {} --tokenizer bytes --out"),
-        ("lm_eval", "bench/evaluate.py --device=cpu --tasks=hellaswag --out_dir"),
-        ("plotly", "bench/report.py"),
+        ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name {out}"),
+        ("tokenizers", "data/text/prepare.py README.md --tokenizer bpe --vocab_size 300 --name {out}"),
+        ("pyarrow", "data/fineweb_edu/prepare.py --source {source} --tokenizer bytes --out {out}"),
+        ("lm_eval", "bench/evaluate.py --device=cpu --tasks=hellaswag --out_dir={out}"),
+        ("plotly", "bench/report.py {out}"),
     ],
 )
-def test_feature_names_its_missing_package(without, chars, tmp_path, package, command):
+def test_feature_names_its_missing_package(without, tmp_path, package, command):
     (tmp_path / "a.txt").write_bytes(b"\x28\xb5\x2f\xfd")  # packed with zstd
-    words = [word.format(tmp_path / "a.txt", data=chars) for word in command.split()]
-    if words[-1] == "--out_dir" and words[0] in ("train.py", "bench/evaluate.py"):
-        words[-1] += f"={tmp_path / 'out'}"
-    else:
-        words.append(str(tmp_path / "out"))
+    words = command.format(source=tmp_path / "a.txt", out=tmp_path / "out").split()
     done = without([package], "python", *words)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if "Warning" not in line]

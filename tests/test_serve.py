@@ -246,7 +246,7 @@ def test_model_that_saw_no_dialogues_only_completes(plain):
 def test_only_who_has_the_token_is_answered(chat):
     for path, kind in (("", "html"), ("playground.css", "css"), ("playground.js", "javascript"), ("page.json", "json")):
         status, headers, body = chat.ask("GET", chat.page + path)
-        assert (status, kind in headers["Content-Type"]) == (200, True)
+        assert (status, kind in headers["Content-Type"]) == (200, True), path
         assert path or b"default-src 'none'; script-src 'self'" in body
     others = ["/", "/page.json", "/etc/passwd", "//", f"{chat.page[:-2]}/", f"{chat.page[:-1]}x/", f"/x{chat.page}"]
     others += [f"{chat.page}{name}" for name in ("playground.py", "../server.py", "%2e%2e/server.py")]

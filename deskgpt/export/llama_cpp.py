@@ -41,8 +41,11 @@ class Llama:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         address = f"{self.server.listening_address}/{what}"
         asked = urllib.request.Request(address, json.dumps(request).encode(), headers)
-        with urllib.request.urlopen(asked) as reply:
-            return json.load(reply)
+        try:
+            with urllib.request.urlopen(asked) as reply:
+                return json.load(reply)
+        except OSError as e:
+            raise ValueError(f"llama.cpp does not run the file: {e}; nothing was exported") from None
 
     def hidden_states(self, tokens: list[int]) -> list[list[float]]:
         """After the final norm, of each of the tokens (T, C)."""

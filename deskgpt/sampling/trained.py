@@ -69,8 +69,8 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
     tokenizer = from_meta(meta)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"{source} has {config.vocab_size} tokens, and its tokenizer ({meta.get('name')}) has "
-            f"{tokenizer.vocab_size}; is the meta.json or meta.pkl of its data missing in {DATA}?"
+            f"{source} has {config.vocab_size} tokens, and the tokenizer {meta.get('name')} {tokenizer.vocab_size}: it "
+            f"is another model's. nanoGPT keeps its own in meta.pkl, in the data's folder: copy it into {DATA}"
         )
     return Trained(model, tokenizer, source, saved)
 
