@@ -149,7 +149,8 @@ def chat(c: SampleConfig, generation: GenerationConfig, trained: Trained) -> Non
         for shown in write(trained.model, prompts, [text], replace(generation, seed=c.seed + n), writer.replacing):
             yield shown[0]
 
-    talk.talk(writer.dialogue(c.system), answer)
+    assert writer.chat_template is not None
+    talk.talk(writer.chat_template, writer.block_size, c.system, answer)
 
 
 # ---- page ----------------------------------------------------------------------------------------------------

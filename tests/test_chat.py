@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from data.chat.prepare import pack, prepare, read_dialogues
-from data.chat.talk import Dialogue, talk
+from data.chat.talk import fitting, talk
 from data.chat.template import Message, Template
 from data.loader import Loader, eval_batches, first_micro_batch
 from data.meta_files import read_record
@@ -343,25 +343,27 @@ def test_masks_are_part_of_the_fingerprint_and_other_windows_missing_and_shorter
 
 def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
     template = Template(BytesTokenizer())
-    dialogue = Dialogue(template, 160, "Be kind.")
+    messages = [Message("system", "Be kind.")]
     for n in range(9):
-        before = [*dialogue.messages]
-        dialogue.ask(f"question {n}")
-        prompt = bytes(dialogue.prompt().astype(np.uint8).tolist())
+        before = [*messages, Message("user", f"question {n}")]
+        messages = fitting(template, 160, before)
+        prompt = bytes(template.prompt(messages).astype(np.uint8).tolist())
         assert len(prompt) <= 120  # a quarter is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
-        forgotten = len(before) + 1 - len(dialogue.messages)
+        forgotten = len(before) - len(messages)
         assert forgotten % 2 == 0
         if forgotten:  # the last turn of them would not have fitted
-            longer = [*before[forgotten - 2 : forgotten], *dialogue.messages]
-            assert len(template.prompt([*dialogue.system, *longer])) > 120
-        dialogue.answered(f"answer {n}")
-    with pytest.raises(ValueError, match="has room for"):
-        dialogue.ask("x" * 200)
-    assert dialogue.messages[-2].content == "question 8"
-    with pytest.raises(ValueError, match="system's message takes 221 tokens"):
-        Dialogue(template, 160, "x" * 200)
+            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 120
+        messages.append(Message("assistant", f"answer {n}"))
+    assert len(messages) < 19
+    for too_long, what in (
+        ([Message("user", "x" * 200)], 207),
+        ([Message("system", "x" * 200), *HELLO[:1]], "system"),
+    ):
+        with pytest.raises(ValueError, match="context of 160") as e:
+            fitting(template, 160, too_long)
+        assert_one_line(str(e.value), what)
 
 
 def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypatch, capsys):
@@ -373,7 +375,7 @@ def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypat
 
     def talked(typed: bytes) -> list[str]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-        talk(Dialogue(Template(BytesTokenizer()), 80), answer)
+        talk(Template(BytesTokenizer()), 80, "", answer)
         out, err = capsys.readouterr()
         return (out + err).splitlines()
 

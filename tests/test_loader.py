@@ -86,7 +86,7 @@ def test_more_shards_than_a_process_may_have_files_are_read(tmp_path):
     for n in reversed(range(1100)):  # not in the order of their names
         ids = np.arange(20 * n, 20 * (n + 1), dtype="<u2")
         ids.tofile(tmp_path / f"train_{n:04}.bin")
-        files[f"train_{n:04}.bin"] = {"tokens": 20, "sha256": sha256(ids).hexdigest()}
+        files[f"train_{n:04}.bin"] = {"tokens": 20, "sha256": sha256(ids.tobytes()).hexdigest()}
     write_meta(tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "files": files})
     gc.collect()  # which closes the files of loaders before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -344,7 +344,7 @@ def test_text_ends_once_its_reader_has_gone_and_once_the_server_ends(chat, strea
     [
         (["--compile"], 2, "compile=True"),
         (["--port={taken}"], 1, "{taken}"),
-        ([f"--system={'x' * 100}"], 1, "system's message takes"),
+        ([f"--system={'x' * 100}"], 1, "system message is too long"),
     ],
 )
 def test_what_cannot_be_served_ends_in_one_line(run, script, chat, flags, code, named):

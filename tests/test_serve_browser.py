@@ -131,7 +131,7 @@ def test_page_of_a_model_that_talks_is_a_dialogue(browser, chat, width):  # noqa
     assert tab.run(TURNS)[1] == ["assistant", second]
     assert tab.console() == []
     send("x" * 200)  # which the context cannot hold; the browser logs the status 400
-    assert "room for 72" in tab.run(STATUS)
+    assert "are left for it" in tab.run(STATUS)
     assert tab.run("form.elements.prompt.value") == "x" * 200
     send("<b>And</b>\nnow?")
     messages += [{"role": "assistant", "content": second}, {"role": "user", "content": "<b>And</b>\nnow?"}]

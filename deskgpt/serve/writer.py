@@ -33,17 +33,13 @@ class Writer:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a text is written
 
     def __post_init__(self) -> None:
-        if self.chat_template is not None:
-            self.dialogue(self.system)
+        if self.chat_template is not None and self.system:
+            first = template.Message("system", self.system)
+            talk.fitting(self.chat_template, self.block_size, [first, template.Message("user", "")])
 
     @property
     def block_size(self) -> int:
         return self.trained.model.config.block_size
-
-    def dialogue(self, system: str) -> talk.Dialogue:
-        """An empty dialogue with this system message. Raises ValueError if the message is too long."""
-        assert self.chat_template is not None
-        return talk.Dialogue(self.chat_template, self.block_size, system)
 
     def begin(self, kind: type[Text], prompt: str, messages: Any, *stops: str) -> tuple[Text, Tensor]:
         """A text that answers messages in JSON, or continues the prompt if they are None; the tokens (1, T) before it.
@@ -51,8 +47,8 @@ class Writer:
         Raises ValueError, one line.
         """
         if messages is not None and self.chat_template is not None:
-            dialogue = talk.Dialogue.of(self.chat_template, self.block_size, messages)
-            return self.answer(kind, dialogue.prompt(), *stops)
+            kept = talk.fitting(self.chat_template, self.block_size, talk.messages_in(messages))
+            return self.answer(kind, self.chat_template.prompt(kept), *stops)
         if messages is not None:
             name = self.trained.name
             raise ValueError(f"{name} saw no chat data (docs/sampling.md); send a prompt, or serve it with --chat")
