@@ -7,8 +7,7 @@ import gzip
 import json
 import lzma
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -75,16 +74,3 @@ def started(*options: str | Path) -> BaseProcess:
     process = context.Process(target=main, args=[arguments([*map(str, options)])])
     process.start()
     return process
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """As on a disk that is full after so many bytes of a file."""
-    import resource
-
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)

@@ -16,7 +16,6 @@ import torch
 from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
 
 from data.prepared import write_dataset
-from data.token_files import write_tokens
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute import implementation
@@ -73,30 +72,15 @@ def test_settings(chars, run, assert_fails):
         assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run / name))
 
 
-def damaged(folder: Path, kind: str) -> None:
-    ids = np.zeros(1000, np.uint16)
-    write_dataset(folder, {"train": ids, "val": ids}, BytesTokenizer(), "test")
-    train = folder / "train.bin"
-    if kind in ("cut", "short"):
-        os.truncate(train, 20)
-        if kind == "short":
-            (folder / "meta.json").unlink()  # it lists how many tokens there should be
-    elif kind == "id":
-        ids[:] = 300
-        write_tokens(train, ids)
-
-
-DATA = {  # what the error names
-    "cut": ["train.bin", "10", "meta.json", "prepare the data again"],
-    "short": ["train*.bin", "block_size=16", "--block_size=9"],
-    "id": ["train.bin", "300", "255"],
-}
-
-
 def test_data(tmp_path, run, assert_fails):
-    for kind, named in DATA.items():
-        damaged(tmp_path / kind, kind)
-        assert_fails(named, *flags(**TINY | {"dataset": tmp_path / kind, "out_dir": run}))
+    """Other faults of data: test_token_files.py, test_splits.py."""
+    settings = TINY | {"out_dir": run}
+    ids = np.zeros(1000, np.uint16)
+    write_dataset(tmp_path / "cut", {"train": ids, "val": ids}, BytesTokenizer(), "test")
+    os.truncate(tmp_path / "cut" / "train.bin", 20)
+    named = ["train.bin", "10", "meta.json", "prepare the data again"]
+    assert_fails(named, *flags(**settings, dataset=tmp_path / "cut"))
+    assert_fails(["python data/text/prepare.py"], *flags(**settings, dataset="text"))
 
 
 @pytest.mark.slow
@@ -120,12 +104,6 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, script, eval_
     stopped = re.search(r"^stopped by an error at step (\d+)$", done.out, re.M)
     assert stopped
     assert store.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
-
-
-def test_no_data(tmp_path, run, assert_fails):
-    settings = TINY | {"out_dir": run}
-    assert_fails(["nowhere", "does not exist"], *flags(**settings, dataset=tmp_path / "nowhere"))
-    assert_fails(["python data/text/prepare.py"], *flags(**settings, dataset="text"))
 
 
 def test_resumed_run_refuses_another_size(run, assert_fails):

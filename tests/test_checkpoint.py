@@ -20,7 +20,7 @@ from tiny_models import TINIEST, save_folder, state_of
 
 from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.export.gpt2_weights import load_gpt2
-from model import GPT, GPTConfig
+from model import GPT
 
 
 def test_checkpoints_come_back_as_they_were_saved(tmp_path):
@@ -30,19 +30,6 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
         loaded = store.load(path)
         assert_equal(vars(loaded), vars(saved) | {"model": dict(saved.model), "path": loaded.path})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
-
-
-def test_nanogpts_checkpoint_is_read_without_its_prefixes_masks_and_machine(tmp_path):
-    names = ("optimizer", "model_args", "iter_num", "config")
-    saved: dict[str, Any] = {name: value for name, value in vars(state_of()).items() if name in names}
-    saved["model"] = {f"_orig_mod.{k}": v for k, v in GPT(TINIEST).state_dict().items()}
-    saved["model"]["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
-    saved["best_val_loss"] = torch.tensor(2.5)
-    torch.save(saved, tmp_path / "ckpt.pt")
-    loaded = store.load(tmp_path)
-    GPT.from_state(GPTConfig(**loaded.model_args), loaded.model, "out")
-    assert loaded.best_val_loss == 2.5
-    assert loaded.config == {"dataset": "x", "learning_rate": 0.1}
 
 
 # ---- accidents -----------------------------------------------------------------------------------------------

@@ -33,8 +33,9 @@ def nanogpt_run(folder: Path) -> None:
     settings |= {"batch_size": 4, "gradient_accumulation_steps": 1, "max_iters": 5, "eval_interval": 10}
     settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
     settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl"}
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
     saved = {
-        "model": {f"_orig_mod.{k}": v for k, v in model.state_dict().items()},
+        "model": {f"_orig_mod.{k}": v for k, v in (model.state_dict() | masks).items()},
         "optimizer": optimizer.state_dict(),
         "model_args": args,
         "iter_num": 3,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHAKESPEARE, assert_one_line, assert_refused, needs_bpe
-from fineweb import fails, no_file_larger_than
+from conftest import SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
+from fineweb import fails
 
 from data.shakespeare_char.prepare import SHA256, download
 from data.token_files import read_meta, read_tokens
@@ -95,7 +95,7 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
     own = tmp_path / "own"
     assert script("data/text/prepare.py", tmp_path / "a.txt", "--name", own).code == 0
     before = {p.name: p.read_bytes() for p in own.iterdir()}
-    with no_file_larger_than(64 << 10):
+    with files_of_at_most(kib=64):
         done = script("data/text/prepare.py", tmp_path / "b.txt", "--name", own)
     fails(done, own, "disk")
     assert {p.name: p.read_bytes() for p in own.iterdir()} == before

@@ -58,16 +58,6 @@ def test_every_window_once_per_epoch(tmp_path_factory, parts, global_batch, epoc
     assert (np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")).all()
 
 
-@given(splits(), st.integers(0, 50), st.sampled_from([(12, 1), (4, 3), (3, 4), (1, 12)]))
-def test_same_tokens_in_a_step_however_the_global_batch_is_split(tmp_path_factory, parts, step, shape):
-    split = make(tmp_path_factory.mktemp("s"), *parts)
-    whole = split.train_batch(step, np.arange(12), 12)
-    size, n = shape
-    pieces = [split.train_batch(step, np.arange(size) + i * size, 12) for i in range(n)]
-    for of_pieces, of_whole in zip(zip(*pieces, strict=True), whole, strict=True):  # inputs, then targets
-        assert np.array_equal(np.concatenate(of_pieces), of_whole)
-
-
 def test_seeds_and_epochs_have_orders_of_their_own(tmp_path):
     def order(seed: int, epoch: int) -> list[int]:
         split = Split(tmp_path, "train", 10, 2000, seed)
