@@ -264,16 +264,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> 
     return source, folder / "out"
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory):
-    """One Chromium for all tests that need it."""
-    from browser import Browser
-
-    chromium = Browser(tmp_path_factory.mktemp("chromium"))
-    yield chromium
-    chromium.close()
-
-
 def corrupted(content: bytes, draw: random.Random) -> bytes:
     """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
     out = content

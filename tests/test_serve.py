@@ -273,6 +273,15 @@ def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or
         assert not [name for name in headers if name.lower().startswith("access-control")]
 
 
+def test_script_of_the_page_finds_its_elements_and_sets_text_never_html():
+    """No browser is at hand for what the script does with them."""
+    folder = ROOT / "deskgpt" / "serve" / "page"
+    script = (folder / "playground.js").read_text()
+    ids = re.findall(r'\bid="(\w+)"', (folder / "index.html").read_text())
+    assert set(re.findall(r'getElementById\("(\w+)"\)', script)) <= set(ids)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
+
+
 def test_request_that_is_too_large_is_refused(chat):
     assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
 
