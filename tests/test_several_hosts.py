@@ -219,22 +219,16 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begin, 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_leave_without_torchrun_also_where_they_wait_for_one_that_sleeps(chars, begin, tmp_path):
-    """The sleeper leaves when it wakes up."""
+def test_ranks_whose_torchrun_is_killed_save_and_end(chars, begin, tmp_path):
     settings = flags(**ENDLESS | {"max_iters": 100_000}, dataset=chars, out_dir=tmp_path / "out")
     terminal = tmp_path / "terminal"
-    torchrun = begin(terminal, sys.executable, *TORCHRUN[1:], *settings, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2")
+    torchrun = begin(terminal, sys.executable, *TORCHRUN[1:], *settings)
     until(lambda: "iter 20:" in terminal.read_text())
-    waiting, sleeping = children_of(torchrun.pid)
-    os.kill(sleeping, signal.SIGSTOP)
-    try:
-        torchrun.kill()
-        until(lambda: not is_alive(waiting))
-    finally:
-        os.kill(sleeping, signal.SIGCONT)
-    until(lambda: not is_alive(sleeping))
-    assert store.load(tmp_path / "out").iter_num >= 15
-    assert "torchrun is gone" in terminal.read_text()
+    ranks = children_of(torchrun.pid)
+    torchrun.kill()
+    until(lambda: not any(map(is_alive, ranks)))
+    step = store.load(tmp_path / "out").iter_num
+    assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
 
 
 # ---- SLURM, of which only the commands are made up -----------------------------------------------------------

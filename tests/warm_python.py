@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import runpy
-import select
 import shlex
 import signal
 import socket
@@ -26,9 +25,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 STUCK_S = 150  # less than the limits of the tests that wait for it
 
@@ -71,40 +69,27 @@ def warm_python(program: Path) -> Iterator[None]:
             server.wait()
 
 
-def serve(number: int) -> list[str]:
-    """Forks for each connection to the socket of this number. Returns, in the fork, the arguments of its Python."""
+def serve(number: int) -> tuple[list[str], socket.socket]:
+    """Forks for each connection to the socket of this number. Returns, in the fork, Python's arguments and its client.
+
+    A client that is killed takes the fork with it.
+    """
     import torch._dynamo  # noqa: F401 (imports torch too)
 
     gc.freeze()  # otherwise each fork takes a second to collect what was imported before it, at its end
     listening = socket.socket(fileno=number)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     while True:
-        connection, _ = listening.accept()
+        client, _ = listening.accept()
         if os.fork() == 0:
-            listening.close()
-            return answer(connection)
-        connection.close()
-
-
-def answer(connection: socket.socket) -> list[str]:
-    """Forks once more, waits for that fork and reports its exit status. Returns, in that fork, its arguments.
-
-    A client that is killed takes the fork with it.
-    """
-    size, files, _, _ = socket.recv_fds(connection, 8, 3)
+            break
+        client.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    listening.close()
+    size, files, _, _ = socket.recv_fds(client, 8, 3)
     request = b""
     while len(request) < int.from_bytes(size, "little"):
-        request += connection.recv(1 << 16)
-    process = os.fork()
-    if process:
-        ended = os.pidfd_open(process)
-        ready, _, _ = select.select([ended, connection.fileno()], [], [])
-        if ended not in ready:  # the client's end was closed
-            os.kill(process, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        with suppress(BrokenPipeError):
-            connection.sendall(str(status % 256).encode())
-        os._exit(0)
-    connection.close()
+        request += client.recv(1 << 16)
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)
@@ -115,7 +100,13 @@ def answer(connection: socket.socket) -> list[str]:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    return arguments
+
+    def end_with_client() -> None:
+        client.recv(1)  # returns when it has closed its end
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_client, daemon=True).start()
+    return arguments, client
 
 
 def run(arguments: list[str]) -> None:
@@ -139,21 +130,19 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def leave(status: int) -> NoReturn:
-    """Ends this process as Python does, but destroys nothing."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
     sys.executable = sys.argv[2]  # for scripts that start others
     status = 0
+    words, caller = serve(int(sys.argv[1]))
     try:
-        run(serve(int(sys.argv[1])))
+        run(words)
     except SystemExit as e:
         if isinstance(e.code, str):  # which Python prints
             raise
         status = int(e.code or 0)
-    leave(status)
+    # Ends this process as Python does, but destroys nothing.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    caller.sendall(str(status).encode())
+    os._exit(status)
