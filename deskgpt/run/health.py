@@ -19,7 +19,6 @@ from deskgpt.run.train_state import TrainState
 if TYPE_CHECKING:
     from train import TrainConfig
 
-WAITS_FOR_NOTHING = ("cpu",)  # devices on which fetching a number is free
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
 
@@ -64,7 +63,7 @@ class Health:
         numbers = torch.cat([torch.stack([loss, grad_norm]), grad_norms])
         self._pending.append((self.state.step, self.state.position, may_overflow, numbers))
         # On a CPU nothing is waited for, so that a bad step is known at once.
-        if self.dist.device.type in WAITS_FOR_NOTHING or len(self._pending) >= KEPT_STEPS or self.report.is_due():
+        if self.dist.device.type == "cpu" or len(self._pending) >= KEPT_STEPS or self.report.is_due():
             self.flush()
 
     def flush(self) -> None:
