@@ -69,7 +69,7 @@ class Listening(DistContext):
 def tuner_of(
     printed: list[str] | None = None,
     model: GPT | None = None,
-    ranks: DistContext | None = None,
+    dist: DistContext | None = None,
     earlier: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Tuner:
@@ -78,12 +78,12 @@ def tuner_of(
     if model is None:
         model = a_model(**{k: v for k, v in settings.items() if k in MODERN_SETTINGS or k == "dropout"})
     T = model.config.block_size
-    ranks = ranks or Listening(CPU, printed=[] if printed is None else printed)
+    dist = dist or Listening(CPU, printed=[] if printed is None else printed)
     return Tuner(
         model,
         c,
-        Batching.of(asdict(c), ranks.rank, ranks.world),
-        ranks,
+        Batching.of(asdict(c), dist.rank, dist.world),
+        dist,
         lambda n: batch_of(n, T),
         functools.partial(build_optimizer, c),
         EarlierVariant(**(earlier or {})),
@@ -343,7 +343,7 @@ def test_comparisons_leave_weights_buffers_modes_and_random_numbers_as_they_are(
     tuner = tuner_of(None, model, dtype="bfloat16", dropout=0.1)
     runner, _ = tuner.choose()
     runner.last = batch_of(4)
-    runner.verify_again(1, tuner.ranks, must=True)
+    runner.verify_again(1, tuner.dist, must=True)
     assert torch.equal(torch.rand(3), expected)
     assert_equal(dict(model.state_dict()), before)
     assert [module.training for module in model.transformer.h] == [True, False]
@@ -463,7 +463,7 @@ def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path, monkeypatch):
 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"remembered-{ranks.rank}"))
         monkeypatch.setattr(verify, "compare_passes", planted)
-        return str(chosen(ranks=ranks, earlier={"dtype": "bfloat16"}, gradient_accumulation_steps=2).variant)
+        return str(chosen(dist=ranks, earlier={"dtype": "bfloat16"}, gradient_accumulation_steps=2).variant)
 
     assert on_ranks(work, 2, tmp_path) == ["float32, not compiled"] * 2
 

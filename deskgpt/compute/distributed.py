@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from deskgpt.system import hardware
@@ -40,16 +40,16 @@ class DistContext:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks."""
-        if dist.is_initialized():
+        if torch.distributed.is_initialized():
             x = x.to(self.device)  # nccl reduces only what is on the GPU
-            dist.all_reduce(x)
+            torch.distributed.all_reduce(x)
         return x
 
     def max(self, x: float) -> float:
         """The largest x of all ranks, which wait for each other, but not for their GPUs."""
         tensor = torch.tensor(x, dtype=torch.float64)
-        if dist.is_initialized():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)  # on the CPU, by gloo
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)  # on the CPU, by gloo
         return tensor.item()
 
     def all(self, yes: bool) -> bool:
@@ -59,15 +59,15 @@ class DistContext:
     def gather(self, x: Any) -> list[Any]:
         """The x of all ranks, in their order. Any small object."""
         everyone = [x] * self.world
-        if dist.is_initialized():
-            dist.all_gather_object(everyone, x)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_gather_object(everyone, x)
         return everyone
 
     def close(self) -> None:
         """Ends the process group. No rank leaves while another works: torchrun would take that for a failure."""
         if self.distributed:
-            dist.barrier()
-            dist.destroy_process_group()
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
 
 
 # ---- how the process was started -----------------------------------------------------------------------------
@@ -147,13 +147,13 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     """
     env = dist_env(os.environ)
     device = hardware.resolve_device(device_name, env.local_rank, env.local_world)
-    ranks = DistContext(device, env.rank, env.world, env.distributed)
+    dist = DistContext(device, env.rank, env.world, env.distributed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux tells when torchrun is killed; run/stopping.py looks, too
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
-    if ranks.distributed:
+    if dist.distributed:
         allow_open_files()
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -171,14 +171,14 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         if env.local_rank == 0:
             notice.start()
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
             why = str(e).splitlines()[0]
             raise OSError(f"cannot meet the other {env.world - 1} ranks at {address}: {why}") from None
         finally:
             notice.cancel()
-    if device_name == "auto" and device.type == "cpu" and ranks.is_first:
+    if device_name == "auto" and device.type == "cpu" and dist.is_first:
         reason = hardware.unused_gpu()
         if reason:
-            ranks.print0(f"{reason}; training on the CPU")
-    return ranks
+            dist.print0(f"{reason}; training on the CPU")
+    return dist

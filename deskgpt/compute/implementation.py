@@ -96,7 +96,7 @@ class Tuner:
     model: GPT
     config: TrainConfig
     batching: Batching  # becomes one whose micro-batches fit
-    ranks: DistContext
+    dist: DistContext
     batch_of: Callable[[int], Batch]  # the first micro-batch of a number of sequences
     make_optimizer: MakeOptimizer
     earlier: EarlierVariant
@@ -152,7 +152,7 @@ class Tuner:
 
     def dtypes_to_try(self) -> list[str]:
         if sharding.is_sharded(self.model):
-            return [dtype_of_shards(self.config.dtype, self.earlier, self.ranks)]
+            return [dtype_of_shards(self.config.dtype, self.earlier, self.dist)]
         dtype = self.config.dtype if self.config.dtype != "auto" else self.earlier.dtype
         if dtype is None and self.is_timed and self.device.type == "cpu":
             return ["float32", "bfloat16"]
@@ -182,13 +182,13 @@ class Tuner:
         """Whether all ranks have the kernels in C++, compiled now if need be; prints why where one has not."""
         problem = ""
         try:
-            with not_silent("still compiling kernels", self.ranks.print0):
-                cpu_kernels.load(self.ranks.print0)
+            with not_silent("still compiling kernels", self.dist.print0):
+                cpu_kernels.load(self.dist.print0)
         except cpu_kernels.Unavailable as e:
             problem = str(e)
-        if self.ranks.all(not problem):
+        if self.dist.all(not problem):
             return True
-        self.ranks.print0(f"NOT using C++ kernels, so steps may be slower: {problem or 'another rank has none'}")
+        self.dist.print0(f"NOT using C++ kernels, so steps may be slower: {problem or 'another rank has none'}")
         return False
 
     def variant(self, dtype: str, attention: str) -> Variant:
@@ -206,15 +206,15 @@ class Tuner:
 
         Raises ValueError where the settings ask for the C++ kernels and their attention is wrong.
         """
-        if not self.ranks.all(verify.weights_are_finite(self.model)):
+        if not self.dist.all(verify.weights_are_finite(self.model)):
             return  # nothing can be compared; run/health.py will explain why the run ends
         candidates = replacements.candidates_for(self.device.type, attention, compiled)
         for dtype in dict.fromkeys(("float32", *dtypes)):
             refused = self.refused["float32"] | self.refused[dtype]
             candidates = {name: [c for c in some if c.__name__ not in refused] for name, some in candidates.items()}
-            with not_silent("still checking kernels against model.py", self.ranks.print0):
+            with not_silent("still checking kernels against model.py", self.dist.print0):
                 x, y = self.batch_of(self.batching.batch_size)
-                problems = find_wrong_replacements(self.model, candidates, x, y, dtype, self.ranks)
+                problems = find_wrong_replacements(self.model, candidates, x, y, dtype, self.dist)
             self.refused[dtype] |= problems.keys()
             if "kernel_attention" in problems and self.config.attention == "kernels":
                 raise ValueError(f"attention=kernels: {problems['kernel_attention']}; leave --attention out")
@@ -223,7 +223,7 @@ class Tuner:
                 right = [c for c in some if c.__name__ not in problems]
                 if found:
                     instead = replacements.describe(right[0] if right else None)
-                    self.ranks.print0(f"{'; '.join(found)}: using {instead}")
+                    self.dist.print0(f"{'; '.join(found)}: using {instead}")
 
     # ---- a larger micro-batch ----------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Tuner:
         larger = larger_batch(self.model.config, self.make_optimizer, self.device, self.batching, variant)
         if larger != self.batching:
             self.batching = larger
-            self.ranks.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
+            self.dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
 
     # ---- timing ------------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Tuner:
         known = self.remembered(key, variants)
         if known is not None:
             return known
-        with not_silent("still timing", self.ranks.print0):
+        with not_silent("still timing", self.dist.print0):
             runners = {variant: Runner(self.model, variant) for variant in variants}
             row = self.batch_of(1)
             row_s = {}
@@ -288,7 +288,7 @@ class Tuner:
     def key(self, what: str, variants: list[Variant], compiler: str | None = "") -> str:
         """Under which a choice is remembered: for this model, batch, machine and code."""
         names = [str(variant) for variant in variants]
-        split = (tuple(self.batch_of(1)[0].shape), self.batching.micro_steps > 1, self.ranks.distributed)
+        split = (tuple(self.batch_of(1)[0].shape), self.batching.micro_steps > 1, self.dist.distributed)
         made_of = repr((self.model.config, split, compiler, self.config.activation_checkpoint, names)).encode()
         digest = hashlib.sha256(made_of + digest_of_code(CODE) + cpu_kernels.SOURCE.read_bytes()).hexdigest()[:16]
         return f"{hardware.device_name(self.device)}, torch {torch.__version__}: {digest}, {what}"
@@ -296,11 +296,11 @@ class Tuner:
     def remembered(self, key: str, variants: list[Variant]) -> Variant | None:
         """The variant that an earlier run on this machine chose, if all ranks remember the same one."""
         names = [str(variant) for variant in variants]
-        known = self.ranks.gather(cache.read(CACHE).get(key))
+        known = self.dist.gather(cache.read(CACHE).get(key))
         if known[0] not in names or any(other != known[0] for other in known):
             return None
         what = key.rpartition(", ")[2]
-        self.ranks.print0(f"{what}: {known[0]} (measured before: {cache.path_of(CACHE)})")
+        self.dist.print0(f"{what}: {known[0]} (measured before: {cache.path_of(CACHE)})")
         return variants[names.index(known[0])]
 
     def clearly_fastest(self, key: str, variants: list[Variant], times_s: Mapping[Variant, float]) -> Variant:
@@ -312,26 +312,26 @@ class Tuner:
         for other in others:
             if times_s[other] < CLEARLY_FASTER * times_s[best]:
                 best = other
-        best = variants[int(self.ranks.max(variants.index(best)))]
+        best = variants[int(self.dist.max(variants.index(best)))]
         cache.keep(CACHE, key, str(best))
         what = key.rpartition(", ")[2]
         in_ms = ", ".join(f"{variant}: {t * 1e3:.3g} ms" for variant, t in times_s.items())
-        self.ranks.print0(f"{what}: {best} ({in_ms})")
+        self.dist.print0(f"{what}: {best} ({in_ms})")
         return best
 
     def compiled_where_it_pays(self, eager: Runner) -> Runner:
         """eager, or its compiled variant, where the rest of the run is long enough and compiled steps are faster."""
         batch = self.batch_of(self.batching.batch_size)
-        with not_silent("still timing a micro-batch", self.ranks.print0):
+        with not_silent("still timing a micro-batch", self.dist.print0):
             eager_s = min(self.pass_s(eager, batch), self.pass_s(eager, batch))
         share = SAVED_WITH_KERNELS if eager.variant.attention == "kernels" else SAVED
         run_s = eager_s * self.batching.micro_steps * self.steps
         if self.config.max_minutes:
             run_s = min(run_s, 60 * self.config.max_minutes)
         saved_s = share * run_s
-        pays = self.ranks.all(saved_s > COMPILE_S)
+        pays = self.dist.all(saved_s > COMPILE_S)
         times = f"takes about {clock(COMPILE_S)} and saves about {clock(saved_s)} of this run"
-        self.ranks.print0(f"compile=auto: {'' if pays else 'not '}compiling, which {times}")
+        self.dist.print0(f"compile=auto: {'' if pays else 'not '}compiling, which {times}")
         if not pays:
             return eager
         from deskgpt.compute.compiling import compiler_name
@@ -348,7 +348,7 @@ class Tuner:
         runners = {eager.variant: eager}
         if runner is not None:
             runners[compiled] = runner
-        with not_silent("still timing", self.ranks.print0):
+        with not_silent("still timing", self.dist.print0):
             batch = self.batch_of(self.batching.batch_size)  # compiling may have shrunk it
             times_s = self.time_in_turns(runners, batch)
         return runners[self.clearly_fastest(key, variants, times_s)]
@@ -362,26 +362,26 @@ class Tuner:
         leave_out.
         """
         trained_with = None if self.config.eval_only else self.make_optimizer
-        shards = sharding.shards_of(self.config.dp_shard, self.ranks.world)
+        shards = sharding.shards_of(self.config.dp_shard, self.dist.world)
         may_shrink = self.config.auto_batch is True or (self.config.auto_batch == "auto" and self.device.type == "cuda")
         while True:
             runner = None
             problem = ""
             outcome = OUT_OF_MEMORY
             times = times_memory(self.model.config, trained_with, self.device, shards, self.batching, variant)
-            times = self.ranks.max(times)
+            times = self.dist.max(times)
             if times <= 1:
                 doing = "compiling" if variant.compiled else "trying the first micro-batch"
-                with not_silent(f"still {doing}", self.ranks.print0):
+                with not_silent(f"still {doing}", self.dist.print0):
                     runner, outcome, problem = self.try_once(variant)
-                outcome = int(self.ranks.max(outcome))  # the worst decides for all ranks
+                outcome = int(self.dist.max(outcome))  # the worst decides for all ranks
             if outcome == FITS:
                 return runner
             if outcome == LEFT_OUT:
                 self.leave_out(variant, problem or "it fails, or differs, on another rank")
                 return None
             self.batching = smaller_batch(self.device, may_shrink, self.batching, max(2.0, times))
-            self.ranks.print0(f"out of memory: going on with {self.batching.flags()}, which is the same training")
+            self.dist.print0(f"out of memory: going on with {self.batching.flags()}, which is the same training")
             hardware.release_memory(self.device)
 
     def try_once(self, variant: Variant) -> tuple[Runner | None, int, str]:
@@ -391,14 +391,14 @@ class Tuner:
             batch = self.batch_of(self.batching.batch_size)
             if not self.config.eval_only:
                 # With room for what a step holds beside: AdamW's moments, earlier gradients, DDP's buckets.
-                copies = 2 + (self.batching.micro_steps > 1) + (self.ranks.distributed and not runner.sharded)
+                copies = 2 + (self.batching.micro_steps > 1) + (self.dist.distributed and not runner.sharded)
                 room = [torch.empty_like(p) for p in runner.parameters * copies]
                 runner.forward_backward(*batch, self.batching.micro_steps)
                 del room
                 self.model.zero_grad()
                 runner.check_recompute(*batch)
                 if not is_reference(variant, self.device):
-                    self.ranks.print0(f"checking {variant} against float32")
+                    self.dist.print0(f"checking {variant} against float32")
                     runner.check_pass(*batch, self.batching.micro_steps)
             with runner.evaluating():
                 runner.loss(*batch)
@@ -424,19 +424,19 @@ class Tuner:
         if variant.compiled and self.config.compile is True:
             raise ValueError(f"compile=True: {problem}; or try --compile=auto, or --compile=False")
         if variant.compiled:
-            self.ranks.print0(f"compile=auto: NOT compiled, so steps are slower and may take more memory: {problem}")
+            self.dist.print0(f"compile=auto: NOT compiled, so steps are slower and may take more memory: {problem}")
         elif variant.dtype == "float32":  # TF32 on CUDA, float32 on MPS
             raise ValueError(f"{problem}; this GPU or its driver computes something else, try --device=cpu")
         elif self.config.dtype != "auto":
             raise ValueError(f"dtype={variant.dtype}: {problem}; try --dtype=auto, or --dtype=float32")
         else:
-            self.ranks.print0(f"{problem}; going on in float32")
+            self.dist.print0(f"{problem}; going on in float32")
 
 
-def dtype_of_shards(wanted: str, earlier: EarlierVariant, ranks: DistContext) -> str:
+def dtype_of_shards(wanted: str, earlier: EarlierVariant, dist: DistContext) -> str:
     """The dtype in which ranks that share weights compute. wanted: the setting.
 
     It is not float16, since no loss scale follows their gradients.
     """
-    dtype = wanted if wanted != "auto" else earlier.dtype or peaks.fast_dtype(ranks.device)
-    return "bfloat16" if ranks.all(dtype == "bfloat16") else "float32"
+    dtype = wanted if wanted != "auto" else earlier.dtype or peaks.fast_dtype(dist.device)
+    return "bfloat16" if dist.all(dtype == "bfloat16") else "float32"

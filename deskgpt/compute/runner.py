@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -215,7 +215,7 @@ class Runner:
         if self.sharded:
             squares = norms.double().square()
             sharded: Any = self.parameters[0]
-            dist.all_reduce(squares, group=sharded.device_mesh.get_group("dp_shard"))
+            torch.distributed.all_reduce(squares, group=sharded.device_mesh.get_group("dp_shard"))
             norms = squares.sqrt().float()
         return norms
 
@@ -240,7 +240,7 @@ class Runner:
         with self.amp:
             return self.model(x, y)[1]
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], ranks: DistContext) -> Evaluation:
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor, float]], dist: DistContext) -> Evaluation:
         """The mean loss over the batches of all ranks: inputs, targets and the number of rows that count.
 
         With a loss mask that is a fraction: learned targets / block_size. The standard error comes from the spread of
@@ -258,10 +258,10 @@ class Runner:
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)
         n_batches = torch.tensor(len(counts), dtype=torch.float64)
-        totals = ranks.sum(torch.stack((sums.sum(), rows_of.sum(), n_batches)))
+        totals = dist.sum(torch.stack((sums.sum(), rows_of.sum(), n_batches)))
         loss_sum, n_rows, n_batches = totals.tolist()
         mean = loss_sum / n_rows if n_rows else math.nan
-        squares = ranks.sum((sums - mean * rows_of).square().sum()).item()
+        squares = dist.sum((sums - mean * rows_of).square().sum()).item()
         error = math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows if n_batches >= 8 else None
         batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
         return Evaluation(mean, error, round(n_rows), batch_losses)
@@ -291,8 +291,8 @@ class Runner:
             del model, reference
             gc.collect()  # modules of the copy refer to each other
             losses = torch.tensor([loss, expected_loss], dtype=torch.float64, device=self.device)
-            dist.all_reduce(losses)
-            loss, expected_loss = (losses / dist.get_world_size()).tolist()
+            torch.distributed.all_reduce(losses)
+            loss, expected_loss = (losses / torch.distributed.get_world_size()).tolist()
         if not math.isfinite(expected_loss) or not all(verify.whole(g).isfinite().all() for g in expected):
             raise ValueError(
                 f"eager float32 gives a loss of {expected_loss} or gradients that are not finite on the first "
@@ -364,7 +364,7 @@ class Runner:
             self.ddp = ddp
             self.model.zero_grad()
 
-    def verify_again(self, step: int, ranks: DistContext, must: bool = False) -> list[str]:
+    def verify_again(self, step: int, dist: DistContext, must: bool = False) -> list[str]:
         """Compares with model.py once more, on the micro-batch that was trained last; returns lines to warn with.
 
         Where something differs now, the run computes it as model.py does from here on. All ranks must call this. It
@@ -374,16 +374,16 @@ class Runner:
             return []
         t0 = time.perf_counter()
         is_due = must or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
-        if not ranks.all(is_due and verify.weights_are_finite(self.model)):
+        if not dist.all(is_due and verify.weights_are_finite(self.model)):
             return []
         x, y = self.last
         n = step % len(x)  # other sequences come first than before
         try:
-            lines = self._compare_again(x.roll(n, 0), y.roll(n, 0), ranks)
+            lines = self._compare_again(x.roll(n, 0), y.roll(n, 0), dist)
         except (RuntimeError, MemoryError) as e:
-            if not is_out_of_memory(e) or ranks.world > 1:
+            if not is_out_of_memory(e) or dist.world > 1:
                 raise
-            ranks.print0(f"memory is too short to check {self.variant} against model.py again: not done from here on")
+            dist.print0(f"memory is too short to check {self.variant} against model.py again: not done from here on")
             self.compared_s = math.inf
             return []
         self.compared_at = time.perf_counter()
@@ -395,11 +395,11 @@ class Runner:
         self.doubts.append(line)
         return [line]
 
-    def _compare_again(self, x: Tensor, y: Tensor, ranks: DistContext) -> list[str]:
+    def _compare_again(self, x: Tensor, y: Tensor, dist: DistContext) -> list[str]:
         """Compares on this micro-batch; returns what differs, which model.py computes from here on."""
         hardware.free_unused(self.device)  # the reference takes other sizes than training
         in_use = {name: [r] for name, r in self.variant.replacements(self.device.type).items()}
-        problems = find_wrong_replacements(self.model, in_use, x, y, "float32", ranks)
+        problems = find_wrong_replacements(self.model, in_use, x, y, "float32", dist)
         lines = [problems[name] for name in sorted(problems)]
         if problems:
             self.use(replace(self.variant, refused=tuple(sorted({*self.variant.refused, *problems}))))
@@ -409,7 +409,7 @@ class Runner:
                 self.check_pass(x, y)
             except Mismatch as e:
                 problem = str(e)
-            if ranks.all(not problem):
+            if dist.all(not problem):
                 break
             lines.append(problem or f"{self.variant} disagrees with model.py on another rank")
             if self.sharded or (self.variant.dtype == "float32" and not self.variant.compiled):
@@ -420,7 +420,7 @@ class Runner:
 
 
 def find_wrong_replacements(
-    model: GPT, candidates: verify.Candidates, idx: Tensor, targets: Tensor, dtype: str, ranks: DistContext
+    model: GPT, candidates: verify.Candidates, idx: Tensor, targets: Tensor, dtype: str, dist: DistContext
 ) -> dict[str, str]:
     """As verify.wrong_replacements, on whole sequences, fewer where memory runs out; what any rank finds."""
     B, T = idx.shape
@@ -439,7 +439,7 @@ def find_wrong_replacements(
             else:
                 T //= 2
     problems: dict[str, str] = {}
-    for of_rank in ranks.gather(found):
+    for of_rank in dist.gather(found):
         problems |= of_rank
     return problems
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -73,8 +73,8 @@ def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 60
     # Groups that init_device_mesh makes would wait for torch's own 10 or 30 minutes.
     ranks = torch.arange(world).view(-1, n)
     timeout = timedelta(seconds=timeout_s)
-    replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    replicas, _ = torch.distributed.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shards, _ = torch.distributed.new_subgroups_by_enumeration(ranks.tolist(), timeout)
     return DeviceMesh.from_group([replicas, shards], device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
@@ -136,13 +136,13 @@ def sharded_copy(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     copy = empty_copy(model, mesh, reshard_after_forward, device, dtype)
-    weights = model.state_dict() if dist.get_rank() == 0 else {}
+    weights = model.state_dict() if torch.distributed.get_rank() == 0 else {}
     set_model_state_dict(copy, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     here = dict(model.named_buffers())
     for name, buffer in copy.named_buffers():  # also those that a state_dict leaves out
-        if dist.get_rank() == 0:
+        if torch.distributed.get_rank() == 0:
             buffer.copy_(here[name])
-        dist.broadcast(buffer, 0)
+        torch.distributed.broadcast(buffer, 0)
     return copy
 
 
@@ -190,9 +190,9 @@ def is_sharded(model: GPT) -> bool:
     return is_dtensor(next(model.parameters()))
 
 
-def group_for_saves(timeout_s: float) -> dist.ProcessGroup:
+def group_for_saves(timeout_s: float) -> torch.distributed.ProcessGroup:
     """All ranks, connected once more: what they write while they train does not mix with what training sends."""
-    return dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
+    return torch.distributed.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
 
 
 def is_dtensor(x: Any) -> bool:

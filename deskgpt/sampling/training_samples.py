@@ -53,15 +53,15 @@ class Sampler:
         return [] if break_off() else [sample.text for sample in samples]
 
 
-def sampler_for(every: int, runner: Runner, ranks: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:
+def sampler_for(every: int, runner: Runner, dist: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:
     """The Sampler of every `every`-th evaluation; None on ranks that only wait meanwhile.
 
     tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need them.
     """
-    if not ranks.is_first:
+    if not dist.is_first:
         return None
     try:
-        return Sampler(runner, from_meta(tokenizer), every, ranks.print0)
+        return Sampler(runner, from_meta(tokenizer), every, dist.print0)
     except (ValueError, ModuleNotFoundError) as e:
-        ranks.print0(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
+        dist.print0(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
         return None
