@@ -55,7 +55,7 @@ def so_far(question: Question) -> str:
     """How much lower the loss of the best arm is than each other one's, and which arms can no longer win."""
     best, *others = ranked(question)
     gaps = ", ".join(f"than {x} by {pair_text(question, best, x)}" for x in others)
-    out = [label for label in others if label not in question.alive]
+    out = [label for label in others if label not in question.alive and len(question.alive) > 1]
     return f"{best} is lower {gaps}" + (f"; out: {', '.join(out)}" if out else "")
 
 
