@@ -36,6 +36,18 @@ CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
 
+FOREIGN = {  # what other files begin with that people have beside token files
+    b"\x93NUMPY": "NumPy",
+    b"PK\x03\x04": "zip, npz or pt",
+    b"\x1f\x8b\x08": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"GGUF": "GGUF",
+    b"\x89HDF": "HDF5",
+    b"MMIDIDX": "Megatron's index",
+}
 LLMC_32_BITS = 20240801  # the magic of llm.c's files with 32-bit ids
 SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being text or 32-bit
 LEAST_SAMPLED = 64
@@ -76,8 +88,11 @@ def find_tokens(path: Path) -> tuple[int, int]:
     right = [magic == MAGIC, version == VERSION, size == HEADER_BYTES + TOKEN_BYTES * tokens]
     if all(right) and tokens:
         return HEADER_BYTES, tokens
+    foreign = [name for begin, name in FOREIGN.items() if head.startswith(begin)]
     if not size:
         reason = "it is missing or empty"
+    elif foreign:
+        reason = f"it begins like a file of {foreign[0]}"
     elif sum(right) >= 2:
         reason = f"its header says {tokens:,} tokens, and it has {size:,} bytes (magic {magic}, version {version})"
     elif size % TOKEN_BYTES:

@@ -22,7 +22,7 @@ from deskgpt.compute import implementation
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.implementation import EarlierVariant, Tuner
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.runner import Runner, Variant, count_flops
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.overridable import overridable
 from deskgpt.system import cache, hardware
@@ -523,6 +523,19 @@ def test_variant_of_another_device_or_none_of_ours_is_not_taken_from_a_checkpoin
     # Older checkpoints hold only whether they were compiled, or whether attention was explicit.
     assert EarlierVariant.of({"compiled": True}, CPU) == EarlierVariant(compiled=True)
     assert EarlierVariant.of({"explicit": True}, CPU) == EarlierVariant(attention="explicit")
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_nanogpts_for_a_gpt_and_counted_for_a_changed_model():
+    sizes: dict[str, Any] = {"n_embd": 128, "n_layer": 2, "block_size": 64}
+    model = a_model(**sizes)
+    assert count_flops(model, *batch_of(1, 64)) == model.estimate_flops()
+    shared = a_model(**sizes)
+    shared.transformer.h[1] = shared.transformer.h[0]  # a block applied twice
+    assert count_flops(shared, *batch_of(1, 64)) == pytest.approx(model.estimate_flops(), rel=0.01)
+    assert shared.estimate_flops() < 0.8 * model.estimate_flops()
 
 
 def test_tokens_per_second_are_those_that_a_changed_loop_trains_on(chars, tmp_path, monkeypatch):

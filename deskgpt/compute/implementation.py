@@ -20,7 +20,7 @@ import torch
 from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Batch, Runner, Variant, find_wrong_replacements, is_reference
+from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, find_wrong_replacements, is_reference
 from deskgpt.estimate.fit import larger_batch, smaller_batch, times_memory
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.kernels import cpu_kernels, replacements, verify
@@ -124,6 +124,7 @@ class Tuner:
             dtypes = self.dtypes_to_try()
             self.check_replacements(attentions[-1], dtypes)  # the candidates for kernels are also flash's
             variant = self.fastest([self.variant(dtype, attention) for dtype in dtypes for attention in attentions])
+            self.print_price(variant)
             compiles = self.compiles()
             self.enlarge(replace(variant, compiled=bool(compiles)))
             runner = self.try_variant(self.compiled(variant)) if compiles else None
@@ -136,6 +137,8 @@ class Tuner:
             assert runner is not None  # leave_out raises ValueError for float32
             if compiles is None and self.is_timed and self.steps > 0:
                 runner = self.compiled_where_it_pays(runner)
+        if not self.config.eval_only:
+            runner.flops_per_token = count_flops(self.model, *self.batch_of(1))
         runner.last = None
         hardware.forget_peak(self.device)  # what was tried and compared may have taken more than the run does
         return runner, self.batching
@@ -284,6 +287,21 @@ class Tuner:
             rows = int(PROBE_S / max(row_s[variant] for variant in hopeful))
             times_s = self.time_in_turns(hopeful, self.batch_of(max(1, min(self.batching.batch_size, rows))))
         return self.clearly_fastest(key, variants, times_s)
+
+    def print_price(self, variant: Variant) -> None:
+        """Prints how much longer a pass takes without the replacements that are wrong here."""
+        if not variant.refused or not self.is_timed:
+            return
+        all_in_use = replace(variant, refused=())
+        runners = {v: Runner(self.model, v) for v in (variant, all_in_use)}
+        try:
+            times_s = self.time_in_turns(runners, self.batch_of(1))
+        except (RuntimeError, TypeError, ValueError):  # a wrong one may also fail
+            return
+        names = " and ".join(name.replace("kernel_", "C++ ").replace("_", " ") for name in variant.refused)
+        self.dist.print0(
+            f"without {names}, a sequence takes {times_s[variant] / times_s[all_in_use]:.2f} times as long"
+        )
 
     def key(self, what: str, variants: list[Variant], compiler: str | None = "") -> str:
         """Under which a choice is remembered: for this model, batch, machine and code."""

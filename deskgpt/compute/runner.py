@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import logging
 import math
 import os
 import time
@@ -102,6 +103,7 @@ class Runner:
         self._tokens = 0  # trained on since take_tokens was called
         self.sharded = sharding.is_sharded(model)
         self.sync_each_batch = sync_each_batch  # of sharded ones; DDP always sends gradients once per step
+        self.flops_per_token = model.estimate_flops()  # Tuner.choose counts them
         self.compared_s = 0.0  # what comparing again took the last time
         self.compared_at = time.perf_counter()
         self.right_until = 0  # the step of the last comparison that found no difference
@@ -536,3 +538,21 @@ def parts_of(returned: tuple[Any, ...]) -> dict[str, Tensor]:
 def total_of(parts: dict[str, Tensor]) -> Tensor:
     loss, *further = parts.values()
     return sum(further, loss)
+
+
+def count_flops(model: GPT, x: Tensor, y: Tensor) -> int:
+    """FLOPs per token of a training pass over (x, y) as model.py has it, by torch's counter.
+
+    Within 1% it is GPT.estimate_flops, nanoGPT's number, which is also returned where ranks share the weights.
+    """
+    estimate = model.estimate_flops()
+    if sharding.is_sharded(model):
+        return estimate
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # of Triton, which Windows lacks
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with verify.undisturbed(model), replacing({}), FlopCounterMode(display=False) as counter:
+        total_of(parts_of(model(x[:1], y[:1]))).backward()
+    model.zero_grad()
+    counted = round(counter.get_total_flops() / x.size(1))
+    return estimate if abs(counted - estimate) <= 0.01 * estimate else counted

@@ -51,7 +51,7 @@ class Report:
         self.timer = StepTimer(self.dist.device)
         self.counts = dict.fromkeys(("bad_step", "spike", "rewind"), 0)  # in this process, for the end of the run
         self.warm_up_s = 0.0
-        self.flops_per_token = state.runner.model.estimate_flops()
+        self.flops_per_token = state.runner.flops_per_token
         self.grad_norms: list[float] = []  # of the steps since the last log line, which health.py adds
         dtype = state.runner.variant.dtype
         peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
