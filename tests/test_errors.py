@@ -27,11 +27,7 @@ from deskgpt.system.files import replacing, write_atomically
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 1, "take a smaller input"),
         (RuntimeError("CUDA out of memory. Tried"), 1, "take a smaller input"),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            1,
-            "out of memory",
-        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 1, "out of memory"),
         (RuntimeError("NCCL error in: NCCLUtils.hpp:275\nLast error:\nFailed to CUDA calloc 6"), 1, "out of memory"),
     ],
 )
@@ -99,11 +95,12 @@ def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("words", [["sample.py", "--help"], ["data/shakespeare/prepare.py", "--help"]])
-def test_output_that_cannot_be_written_is_one_line(words):
+def test_output_that_cannot_be_written_is_one_line():
     env = os.environ | {"PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        done = shell("python", *words, stdout=full, stderr=subprocess.PIPE, capture_output=False, env=env)
+        done = shell(
+            "python", "sample.py", "--help", stdout=full, stderr=subprocess.PIPE, capture_output=False, env=env
+        )
     assert done.returncode == 1
     assert_one_line(done.stderr, "cannot print", "No space left on device")
 
@@ -159,14 +156,9 @@ def test_damaged_cache_counts_as_none_and_is_repaired(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX's owners and modes")
-@pytest.mark.parametrize("home", ["file", "missing"])
-def test_without_a_home_the_cache_is_in_the_temporary_folder(home, tmp_path, monkeypatch):
+def test_without_a_home_the_cache_is_in_the_temporary_folder(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
-    if home == "file":
-        (tmp_path / "home").write_text("")
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     cache.keep("x", "a", 1)
     assert cache.path_of("x").parent == tmp_path / f"deskgpt-{os.getuid()}"

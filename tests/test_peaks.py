@@ -33,11 +33,9 @@ def test_figures_of_a_card_agree_with_each_other():
     ("name", "card", "gb"),
     [
         ("RTX 4060 Ti", "GeForce RTX 4060 Ti", 8),
-        ("a100 80GB", "A100-SXM4", 80),
         ("NVIDIA GeForce RTX 4070", "GeForce RTX 4070", 12),
         ("geforce-rtx-3060-12gb", "GeForce RTX 3060", 12),
         ("NVIDIA H100 80GB HBM3", "H100 HBM3", 80),
-        ("t4", "Tesla T4", 16),
         ("rtx pro 6000", "RTX PRO 6000 Blackwell Workstation Edition", 96),
         ("mi300x", "Instinct MI300X", 192),
     ],
@@ -51,9 +49,7 @@ def test_names_as_people_and_torch_write_them_are_found_with_the_size_that_they_
     "name",
     [
         "NVIDIA GeForce RTX 4070 Laptop GPU",
-        "NVIDIA GeForce RTX 2080 with Max-Q Design",
         "NVIDIA H200 MIG 1g.18gb",
-        "NVIDIA A100-SXM-64GB",
         "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads",
         "RTX 6000",  # Quadro, Ada or PRO
         "",
@@ -79,7 +75,7 @@ def test_card_with_another_count_of_sms_is_another_card():
     [
         ("NVIDIA H200", 132, "bfloat16", 745e12, 989e12, ["NVIDIA data sheet, bfloat16", "745 TFLOP/s (75%)"]),
         # The published peak stays where a faster matmul was measured.
-        ("NVIDIA H200", 132, "bfloat16", 1100e12, 989e12, ["(111%", "peaks.py"]),
+        ("NVIDIA H200", 132, "bfloat16", 1100e12, 989e12, ["(111%)"]),
         # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
         ("NVIDIA H200", 132, "float32", 400e12, 494.5e12, ["TF32"]),
         ("AMD Instinct MI300X", 304, "float32", 100e12, 163.4e12, ["float32"]),

@@ -24,14 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
 # What torch's RuntimeErrors say when memory runs out. A shared memory that is too small for a kernel of Triton's ("out
 # of resource") is something else: no smaller batch helps.
-OUT_OF_MEMORY = (
-    "out of memory",  # CUDA, HIP, MPS; NCCL, where CUDA told it so
-    "can't allocate memory",  # Linux
-    "not enough memory",  # Windows
-    "_STATUS_ALLOC_FAILED",  # of CUBLAS, HIPBLAS, CUSPARSE, and of CUDNN before version 9
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # since version 9
-    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "Failed to CUDA calloc",  # NCCL's own buffers
+# CUDA, HIP, MPS; Linux; Windows; CUBLAS, CUSPARSE and CUDNN; NCCL's own buffers.
+OUT_OF_MEMORY = re.compile(
+    "out of memory|can't allocate memory|not enough memory|_ALLOC_FAILED|_ALLOCATION_FAILED|Failed to CUDA calloc"
 )
 
 # Recognise gloo's errors by the source file in their text, others by class.
@@ -151,9 +146,7 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
 
 def is_out_of_memory(e: BaseException) -> bool:
     """Whether memory ran out: a MemoryError, or a RuntimeError in which torch says so."""
-    if isinstance(e, MemoryError):
-        return True
-    return isinstance(e, RuntimeError) and any(words in str(e) for words in OUT_OF_MEMORY)
+    return isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and bool(OUT_OF_MEMORY.search(str(e))))
 
 
 def raised_in_our_code(e: Exception) -> bool:

@@ -177,9 +177,6 @@ def name_key(name: str) -> str:
 
 # ---- the peak of a device ------------------------------------------------------------------------------------
 
-# A measurement may exceed the published peak by this factor, by its own error, before a reason is needed.
-MEASURING_ERROR = 1.02
-
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """(dense peak FLOP/s of one device in `dtype`, where the figure comes from), for matmuls as train.py runs them.
@@ -188,17 +185,13 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     in every run; otherwise the measured one; NaN if there is neither.
     """
     measured = measured_matmul_flops(device, dtype)
-    was_measured = measured > 0  # False for NaN
     published = published_flops(device, dtype)
     if published is None:
-        return measured, f"measured {dtype} matmul" if was_measured else f"{dtype} matmul cannot be measured here"
+        return measured, f"measured {dtype} matmul" if measured > 0 else f"{dtype} matmul cannot be measured here"
     flops, source = published
-    if not was_measured:
+    if math.isnan(measured):
         return flops, f"{source}; not measured"
-    share = f"{measured / flops:.0%}"
-    if measured > MEASURING_ERROR * flops:
-        share += ": its clock is above the rated one, or its row in peaks.py is wrong"
-    return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({share})"
+    return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({measured / flops:.0%})"
 
 
 def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | None:
