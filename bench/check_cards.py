@@ -60,7 +60,6 @@ from model import GPT, GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
 TRITON = "triton==3.7.1"  # which torch 2.13 requires
-CODE = ("model.py", "deskgpt/compute/runner.py", "deskgpt/compute/optimizer.py", "deskgpt/estimate/memory.py")
 
 # Shares of the published peaks that cuBLAS's large matmuls, flash attention and kernels bound by memory are taken to
 # reach. Assumptions: see docs/figures.md for the one known run.
@@ -304,7 +303,7 @@ def triton_folder() -> str:
 
 def checked(card: str, config: str) -> dict[str, Any]:
     """What `check` finds in a process of its own, or has found for this code before. Raises SystemExit if it fails."""
-    digest = hashlib.sha256(digest_of_code(tuple(ROOT / name for name in CODE)))
+    digest = hashlib.sha256(digest_of_code())
     for path in (Path(__file__), Path(pretend_card.__file__), pretend_card.SOURCE, ROOT / "config" / f"{config}.py"):
         digest.update(path.read_bytes())
     key = f"{card}, {config}, {digest.hexdigest()[:16]}, torch {torch.__version__}, {TRITON}"

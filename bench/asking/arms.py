@@ -6,6 +6,7 @@ checkout may change while a question runs overnight.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from configurator import build, read_settings
-from deskgpt.system.cache import with_imports
 from deskgpt.system.errors import ConfigError
 from train import TrainConfig
 
@@ -155,9 +155,28 @@ def snapshot(below: Path, commit: str | None, patches: tuple[Path, ...]) -> tupl
             git("checkout-index", "--all", f"--prefix={index}.code/", index=index)
             Path(f"{index}.code").rename(to)
     digest = hashlib.sha256()
-    for path in sorted(with_imports([to / "train.py"], to)):
+    for path in sorted(code_of_training(to)):
         digest.update(path.relative_to(to).as_posix().encode() + b"\0" + path.read_bytes())
     return to, digest.hexdigest()[:16]
+
+
+def code_of_training(root: Path) -> set[Path]:
+    """train.py, and the files below root that it imports, directly or through others."""
+    found: set[Path] = set()
+    to_do = [root / "train.py"]
+    while to_do:
+        path = to_do.pop()
+        if path in found or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            to_do += [root / f"{name.replace('.', '/')}.py" for name in names]
+    return found
 
 
 def git(*arguments: str, index: str, what: str = "no copy of the code can be made") -> str:

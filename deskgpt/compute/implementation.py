@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +33,6 @@ from model import GPT
 if TYPE_CHECKING:
     from train import TrainConfig
 
-CODE = (
-    Path(__file__).resolve().parents[2] / "model.py",
-    Path(__file__),
-)  # a choice holds for these and what they import
 CACHE = "variants"  # the entries of system/cache.py that remember choices
 
 PROBE_S = 0.3  # about what a timed pass takes: as many sequences of the micro-batch as fit into it
@@ -308,7 +303,7 @@ class Tuner:
         names = [str(variant) for variant in variants]
         split = (tuple(self.batch_of(1)[0].shape), self.batching.micro_steps > 1, self.dist.distributed)
         made_of = repr((self.model.config, split, compiler, self.config.activation_checkpoint, names)).encode()
-        digest = hashlib.sha256(made_of + digest_of_code(CODE) + cpu_kernels.SOURCE.read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(made_of + digest_of_code()).hexdigest()[:16]
         return f"{hardware.device_name(self.device)}, torch {torch.__version__}: {digest}, {what}"
 
     def remembered(self, key: str, variants: list[Variant]) -> Variant | None:

@@ -16,6 +16,7 @@ from model import GPT, GPTConfig
 
 SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%
 ENOUGH_TOKENS = 1 << 14  # of a micro-batch that auto_batch enlarges; assumed, no card has measured it
+REHEARSED_TOKENS = 1 << 16  # of a micro-batch of any size: a rehearsal goes through the loss chunk by chunk
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 
 
@@ -68,10 +69,12 @@ def times_memory(
     of_token = config.n_layer * (160 * config.n_embd + 16 * config.n_head * batching.block_size)
     if batching.batch_size * batching.block_size * of_token < limit:
         return 0.0
+    rehearsed = min(batching.batch_size, max(1, REHEARSED_TOKENS // batching.block_size))
     try:
-        parts = memory(Step(config, batching.batch_size, variant, "cpu", batching.micro_steps > 1, make, shards))
+        parts = memory(Step(config, rehearsed, variant, "cpu", batching.micro_steps > 1, make, shards))
     except ValueError:  # this model cannot be rehearsed
         return 0.0
+    parts["activations"] *= batching.batch_size // rehearsed
     # An evaluation goes through one layer after the other, and keeps less of each than a backward pass needs.
     needed = parts["activations"] / config.n_layer / 4 if make is None else sum(parts.values())
     return SURELY * needed / limit

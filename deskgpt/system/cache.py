@@ -5,14 +5,12 @@ Nothing depends on them: if a file is missing or damaged, or cannot be written, 
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,33 +71,11 @@ def keep(name: str, key: str, value: Any) -> None:
         write_atomically(path, json.dumps(read(name) | {key: value}, indent=1).encode())
 
 
-# ---- the code that a figure comes from -----------------------------------------------------------------------
-
-
 @functools.cache
-def digest_of_code(files: Iterable[Path]) -> bytes:
-    """SHA-256 of these Python files and of all files of this repository that they import."""
+def digest_of_code() -> bytes:
+    """SHA-256 of what decides how a step is computed and predicted: model.py and the files of three rooms."""
     root = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(with_imports(files, root)):
-        digest.update(path.read_bytes())
-    return digest.digest()
-
-
-def with_imports(files: Iterable[Path], root: Path) -> set[Path]:
-    """The files, and those below root that they import, directly or through others."""
-    found: set[Path] = set()
-    to_do = list(files)
-    while to_do:
-        path = to_do.pop()
-        if path in found or not path.is_file():
-            continue
-        found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            to_do += [root / f"{name.replace('.', '/')}.py" for name in names]
-    return found
+    files = [root / "model.py"]
+    for room in ("compute", "estimate", "kernels"):
+        files += sorted((root / "deskgpt" / room).glob("*.*"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
