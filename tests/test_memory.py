@@ -103,7 +103,7 @@ def test_micro_batch_is_refused_untried_only_where_it_surely_takes_more_than_the
 
     def times(share: float, make: MakeOptimizer | None = adamw, device: str = "cpu") -> float:
         monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: share * needed)
-        return fit.times_memory(SMALL, make, torch.device(device), 1, batching, Variant())
+        return fit.memory_ratio(SMALL, make, torch.device(device), 1, batching, Variant())
 
     assert times(0.1) == pytest.approx(fit.SURELY / 0.1)
     assert 0 < times(0.1, None) < times(0.1)  # evaluation alone

@@ -20,7 +20,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.runner import Batch, Runner, Variant, count_flops, find_wrong_replacements, is_reference
-from deskgpt.estimate.fit import larger_batch, smaller_batch, times_memory
+from deskgpt.estimate.fit import larger_batch, memory_ratio, smaller_batch
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.kernels import cpu_kernels, replacements, verify
 from deskgpt.kernels.verify import Mismatch
@@ -381,9 +381,9 @@ class Tuner:
             runner = None
             problem = ""
             outcome = OUT_OF_MEMORY
-            times = times_memory(self.model.config, trained_with, self.device, shards, self.batching, variant)
-            times = self.dist.max(times)
-            if times <= 1:
+            ratio = memory_ratio(self.model.config, trained_with, self.device, shards, self.batching, variant)
+            ratio = self.dist.max(ratio)
+            if ratio <= 1:
                 doing = "compiling" if variant.compiled else "trying the first micro-batch"
                 with not_silent(f"still {doing}", self.dist.print0):
                     runner, outcome, problem = self.try_once(variant)
@@ -393,7 +393,7 @@ class Tuner:
             if outcome == LEFT_OUT:
                 self.leave_out(variant, problem or "it fails, or differs, on another rank")
                 return None
-            self.batching = smaller_batch(self.device, may_shrink, self.batching, max(2.0, times))
+            self.batching = smaller_batch(self.device, may_shrink, self.batching, max(2.0, ratio))
             self.dist.print0(f"out of memory: going on with {self.batching.flags()}, which is the same training")
             hardware.release_memory(self.device)
 

@@ -49,7 +49,7 @@ def described(device: torch.device) -> str:
     return f"{hardware.device_name(device)} has {has}"
 
 
-def times_memory(
+def memory_ratio(
     config: GPTConfig,
     make: MakeOptimizer | None,
     device: torch.device,
@@ -57,7 +57,7 @@ def times_memory(
     batching: Batching,
     variant: Variant,
 ) -> float:
-    """How many times the memory a micro-batch surely takes; 0 where that is not known, or clearly less than there is.
+    """What a micro-batch surely takes / the memory there is; 0 where that is not known, or clearly below 1.
 
     Only on a CPU, where the system ends a process that takes too much; GPUs say that memory runs out. make: the
     optimizer of a run that trains; None: it evaluates. shards: how many ranks share one copy.
@@ -80,11 +80,11 @@ def times_memory(
     return SURELY * needed / limit
 
 
-def smaller_batch(device: torch.device, may_shrink: bool, batching: Batching, times: float) -> Batching:
+def smaller_batch(device: torch.device, may_shrink: bool, batching: Batching, ratio: float) -> Batching:
     """The same training in half the micro-batch, after `batching` did not fit; halved further while it is too large.
 
-    times: how much too large it is, at least. Raises ValueError, naming the settings, unless it may shrink; and where
-    there is no smaller one.
+    ratio: what it takes / the memory there is, at least. Raises ValueError, naming the settings, unless it may shrink;
+    and where there is no smaller one.
     """
     if batching.batch_size == 1:
         half = max(1, batching.block_size // 2)
@@ -93,9 +93,9 @@ def smaller_batch(device: torch.device, may_shrink: bool, batching: Batching, ti
             f"try --block_size={half} or a smaller model"
         )
     smaller = batching.batch_size
-    while times > 1 and smaller > 1:
+    while ratio > 1 and smaller > 1:
         smaller = 1 if smaller % 2 else smaller // 2
-        times /= 2
+        ratio /= 2
     same = batching.with_batch_size(smaller)
     if not may_shrink:
         raise ValueError(
