@@ -70,8 +70,8 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
 
 def hugging_face() -> GPT2LMHeadModel:
     torch.manual_seed(2)
-    sizes = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes: dict[str, Any] = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     with torch.no_grad():
         for p in theirs.parameters():

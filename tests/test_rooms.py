@@ -35,7 +35,9 @@ def room_of(module: str) -> str | None:
     first, *rest = module.split(".")
     if first == "deskgpt":
         file = ".".join(rest[:2])
-        return file if file in ORDER else (rest or [None])[0]
+        if file in ORDER:
+            return file
+        return rest[0] if rest else None
     return first if first in ("model", "configurator", "data") or first in ABOVE else None
 
 

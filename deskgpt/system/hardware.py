@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 
-from deskgpt.system import wheels
 from deskgpt.system.terminal import reason
 
 # ---- choosing a device ---------------------------------------------------------------------------------------
@@ -70,6 +69,8 @@ def unserved_gpu(device: torch.device) -> str | None:
     except torch.OutOfMemoryError:  # the run itself will say so
         return None
     except RuntimeError as e:
+        from deskgpt.system import wheels
+
         name = torch.cuda.get_device_name(device)
         return f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {wheels.remedy()}"
     return None
@@ -79,6 +80,8 @@ def unused_gpu() -> str | None:
     """Why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU."""
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
+    from deskgpt.system import wheels  # only where a GPU is missing, or not used
+
     gpu = wheels.nvidia_gpu()
     if gpu is None:
         return wheels.without_gpu()
