@@ -8,6 +8,7 @@ import shutil
 import zipfile
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +16,39 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_equal, assert_one_line, corrupted
-from safetensors.torch import save_file
-from tiny_models import TINIEST, save_folder, state_of
+from tiny_models import save_folder, state_of
 
 from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.export.gpt2_weights import load_gpt2
-from model import GPT
 
 
 def test_checkpoints_come_back_as_they_were_saved(tmp_path):
     saved = state_of(7)
+    saved.model["transformer.wte.weight"] = torch.ones(20, 2)  # of a changed model.py: model_args do not tell weights
+    saved.model["transformer.factor.weight"] = torch.ones(2, 8)
+    saved.model_args["n_layer"] = 12
     store.save(saved, tmp_path, best=True)
     for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
         loaded = store.load(path)
         assert_equal(vars(loaded), vars(saved) | {"model": dict(saved.model), "path": loaded.path})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
+    torch.save(vars(saved) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")
+    assert store.load(tmp_path).best_val_loss == 1.5
 
 
 # ---- accidents -----------------------------------------------------------------------------------------------
 
-FORMS = pytest.mark.parametrize("form", ["file", "folder"])
 
-
-def save(form: str, out_dir: Path, step: int, best: bool) -> None:
-    if form == "file":
-        store.save(state_of(step), out_dir, best)
-    else:
-        save_folder(out_dir, step, best)
-
-
-@FORMS
+@pytest.mark.parametrize("form", ["file", "folder"])
 def test_no_damage_is_silent_and_the_checkpoint_before_is_used(form, tmp_path):
     draw = random.Random(3)
     whole = tmp_path / "whole"
     whole.mkdir()
-    save(form, whole, 1, best=True)
-    save(form, whole, 2, best=False)
+    for step in (1, 2):
+        if form == "file":
+            store.save(state_of(step), whole, best=step == 1)
+        else:
+            save_folder(whole, step, best=step == 1)
     expected = store.load(whole)
     assert expected.path
     n_checksum = ckpt_file.COMMENT_BYTES + 4 if form == "file" else 0  # each of these bytes counts
@@ -128,14 +126,8 @@ def test_what_is_damaged_or_abandoned_is_kept_aside_and_what_killed_runs_left_is
     (tmp_path / "notes.tmp").write_text("the user's")
     said: list[str] = []
     store.take_over(tmp_path, said.append, step=8)
-    aside = ["previous-1", "previous-2", "previous-3"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "ckpt-00000005",
-        "ckpt.pt",
-        "ckpt_best.pt",
-        "notes.tmp",
-        *aside,
-    ]
+    left = {"ckpt-00000005", "ckpt.pt", "ckpt_best.pt", "notes.tmp", "previous-1", "previous-2", "previous-3"}
+    assert {p.name for p in tmp_path.iterdir()} == left
     for line, named in zip(said, ("ckpt-00000009", "ckpt-00000007", "ckpt_best.pt"), strict=True):
         assert_one_line(line, tmp_path / named, "previous-")
     assert store.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
@@ -161,126 +153,77 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path):
 # ---- damaged and untrusted files -----------------------------------------------------------------------------
 
 
-def assert_refuses(out_dir: Path, *named: str) -> None:
-    """A folder's ckpt.pt is refused in one line."""
-    with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
-        store.load(out_dir)
-    assert_one_line(e.value, "ckpt.pt", *named)
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
 
 
-NO_CHECKPOINTS = {
-    b"": ("empty", "fetch it again"),
-    b"<!DOCTYPE html><title>Virus scan warning</title>": ("HTML", "fetch"),
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n": ("git-LFS", "git lfs pull"),
-    b"safetensors, perhaps": ("torch.save",),
-}
+def repacked(path: Path, compression: int, pickled: bytes = b"") -> None:
+    """A checkpoint in an archive of this compression, perhaps with another pickle."""
+    torch.save(vars(state_of()), path.with_name("plain.pt"))
+    with zipfile.ZipFile(path.with_name("plain.pt")) as old, zipfile.ZipFile(path, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if pickled and name.endswith("data.pkl") else old.read(name))
 
 
-@pytest.mark.parametrize("content", NO_CHECKPOINTS, ids=["empty", "html", "lfs", "other"])
-def test_downloads_that_are_no_checkpoints_are_named(tmp_path, content):
-    (tmp_path / "ckpt.pt").write_bytes(content)
-    assert_refuses(tmp_path, *NO_CHECKPOINTS[content])
+# What ckpt.pt is: bytes, a checkpoint with other entries, or what a function makes; and what the error names.
+REFUSED: list[tuple[Any, tuple[str, ...]]] = [
+    (b"", ("empty", "fetch it again")),
+    (b"<!DOCTYPE html><title>Virus scan warning</title>", ("HTML", "fetch")),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS", "git lfs pull")),
+    (b"safetensors, perhaps", ("torch.save",)),
+    ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
+    (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
+    (partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22), ("absurd size",)),
+    *[({"iter_num": x}, ()) for x in (-1, 2**62, 2**63, True, 1.0, None)],
+    *[({"best_val_loss": x}, ()) for x in (math.nan, "1", None, torch.ones(2))],
+    *[({"model": x}, ()) for x in ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)})],
+    *[({"model_args": x}, ()) for x in (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)})],
+    *[({name: 3}, ()) for name in ("config", "scaler", "wandb_run_id", "tokenizer")],
+]
+if os.name != "nt":  # which has no such files
+    REFUSED += [(os.mkfifo, ("pipe",)), (partial(os.symlink, "/dev/zero"), ("not a plain file",))]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
-def test_what_is_no_plain_file_is_refused_before_it_is_opened(tmp_path):
+@pytest.mark.parametrize(("content", "named"), REFUSED)
+def test_what_is_no_checkpoint_is_refused_before_it_runs_code_or_takes_memory(content, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "ckpt.pt"
-    os.mkfifo(path)
-    assert_refuses(tmp_path, "pipe")
-    assert_refuses(path)
-    path.unlink()
-    path.symlink_to("/dev/zero")
-    assert_refuses(tmp_path, "not a plain file")
-
-
-def test_code_in_a_checkpoint_is_refused_and_does_not_run(tmp_path):
-    class Code:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    torch.save(vars(state_of()) | {"config": {"x": Code()}}, tmp_path / "ckpt.pt")
-    assert_refuses(tmp_path, "mkdir", "only its maker's code can read")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, dict):
+        torch.save(vars(state_of()) | content, path)
+    else:
+        content(path)
+    for asked in (tmp_path, path):
+        with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
+            store.load(asked)
+        assert_one_line(e.value, path, *named)
     assert not (tmp_path / "ran").exists()
 
-
-def test_compressed_archives_and_absurd_pickles_are_refused_before_they_take_memory(tmp_path):
-    torch.save(vars(state_of()), tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as old:
-        for compression, pickled in ((zipfile.ZIP_DEFLATED, b""), (zipfile.ZIP_STORED, b"\x80\x02" + b"N0" * 2**22)):
-            with zipfile.ZipFile(tmp_path / "ckpt.pt", "w", compression) as new:
-                for name in old.namelist():
-                    new.writestr(name, pickled if pickled and name.endswith("data.pkl") else old.read(name))
-            assert_refuses(tmp_path, "absurd size" if pickled else "compressed")
-
-
-def test_numbers_of_numpy_are_read(tmp_path):
-    torch.save(vars(state_of()) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")
-    assert store.load(tmp_path).best_val_loss == 1.5
-
-
-def test_blocks_that_are_applied_twice_and_factored_embeddings_are_read_back(tmp_path):
-    """model_args do not tell the weights of a changed model.py."""
-    saved = state_of()
-    saved.model["transformer.wte.weight"] = torch.ones(20, 2)
-    saved.model["transformer.factor.weight"] = torch.ones(2, 8)
-    saved.model_args["n_layer"] = 12
-    store.save(saved, tmp_path, best=True)
-    assert_equal(store.load(tmp_path).model, dict(saved.model))
-
-
-WRONG: dict[str, tuple[Any, ...]] = {
-    "iter_num": (-1, 2**62, 2**63, True, 1.0, None),
-    "best_val_loss": (math.nan, "1", None, torch.ones(2)),
-    "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)}),
-    "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
-    "config": (None, []),
-    "scaler": (3,),
-    "wandb_run_id": (3, 2.5),
-    "tokenizer": ("bytes",),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_entries_of_other_types_and_ranges_are_refused(tmp_path, name):
-    for value in WRONG[name]:
-        torch.save(vars(state_of()) | {name: value}, tmp_path / "ckpt.pt")
-        assert_refuses(tmp_path)
-
-
-# ---- GPT-2 folders -------------------------------------------------------------------------------------------
 
 PLAIN = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 20}
 
 
-def gpt2_folder(folder: Path, **changes: Any) -> str:
-    (folder / "config.json").write_text(json.dumps(PLAIN | changes))
-    weights = {k.removeprefix("transformer."): v.contiguous() for k, v in GPT(TINIEST).state_dict().items()}
-    del weights["lm_head.weight"]  # as in OpenAI's files on the hub, which also lack the prefix
-    conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    save_file(
-        {k: v.t().contiguous() if k.endswith(conv1d) else v for k, v in weights.items()}, folder / "model.safetensors"
-    )
-    return str(folder)
-
-
-def test_incomplete_gpt2_folders_and_relatives_that_compute_otherwise_are_refused(tmp_path):
-    def assert_refuses_it(*named: str) -> None:
-        with pytest.raises(ValueError, match="init_from") as e:
-            load_gpt2(str(tmp_path))
-        assert_one_line(e.value, tmp_path, *named)
-
-    assert_refuses_it("config.json", "model.safetensors")
-    for name, value in (
-        ("model_type", "llama"),
-        ("layer_norm_epsilon", 1e-6),
-        ("n_inner", 12),
-        ("activation_function", "silu"),
-    ):
-        gpt2_folder(tmp_path, **{name: value})
-        assert_refuses_it(name)
-    for content, reason in (("{", "damaged"), ("[3]", "damaged"), ("7", "damaged"), ('{"n_layer": 1}', "n_head")):
-        (tmp_path / "config.json").write_text(content)
-        assert_refuses_it(reason)
-    gpt2_folder(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 300)
-    assert_refuses_it("damaged")
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (None, ("no config.json",)),
+        (PLAIN | {"model_type": "llama"}, ("model_type",)),
+        (PLAIN | {"layer_norm_epsilon": 1e-6}, ("layer_norm_epsilon",)),
+        (PLAIN | {"n_inner": 12}, ("n_inner",)),
+        (PLAIN | {"activation_function": "silu"}, ("activation_function",)),
+        ([3], ("damaged",)),
+        ({"n_layer": 1}, ("n_head",)),
+        (PLAIN, ("model.safetensors", "damaged")),
+    ],
+)
+def test_damaged_gpt2_folders_and_relatives_that_compute_otherwise_are_refused(config, named, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="init_from") as e:
+        load_gpt2(str(tmp_path))
+    assert_one_line(e.value, tmp_path, *named)
