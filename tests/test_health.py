@@ -7,12 +7,11 @@ import random
 import re
 import shlex
 import statistics
-import threading
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_equal, assert_one_line, events, flags, tiny, weights
+from conftest import TINY, assert_equal, assert_one_line, events, flags, tiny
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,6 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.runner import Evaluation, Runner
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, without_improvement
 from deskgpt.run.health import Health
-from deskgpt.run.stopping import StopController
 from train import main
 
 # ---- planting what goes wrong --------------------------------------------------------------------------------
@@ -67,10 +65,9 @@ def plant(monkeypatch):
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": "muon"}])
-def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, tmp_path, plant, options):
+def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, tmp_path, plant):
     plant.bad_gradients = (2,)
-    main(tiny(chars, tmp_path, **options))
+    main(tiny(chars, tmp_path))
     [bad] = events(tmp_path, "bad_step")
     assert bad["iter"] == 2
     assert_one_line(bad["which"], BAD, "1 of 15")
@@ -100,14 +97,15 @@ def test_bad_steps_in_a_row_end_a_run_with_evidence_and_checkpoint(chars, tmp_pa
     assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))  # none of the last bad steps
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_run_whose_steps_are_all_skipped_keeps_the_last_good_checkpoint(dtype, chars, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_run_whose_loss_is_no_number_keeps_the_last_good_checkpoint(dtype, chars, tmp_path):
     """Broken weights can have a finite val loss in 16 bits."""
     main(tiny(chars, tmp_path, dtype=dtype, max_iters=3))
+    before = (tmp_path / "ckpt.pt").read_bytes()
     changed = {"max_iters": 40, "learning_rate": 1e30, "resume_changed": True}
     with pytest.raises(ValueError, match="step 3|the checkpoint before it is intact"):
         main(tiny(chars, tmp_path, dtype=dtype, init_from="resume", **changed))
-    assert store.load(tmp_path).iter_num == 3
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -181,38 +179,21 @@ def test_spike_ends_the_run_where_it_should(chars, tmp_path, plant, script):
 
 
 @pytest.mark.slow
-def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars, tmp_path, plant, monkeypatch):
+def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars, tmp_path, plant):
     plant.leaps = (45,)
-    main(tiny(chars, tmp_path / "whole", on_spike="rewind", **SPIKED))
+    settings = SPIKED | {"on_spike": "rewind", "eval_interval": 10, "lr_decay_iters": 60}
+    main(tiny(chars, tmp_path / "whole", **settings))
     [back] = events(tmp_path / "whole", "rewind")
     assert (back["iter"], back["spike"], back["skipped_batches"]) == (40, 45, 6)
     after_spike, _ = Split(chars, "train", 16, 1 << 16, 1337).train_batch(46, np.arange(4), 4)
     assert np.array_equal(plant.batches[-20], after_spike)  # what step 40 trained on
-    saved = store.load(tmp_path / "whole")
-    assert saved.iter_num == 60
-    assert saved.health is not None
-    assert saved.health["skipped_batches"] == 6
-    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {60}
-
-    # The same run, killed after it went back and resumed.
-    def killed(stops, step, has_work, evaluates):
-        if step == 42 and events(tmp_path / "halves", "rewind"):
-            raise KeyboardInterrupt
-        return False
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StopController, "check", killed)
-        with pytest.raises(KeyboardInterrupt):
-            main(tiny(chars, tmp_path / "halves", on_spike="rewind", **SPIKED))
-    for thread in threading.enumerate():
-        if thread.name == "saver":  # the end of a process waits for it
-            thread.join()
-    main(tiny(chars, tmp_path / "halves", on_spike="rewind", init_from="resume", **SPIKED))
-    for name in ("whole", "halves"):
-        assert len(events(tmp_path / name, "rewind")) == 1
-    assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
-    assert_equal(saved.optimizer, store.load(tmp_path / "halves").optimizer)
-    assert saved.health == store.load(tmp_path / "halves").health
+    main(tiny(chars, tmp_path / "halves", **settings | {"max_iters": 50}))
+    main(tiny(chars, tmp_path / "halves", init_from="resume", **settings))
+    assert len(events(tmp_path / "halves", "rewind")) == 1
+    whole, halves = (store.load(tmp_path / name) for name in ("whole", "halves"))
+    assert_equal(whole.model, halves.model)
+    assert_equal(whole.optimizer, halves.optimizer)
+    assert {int(s["step"]) for s in whole.optimizer["state"].values()} == {whole.iter_num} == {60}
 
 
 @pytest.mark.slow
@@ -249,8 +230,6 @@ def test_patience_ends_a_run_and_a_resumed_one_goes_on_counting(chars, tmp_path,
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
     main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
-    main(tiny(chars, tmp_path / "halves", patience=5, init_from="resume", **flat))
-    assert [e["iter"] for e in events(tmp_path / "halves", "eval")][-3:] == [15, 20, 25]
 
 
 def test_overfitting_is_said_once(chars, tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from train import main
 
 def nanogpt_run(folder: Path) -> None:
     """A checkpoint as nanoGPT writes it after three steps of a compiled model, and the meta.pkl it was trained on."""
-    import pickle
-
     torch.manual_seed(0)
     size: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
     args = size | {"bias": False, "vocab_size": 4, "dropout": 0.0}
@@ -44,9 +43,7 @@ def nanogpt_run(folder: Path) -> None:
     }
     folder.mkdir()
     torch.save(saved, folder / "ckpt.pt")
-    chars = "\nabc"
-    meta = {"vocab_size": 4, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 4, "itos": dict(enumerate("\nabc"))}))
     for split in ("train", "val"):
         np.random.default_rng(0).integers(0, 4, 400).astype(np.uint16).tofile(folder / f"{split}.bin")
 
@@ -74,8 +71,7 @@ def test_our_checkpoints_have_what_nanogpt_reads(chars, tmp_path):
     main(tiny(chars, tmp_path, max_iters=3))
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= saved.keys()
-    assert saved["model_args"].keys() == {
-        "n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"
-    }  # fmt: skip
+    nanogpts = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
+    assert saved["model_args"].keys() == nanogpts
     assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
     assert saved["config"]["dataset"] == str(chars)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT,
     model = GPT(TINIEST)
     if mesh is not None:
         model = sharding.sharded_copy(model, mesh, True, torch.device("cpu"))
-    optimizer: torch.optim.Optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
-    if kind == "nadam":  # which keeps a further number of each parameter
-        optimizer = torch.optim.NAdam(model.parameters())
+    optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
     kept = OptimizerState(optimizer, model)
     for _ in range(steps):
         for p in model.parameters():
@@ -67,16 +66,8 @@ def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT,
 
 
 def trained_state(model: GPT, optimizer: OptimizerState, step: int = 2, loss: float = 3.0) -> Checkpoint:
-    return Checkpoint(
-        model=model.state_dict(),
-        optimizer=optimizer.state(),
-        model_args=TINIEST.as_args(),
-        iter_num=step,
-        best_val_loss=loss,
-        config={"dataset": "x", "learning_rate": 0.1, "min_lr": None},
-        tokenizer={"name": "bytes"},
-        health={"losses": [1.0, math.inf], "evaluations": []},
-    )
+    health = {"losses": [1.0, math.inf], "evaluations": []}
+    return replace(state_of(step, loss), model=model.state_dict(), optimizer=optimizer.state(), health=health)
 
 
 def gathered(value: Any) -> Any:
@@ -98,7 +89,7 @@ def folder(tmp_path_factory) -> Path:
         mesh = sharding.make_mesh("cpu", -1, 2)
         ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
         group = sharding.group_for_saves(60)
-        for kind in ("adamw", "muon", "nadam"):
+        for kind in ("adamw", "muon"):
             check_layouts(out_dir / kind, kind, mesh, group, ranks)
         model, optimizer = trained(mesh=mesh)
         store.save(trained_state(model, optimizer, 1, 4.0), out_dir, True, 2, group)
@@ -184,35 +175,23 @@ def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_
 # ---- damage and strangers' files -----------------------------------------------------------------------------
 
 
-def assert_refuses(path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
-        store.load(path)
-    assert_one_line(e.value, path.name)
-
-
-def with_manifest(path: Path) -> Path:
-    """Makes the manifest of a stranger's folder right."""
-    files = {p.name: folders.size_and_sha256(p) for p in path.iterdir() if p.name != "manifest.json"}
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    return path
-
-
 def test_contents_of_strangers_are_checked_before_they_are_used(folder, tmp_path):
     path = tmp_path / "ckpt-00000001"
     shutil.copytree(folder / "ckpt-00000001", path)
-    content = (path / "checkpoint.json").read_text()
-    plain = json.loads(content)
+    plain = json.loads((path / "checkpoint.json").read_text())
     optimizers = ({"names": 3}, {"names": ["x"], "scalars": {"x": {"step": {"tensor": 2**70}}}})
     texts = [json.dumps(plain | {"optimizer": odd}) for odd in optimizers]
     deep = json.dumps(plain | {"config": "X"}).replace('"X"', '{"a":' * 5000 + "1" + "}" * 5000)
-    for text in [*texts, deep, "[" * 100_000, "3", "{", ""]:
-        (path / "checkpoint.json").write_text(text)
-        assert_refuses(with_manifest(path))
-    (path / "checkpoint.json").write_text(content)
-    for name in ("../../x", "/etc/passwd", "checkpoint.json/x"):
-        files = {"checkpoint.json": [1, ""], name: [1, ""]}
+    names = ("../../x", "/etc/passwd", "checkpoint.json/x")
+    for n, odd in enumerate([*names, *texts, deep, "[" * 100_000, "3", "{", ""]):
+        files = {"checkpoint.json": [1, ""], odd: [1, ""]}
+        if n >= len(names):
+            (path / "checkpoint.json").write_text(odd)
+            files = {p.name: folders.size_and_sha256(p) for p in path.iterdir() if p.name != "manifest.json"}
         (path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-        assert_refuses(path)
+        with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
+            store.load(path)
+        assert_one_line(e.value, path.name)
 
 
 # ---- which one -----------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
 import statistics
 import time
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from conftest import (
     shell,
     tiny,
     trajectory,
-    vector,
     weights,
 )
 
@@ -44,69 +41,45 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-def test_split_of_global_batch_does_not_change_the_loss_or_the_update(chars, tmp_path):
-    settings = {"max_iters": 3, "eval_interval": 3, "learning_rate": 1e-3, "eval_iters": 5}
-    splits = {"1x12": (12, 1), "4x3": (3, 4), "12x1": (1, 12)}
-    for name, (batch_size, accumulation) in splits.items():
+def test_split_of_global_batch_does_not_change_losses_or_gradients(chars, tmp_path):
+    """Those of the second and third step show the updates."""
+    for batch_size, accumulation in ((12, 1), (3, 4), (1, 12)):
         split = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-        main(tiny(chars, tmp_path / name, **settings | split))
-    main(tiny(chars, tmp_path / "lr0", **(settings | {"learning_rate": 0.0})))
-    whole, initial = trajectory(tmp_path / "1x12"), vector(tmp_path / "lr0")
-    update = vector(tmp_path / "1x12") - initial
-    assert update.norm() > 0.1
-    for name in splits:
-        other = trajectory(tmp_path / name)
-        for step in range(3):
-            for value in ("loss", "grad_norm"):
-                assert other["iter"][step][value] == pytest.approx(whole["iter"][step][value], rel=2e-6), (name, step)
-        # Adam divides by the gradient's size: a few entries that are nearly 0 turn rounding into whole steps.
-        difference = vector(tmp_path / name) - initial - update
-        assert difference.norm() < 1e-4 * update.norm(), name
+        main(tiny(chars, tmp_path / str(batch_size), max_iters=3, learning_rate=1e-3, **split))
+    for step in range(3):
+        for value in ("loss", "grad_norm"):
+            one, *others = (trajectory(tmp_path / name)["iter"][step][value] for name in ("12", "3", "1"))
+            assert others == pytest.approx([one, one], rel=2e-6)
 
 
 # ---- what a run prints and writes ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(chars, tmp_path_factory) -> tuple[Path, str, str]:
-    """A run of TINY for tests that only look at it: its folder, its output, its errors."""
-    out_dir = tmp_path_factory.mktemp("finished")
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        main(tiny(chars, out_dir))
-    return out_dir, out.getvalue(), err.getvalue()
-
-
-def test_log_lines_are_nanogpts_with_more_fields_and_the_same_as_json(finished):
-    out_dir, out, err = finished
+def test_log_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path))
+    out, err = capsys.readouterr()
     assert err == ""  # no progress bar into a pipe
-    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu \d+\.\d\d%, (.*)$", out, re.M)
+    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu \d+\.\d\d%, tok/s [\d,]+, ", out, re.M)
     evals = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})\b", out, re.M)
-    for printed, event in zip(iters, events(out_dir, "iter"), strict=True):
-        assert printed[:3] == (str(event["iter"]), f"{event['loss']:.4f}", f"{event['time_ms']:.2f}")
-        assert re.fullmatch(r"tok/s [\d,]+, lr \S+, grad_norm \d+\.\d{3}, data wait \d+\.\d%, eta \S+", printed[3])
-    for printed, event in zip(evals, events(out_dir, "eval"), strict=True):
-        assert printed == (str(event["iter"]), f"{event['train_loss']:.4f}", f"{event['val_loss']:.4f}")
+    logged = events(tmp_path, "iter")
+    assert iters == [(str(e["iter"]), f"{e['loss']:.4f}", f"{e['time_ms']:.2f}") for e in logged]
+    assert evals == [
+        (str(e["iter"]), f"{e['train_loss']:.4f}", f"{e['val_loss']:.4f}") for e in events(tmp_path, "eval")
+    ]
     assert (len(iters), len(evals)) == (6, 3)
-    assert re.search(r"mfu refers to .* TFLOP/s \(measured float32 matmul\)", out)
-
-
-def test_log_begins_with_all_that_its_figures_depend_on(chars, finished):
-    out_dir, *_ = finished
-    first = json.loads((out_dir / "log.jsonl").read_text().splitlines()[0])
+    first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
-    assert first["settings"] == {k: getattr(tiny(chars, out_dir), k) for k in TrainConfig.__dataclass_fields__}
-    model = GPT.from_state(GPTConfig(**store.load(out_dir).model_args), weights(out_dir), "out")
+    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
+    model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
     assert first["measured_flops"] == first["peak_flops"] > 1e9
     assert torch.__version__.startswith(first["versions"]["torch"])  # without +cu130 in the wheel's metadata
-    assert re.search(rf", {torch.get_num_threads()} threads?$", first["device"])
-    for e in events(out_dir, "iter"):
+    for e in logged:
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
         assert e["mfu"] == pytest.approx(tokens_per_s * first["flops_per_token"] / first["peak_flops"])
-        assert e["mfu_measured"] == e["mfu"]
-    assert events(out_dir, "end")[0]["peak_memory_bytes"] > 1e6
+    assert events(tmp_path, "end")[0]["peak_memory_bytes"] > 1e6
 
 
 @pytest.mark.slow
@@ -122,39 +95,33 @@ def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkey
     assert "verified while it trains" in capsys.readouterr().out
 
 
-def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(chars, tmp_path):
-    """Seven windows in batches of three."""
+@pytest.mark.parametrize("n", [7, 24])
+def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(n, chars, tmp_path):
+    """In batches of three. The standard error is that of the mean of their losses, from eight of them on."""
     c = tiny(chars, tmp_path, batch_size=3)
     model = GPT(GPTConfig.from_settings(c, vocab_size=100)).train()
     split = Split(chars, "val", c.block_size, 100)
-    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(7), 7))
-    runner = Runner(model, Variant())
-    whole = runner.evaluate(eval_batches(split, Batching(3, eval_windows=7), CPU), DistContext(CPU))
-    assert whole.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
-    assert whole.standard_error is None  # of three batches
+    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(n), n))
+    found = Runner(model, Variant()).evaluate(eval_batches(split, Batching(3, eval_windows=n), CPU), DistContext(CPU))
+    assert found.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert model.training
-    # Of eight batches, the standard error is that of the mean of their losses.
-    x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(24), 24))
-    means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, 24, 3)]
-    found = runner.evaluate(eval_batches(split, Batching(3, eval_windows=24), CPU), DistContext(CPU))
-    assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
+    means = [model(x[i : i + 3], y[i : i + 3])[1].item() for i in range(0, n, 3)]
+    if n == 7:
+        assert found.standard_error is None
+    else:
+        assert found.standard_error == pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_worse_checkpoint_never_overwrites_the_best(chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=30, eval_interval=10))
-    best = store.load(tmp_path).best_val_loss
+@pytest.mark.parametrize("always", [True, False])
+def test_worse_checkpoint_never_overwrites_the_best(always, chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=30, eval_interval=10, always_save_checkpoint=always))
     worse = {"max_iters": 36, "eval_interval": 3, "learning_rate": 3.0, "decay_lr": False, "resume_changed": True}
-    main(tiny(chars, tmp_path, init_from="resume", **worse))
-    assert min(e["val_loss"] for e in events(tmp_path, "eval") if e["iter"] > 30) > best
-    assert store.load(tmp_path).iter_num == 36
-    kept = store.load(tmp_path / "ckpt_best.pt")
-    assert (kept.iter_num, kept.best_val_loss) == (30, best)
-    # and where only improvements are saved, ckpt.pt itself stays
-    out = tmp_path / "only-better"
-    main(tiny(chars, out, max_iters=30, eval_interval=10, always_save_checkpoint=False))
-    main(replace(tiny(chars, out, init_from="resume", **worse), always_save_checkpoint=False))
-    assert store.load(out).iter_num == 30
+    main(tiny(chars, tmp_path, init_from="resume", always_save_checkpoint=always, **worse))
+    best = store.load(tmp_path / "ckpt_best.pt")
+    assert min(e["val_loss"] for e in events(tmp_path, "eval") if e["iter"] > 30) > best.best_val_loss
+    assert best.iter_num == 30
+    assert store.load(tmp_path).iter_num == (36 if always else 30)  # only what improves is saved
 
 
 @pytest.mark.slow
@@ -173,26 +140,13 @@ def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(
     assert not (tmp_path / "new").exists()
     main(tiny(chars, tmp_path))
     before = contents(tmp_path)
-    changed_at = [path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.iterdir())]
-    for changed in (["--batch_size=2"], ["--compile=False", "--max_iters=3"]):
-        done = script("train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}", *changed)
-        assert (done.code, done.err) == (0, "")
-        assert f"going on from {tmp_path}, step 6" in done.out
-        assert len(re.findall(r"^step 6: train loss \d.*, val loss \d", done.out, re.M)) == 1
-        assert "sample:" not in done.out  # nothing new to sample from
-        assert contents(tmp_path) == before
-        assert [path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.iterdir())] == changed_at
-
-
-@pytest.mark.slow
-def test_run_whose_loss_is_no_number_stops_and_keeps_its_checkpoints(chars, tmp_path, script):
-    main(tiny(chars, tmp_path))
-    before = (tmp_path / "ckpt.pt").read_bytes()
-    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--resume_changed=True"]
-    done = script("train.py", *resume, "--max_iters=30", "--learning_rate=1e30")
-    assert done.code == 1
-    assert_one_line(done.err, "error: ", "try a lower --learning_rate")
-    assert (tmp_path / "ckpt.pt").read_bytes() == before
+    resume = ["--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}"]
+    done = script("train.py", *resume, "--batch_size=2", "--max_iters=3")
+    assert (done.code, done.err) == (0, "")
+    assert f"going on from {tmp_path}, step 6" in done.out
+    assert len(re.findall(r"^step 6: train loss \d.*, val loss \d", done.out, re.M)) == 1
+    assert "sample:" not in done.out  # nothing new to sample from
+    assert contents(tmp_path) == before
 
 
 # ---- a run of some minutes --------------------------------------------------------------------------------
