@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -93,27 +92,20 @@ def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the
 # ---- output --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_output_that_cannot_be_written_is_one_line():
-    env = os.environ | {"PYTHONUNBUFFERED": ""}
-    with open("/dev/full", "w") as full:
-        done = shell(
-            "python", "sample.py", "--help", stdout=full, stderr=subprocess.PIPE, capture_output=False, env=env
-        )
-    assert done.returncode == 1
-    assert_one_line(done.stderr, "cannot print", "No space left on device")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
-def test_output_that_is_closed_is_an_error_and_closed_input_is_the_end_of_a_file():
-    code = "from deskgpt.system.errors import *\nwith one_line_errors(): print(input())"
-    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" >&-'], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert_one_line(done.stderr, "standard output is closed")
-    code = "from deskgpt.system.errors import *; import sys\nwith one_line_errors(): print(len(sys.stdin.read()))"
-    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&-'], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("0\n", "")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a POSIX shell and a device that is always full")
+@pytest.mark.parametrize(
+    ("call", "redirected", "named"),
+    [
+        ("print(1)", ">/dev/full", "No space left on device"),
+        ("print(1)", ">&-", "standard output is closed"),
+        ("assert not sys.stdin.read()", "<&-", ""),  # the end of a file
+    ],
+)
+def test_output_that_cannot_be_written_is_an_error_and_closed_input_is_the_end_of_a_file(call, redirected, named):
+    code = f"import sys; from deskgpt.system.errors import *\nwith one_line_errors(): {call}"
+    done = shell("bash", "-c", f'{sys.executable} -c "{code}" {redirected}')
+    assert done.returncode == bool(named)
+    assert_one_line(done.stderr or "-", named)
 
 
 def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):

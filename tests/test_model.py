@@ -79,40 +79,18 @@ def hugging_face() -> GPT2LMHeadModel:
     return theirs
 
 
-def assert_same_model(ours: GPT, theirs: GPT2LMHeadModel, forms: Replacements) -> None:
-    """Logits, loss and every gradient agree within 1e-5."""
-    idx = tokens(3, 32)
-    targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
-    theirs.zero_grad(set_to_none=True)
-    out = theirs(input_ids=idx, labels=idx)
-    out.loss.backward()
-    with replacing(forms):
-        _, loss = ours(idx, targets)
-        loss.backward()
-        logits, _ = ours(idx)
-    torch.testing.assert_close(logits, out.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
-    their_gradients = gradients(theirs)
-    our_gradients = gradients(ours)
-    assert len(our_gradients) == len(their_gradients)
-    for name, g in our_gradients.items():
-        other: Any = their_gradients.get(name)
-        if other is None:  # the tied matrix has the other of its two names
-            assert name == "lm_head.weight" or name == "transformer.wte.weight"
-            other = theirs.transformer.wte.weight.grad
-        torch.testing.assert_close(g, other.t() if is_conv1d(name) else other, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def is_conv1d(name: str) -> bool:
-    return ".h." in name and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-
-
 @as_written_and_faster
-def test_weights_of_transformers_gpt2_give_its_logits_loss_and_gradients_here(forms, tmp_path):
+def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(forms, tmp_path):
     theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
     model_args, weights = load_gpt2(str(tmp_path))
-    assert_same_model(GPT.from_state(GPTConfig(**model_args), weights, "gpt2"), theirs, forms)
+    ours = GPT.from_state(GPTConfig(**model_args), weights, "gpt2")
+    idx = tokens(3, 32)
+    targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
+    out = theirs(input_ids=idx, labels=idx)
+    with replacing(forms):
+        torch.testing.assert_close(ours(idx)[0], out.logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(idx, targets)[1], out.loss, rtol=1e-5, atol=1e-5)
 
 
 # ---- loss ----------------------------------------------------------------------------------------------------

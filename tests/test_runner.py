@@ -119,16 +119,6 @@ def test_experts_of_which_some_get_no_gradient_train_on_two_ranks(tmp_path):
     assert first == second
 
 
-def test_evaluation_of_a_compiled_model_on_a_cpu_is_that_of_the_eager_one():
-    x, y = tokens(2, 4, 32)
-    losses = []
-    for variant in (Variant(compiled=True), Variant()):
-        runner = Runner(make(), variant)
-        with runner.evaluating():
-            losses.append(runner.loss(x, y))
-    assert torch.equal(*losses)
-
-
 @pytest.mark.parametrize("further", [{"loss": torch.ones(())}, {"z": 0.5}, {"z": torch.ones(2)}], ids=str)
 def test_further_loss_that_would_replace_the_loss_or_cannot_be_added_is_refused(further):
     assert parts_of((None, torch.ones(()), {"z": torch.ones(1)})).keys() == {"loss", "z"}

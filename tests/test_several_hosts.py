@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -58,29 +57,21 @@ def test_init_from_auto_starts_goes_on_bit_for_bit_and_then_has_nothing_to_do(ch
     assert not list(tmp_path.glob("*/previous-*"))
 
 
-@pytest.mark.slow
-def test_init_from_auto_without_a_checkpoint_starts_as_the_config_file_says(chars, tmp_path):
-    main(tiny(chars, tmp_path / "base", max_iters=2))
-    config = tmp_path / "finetune.py"
-    config.write_text(f"init_from = {str(tmp_path / 'base')!r}\nmax_iters = 2\ncompile = False\ndevice = 'cpu'\n")
-    argv = [str(config), f"--dataset={chars}", f"--out_dir={tmp_path / 'out'}", "--init_from=auto", "--eval_iters=2"]
-    first = start(argv)
-    assert (first.init_from, first.n_embd) == (str(tmp_path / "base"), TINY["n_embd"])
-    main(first)
+def test_init_from_auto_begins_as_the_config_file_says_and_never_over_a_damaged_checkpoint(chars, tmp_path):
+    out, config = tmp_path / "out", tmp_path / "finetune.py"
+    main(tiny(chars, out, **LONG))
+    config.write_text(f"init_from = {str(out)!r}\n")
+    elsewhere = flags(out_dir=tmp_path / "other", init_from="auto")
+    first = start([str(config), *elsewhere])
+    assert (first.init_from, first.n_embd) == (str(out), TINY["n_embd"])
+    assert start(elsewhere).init_from == "scratch"
+    argv = flags(out_dir=out, init_from="auto")
+    (out / "ckpt.pt").write_bytes(b"damaged")
     assert start(argv).init_from == "resume"
-    assert start([*argv, f"--out_dir={tmp_path / 'other'}"]).init_from == str(tmp_path / "base")
-    assert start([*argv[1:], f"--out_dir={tmp_path / 'other'}"]).init_from == "scratch"
-
-
-def test_init_from_auto_never_starts_anew_over_a_damaged_checkpoint(chars, tmp_path):
-    main(tiny(chars, tmp_path, **LONG))
-    argv = flags(out_dir=tmp_path, init_from="auto")
-    (tmp_path / "ckpt.pt").write_bytes(b"damaged")
-    assert start(argv).init_from == "resume"
-    (tmp_path / "ckpt_best.pt").write_bytes(b"damaged")
+    (out / "ckpt_best.pt").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="not a readable") as e:
         start(argv)
-    assert_one_line(e.value, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt")
+    assert_one_line(e.value, out / "ckpt.pt", out / "ckpt_best.pt")
 
 
 # ---- what the ranks agree on ---------------------------------------------------------------------------------
@@ -187,34 +178,6 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             return process
 
         yield start
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begin, undisturbed, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
-    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out")
-    terminals = [tmp_path / "terminal-0", tmp_path / "terminal-1"]
-
-    def begin_host(host: int) -> subprocess.Popen[bytes]:
-        # Which of the two has the store; and how soon it notices that the other one is lost.
-        meet_soon = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, meet_soon, "--max_restarts=1"]
-        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        return begin(terminals[host], *torchrun, "train.py", *settings, **environ)
-
-    first, second = begin_host(0), begin_host(1)
-    until(lambda: any("iter 20:" in terminal.read_text() for terminal in terminals))
-    [rank] = children_of(second.pid)
-    second.kill()
-    until(lambda: not is_alive(rank))
-    again = begin_host(1)  # the same command, while the other torchrun waits for it
-    assert [first.wait(120), again.wait(120)] == [0, 0]
-    assert_equal(weights(tmp_path / "out"), undisturbed)
-    assert sum(terminal.read_text().count("going on from") for terminal in terminals) == 1
 
 
 @pytest.mark.nightly

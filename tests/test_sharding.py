@@ -104,29 +104,25 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tm
 
 
 @pytest.mark.slow
-def test_weights_gathered_in_bfloat16_train_as_ddp_does_under_autocast(chars, tmp_path):
+def test_each_way_to_gather_and_reduce_trains_as_ddp_does(chars, tmp_path):
+    """To the last bit, or with the rounding of gains of norms in bfloat16, or of a sum for each micro-batch."""
+
     def work(ranks: DistContext) -> list[float]:
         found = []
-        for gathered in ("float32", "bfloat16"):
-            sharded = trained(ranks, chars, "muon", -1, 10, 2, "bfloat16", gathered=gathered)
-            found.append(distance(sharded, trained(ranks, chars, "muon", 1, 10, 2, "bfloat16")))
+        for of_all, ways in (
+            (("muon", 2, "bfloat16"), [{}, {"gathered": "bfloat16"}]),
+            (("adamw", 8, "float32"), [{"sync_each_batch": False}, {}]),
+        ):
+            optimizer, split, dtype = of_all
+            ddp = trained(ranks, chars, optimizer, 1, 5, split, dtype)
+            found += [distance(trained(ranks, chars, optimizer, -1, 5, split, dtype, **way), ddp) for way in ways]
         return found
 
-    found = on_ranks(work, 2, tmp_path)
-    assert found[0] == found[1]
-    assert found[0][0] == 0.0
-    assert 0.0 < found[0][1] < 1e-3  # gains of norms are rounded, too
-
-
-@pytest.mark.slow
-def test_gradients_that_are_reduced_once_per_step_are_those_of_ddp(chars, tmp_path):
-    def work(ranks: DistContext) -> list[float]:
-        ddp = trained(ranks, chars, "adamw", 1, 5, 8)
-        return [distance(trained(ranks, chars, "adamw", -1, 5, 8, sync_each_batch=each), ddp) for each in (False, True)]
-
-    (once, each), other = on_ranks(work, 2, tmp_path)
-    assert [once, each] == other
-    assert once == 0.0
+    found, other = on_ranks(work, 2, tmp_path)
+    assert found == other
+    whole, gathered, once, each = found
+    assert whole == once == 0.0
+    assert 0.0 < gathered < 1e-3
     assert 0.0 < each < 1e-5
 
 
