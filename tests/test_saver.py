@@ -7,8 +7,10 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +80,23 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before_which_the_run_
     saver.raise_if_last_failed()
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
     assert not store.leftovers(tmp_path)
+
+
+def test_best_checkpoint_after_a_save_that_failed_late_has_its_own_loss(tmp_path):
+    """The save before is still being written when the next evaluation ends."""
+    saver = saver_of(tmp_path)
+    timer = SimpleNamespace(spent_on=lambda what: nullcontext(), last_s={"saving": 0.0})
+    report = SimpleNamespace(timer=timer, event=silent)
+    with files_of_at_most(kib=1):
+        saver.save(state_of(1, 3.0), best=True)
+        saver.wait()
+    state = SimpleNamespace(step=2, best_val_loss=2.0, bad_in_a_row=[], config=SimpleNamespace(eval_only=False))
+    state.dist = SimpleNamespace(is_first=True)
+    state.checkpoint = lambda: state_of(2, state.best_val_loss)
+    saver.save_if_new(state, report, best=True)  # type: ignore[arg-type]
+    saver.wait()
+    assert store.load(tmp_path / "ckpt_best.pt").best_val_loss == saver.best_val_loss == state.best_val_loss == 2.0
+    assert saver.latest_step == 2
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------

@@ -93,14 +93,17 @@ class Saver:
         is_saved = state.step == self.latest_step and not is_new_best
         if is_saved or state.bad_in_a_row or state.config.eval_only:
             return
-        self.latest_step = state.step
         if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
             with report.timer.spent_on("saving"):
                 self.wait()
+                best_val_loss = state.best_val_loss
                 self.report_ended(state, report)
+                if best:  # whatever came of the save before, this one holds the best loss
+                    state.best_val_loss = best_val_loss
                 saving = self.save(state.checkpoint(), best)
             saving.save_s = report.timer.last_s["saving"]
+        self.latest_step = state.step
 
     def report_ended(self, state: TrainState, report: Report) -> None:
         """Reports the last save, once, when it has ended. After one that failed, an earlier loss is the best."""
