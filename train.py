@@ -5,8 +5,8 @@
     python train.py --init_from=resume --out_dir=out-shakespeare-char
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
 
-Writes into out_dir ckpt.pt, the last model (to resume), ckpt_best.pt, the best (to use), and log.jsonl, which holds
-what the terminal shows.
+Writes into out_dir ckpt.pt, the last model that was saved (to resume), ckpt_best.pt, the best (to use), and log.jsonl,
+which holds what the terminal shows.
 """
 
 from __future__ import annotations
@@ -206,12 +206,14 @@ def main(config: TrainConfig, started: float | None = None) -> float:
         improved = False
         if evaluates and not stops.reason:
             report.warn(data.changes())
-            with stops.catching(), report.evaluating():
-                train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, dist.device)), dist)
-                val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, dist.device)), dist)
-                number = state.step // config.eval_interval
-                texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
-                report.warn(runner.verify_again(state.step, dist, is_last))  # in at most 1% of the time
+            with report.evaluating():
+                with stops.catching():
+                    train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, dist.device)), dist)
+                    val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, dist.device)), dist)
+                    number = state.step // config.eval_interval
+                    texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
+                if not stops.reason:
+                    report.warn(runner.verify_again(state.step, dist, is_last))  # in at most 1% of the time
             if not stops.interrupted():
                 improved = state.add_evaluation(train, val)
                 report.evaluation(train, val, lr, texts)
@@ -242,7 +244,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     numbers[name] += part
         seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
         if stops.reason:  # a token file is damaged: the step is not taken
-            optimizer.zero_grad(set_to_none=True)
+            health.flush()
             break
 
         runner.scaler.unscale_(optimizer)
@@ -284,7 +286,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if config.lr_schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
     elif config.lr_schedule == "trapezoid":
-        left = min(1.0, (end - step) / (config.cooldown_iters or math.ceil(end / 5)))
+        cooldown = min(config.cooldown_iters or math.ceil(end / 5), end - config.warmup_iters)
+        left = min(1.0, (end - step) / cooldown)
     return low + left * (config.learning_rate - low)
 
 

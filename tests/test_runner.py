@@ -9,9 +9,11 @@ import pytest
 import torch
 from gloo import on_ranks
 from tiny_models import MODERN_SETTINGS, SMALL, make, tokens
+from torch._dynamo.testing import CompileCounter
 
+from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Runner, Variant, bfloat16_residual, parts_of
+from deskgpt.compute.runner import Runner, Variant, bfloat16_residual, compiled, parts_of
 from deskgpt.kernels import replacements
 from deskgpt.kernels.verify import compare_passes
 from model import GPT, GPTConfig
@@ -85,6 +87,17 @@ def test_loss_that_is_kept_in_an_attribute_trains_compiled_too(monkeypatch):
     model = make()
     losses = [Runner(model, variant).forward_backward(x, y).item() for variant in (Variant(compiled=True), Variant())]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_blocks_with_a_constant_for_each_layer_have_a_graph_each(monkeypatch):
+    """More than torch's limit of eight, after which it would go on uncompiled."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, dynamic=False))
+    compiling.prepare(torch.device("meta"))
+    add = compiled(None)
+    for n in range(12):
+        assert add(torch.add, torch.ones(3), n)[0] == 1 + n
+    assert counter.frame_count == 12
 
 
 class WithExperts(GPT):

@@ -86,7 +86,7 @@ def test_best_checkpoint_after_a_save_that_failed_late_has_its_own_loss(tmp_path
     """The save before is still being written when the next evaluation ends."""
     saver = saver_of(tmp_path)
     timer = SimpleNamespace(spent_on=lambda what: nullcontext(), last_s={"saving": 0.0})
-    report = SimpleNamespace(timer=timer, event=silent)
+    report = SimpleNamespace(timer=timer, event=lambda *_, **__: None)
     with files_of_at_most(kib=1):
         saver.save(state_of(1, 3.0), best=True)
         saver.wait()

@@ -324,7 +324,7 @@ def resume(out_dir: str | Path, print0: Callable[[str], object] = str, dist: Dis
     else:
         print0(f"{path} {damage}: its loss, the best so far, does not count")
         if not is_folder(path) or order_of(path)[0] <= saved.iter_num:
-            saved.best_val_loss = math.inf  # what a later checkpoint names as the best is the loss of the damaged one
+            saved.best_val_loss = math.inf  # it belongs to the damaged file
     return saved
 
 

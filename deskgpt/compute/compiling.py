@@ -21,6 +21,8 @@ from deskgpt.kernels import replacements
 FIRST_FIXED_GCC = 14
 NO_ALIGNING_COPIES = "-mno-align-stringops"
 
+GRAPHS = 64  # of a function that is compiled, such as a block
+
 VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 
@@ -33,6 +35,8 @@ def prepare(device: torch.device) -> None:
     replacements.register_operators()
     for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # A change of model.py may have a graph for each layer; after torch's limit, 8, it would silently go on uncompiled.
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     if device.type == "cpu":
         set_up_inductor()
 

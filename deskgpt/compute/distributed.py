@@ -151,7 +151,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux tells when torchrun is killed; run/stopping.py looks, too
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux sends SIGTERM when torchrun is killed
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if dist.distributed:
         allow_open_files()

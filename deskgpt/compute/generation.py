@@ -80,8 +80,9 @@ class Sample:
         tail = len(self.text)
         if not self.done:
             tail -= max((self._begun(stop) for stop in self.stops), default=0)
-        shown, self.shown = self.shown, max(self.shown, tail)
-        return self.text[shown : self.shown]
+        before = self.shown
+        self.shown = max(before, tail)
+        return self.text[before : self.shown]
 
     def _begun(self, stop: str) -> int:
         """Characters of the longest end of the text with which the stop text begins."""

@@ -164,7 +164,7 @@ class Muon(torch.optim.AdamW):
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """Views of what is orthogonalized of a matrix x, no wider than high: q, k and v of a fused one, else all of it."""
+    """x as matrices no wider than high, in the same memory: q, k and v apart if x is a fused (3C, C), else x itself."""
     n = 3 if x.size(0) == 3 * x.size(1) else 1
     return [part.mT if part.size(0) < part.size(1) else part for part in x.chunk(n)]
 

@@ -206,14 +206,14 @@ class Runner:
     # ---- gradients ---------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
-        """Those of all parameters that have one; of sharded ones this rank's rows."""
+        """The gradients that exist; of a sharded one this rank's rows."""
         return [sharding.local(p.grad) for p in self.parameters if p.grad is not None]
 
     def gradient_norms(self) -> Tensor:
         """The norms (parameters,) of all gradients, 0 where there is none; sharded ones count as a whole."""
-        found = iter(torch._foreach_norm(self.gradients()))
-        nothing = torch.zeros((), device=self.device)
-        norms = torch.stack([nothing if p.grad is None else next(found) for p in self.parameters])
+        norms = torch.zeros(len(self.parameters), device=self.device)
+        with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        norms[with_gradient] = torch.stack(torch._foreach_norm(self.gradients()))
         if self.sharded:
             squares = norms.double().square()
             sharded: Any = self.parameters[0]
@@ -259,8 +259,8 @@ class Runner:
 
         sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
         rows_of = torch.tensor(counts, dtype=torch.float64)
-        n_batches = torch.tensor(len(counts), dtype=torch.float64)
-        totals = dist.sum(torch.stack((sums.sum(), rows_of.sum(), n_batches)))
+        own_batches = torch.tensor(len(counts), dtype=torch.float64)
+        totals = dist.sum(torch.stack((sums.sum(), rows_of.sum(), own_batches)))
         loss_sum, n_rows, n_batches = totals.tolist()
         mean = loss_sum / n_rows if n_rows else math.nan
         squares = dist.sum((sums - mean * rows_of).square().sum()).item()
@@ -297,8 +297,8 @@ class Runner:
             loss, expected_loss = (losses / torch.distributed.get_world_size()).tolist()
         if not math.isfinite(expected_loss) or not all(verify.whole(g).isfinite().all() for g in expected):
             raise ValueError(
-                f"eager float32 gives a loss of {expected_loss} or gradients that are not finite on the first "
-                "micro-batch: the weights that the run starts from, or the data, are at fault; take another checkpoint"
+                f"eager float32 gives a loss of {expected_loss} or gradients that are not finite: the weights or the "
+                "data are at fault; take another checkpoint"
             )
         found = [a.to(b.device) for a, b in zip(found, expected, strict=True)]
         precision = verify.precision_of(self.variant.dtype, self.device)
@@ -375,7 +375,8 @@ class Runner:
         if self.last is None:  # it was compared just now
             return []
         t0 = time.perf_counter()
-        is_due = must or self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
+        is_due = self.compared_s <= SHARE_OF_TIME * (t0 - self.compared_at)
+        is_due = is_due or (must and self.compared_s < math.inf)
         if not dist.all(is_due and verify.weights_are_finite(self.model)):
             return []
         x, y = self.last
@@ -424,7 +425,10 @@ class Runner:
 def find_wrong_replacements(
     model: GPT, candidates: verify.Candidates, idx: Tensor, targets: Tensor, dtype: str, dist: DistContext
 ) -> dict[str, str]:
-    """As verify.wrong_replacements, on whole sequences, fewer where memory runs out; what any rank finds."""
+    """Which candidates differ from model.py, on any rank, and how.
+
+    Where memory runs out it compares fewer sequences, then shorter ones, which it prints.
+    """
     B, T = idx.shape
     B = max(1, min(B, WALKED_TOKENS // T))
     while True:
@@ -440,6 +444,9 @@ def find_wrong_replacements(
                 B //= 2
             else:
                 T //= 2
+                dist.print0(
+                    f"memory is too short to compare kernels with model.py on more than {T} tokens of a sequence"
+                )
     problems: dict[str, str] = {}
     for of_rank in dist.gather(found):
         problems |= of_rank

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute, with_residual
 from deskgpt.kernels import replacements
@@ -218,8 +218,10 @@ class AsOnCuda(TorchFunctionMode):
         is_autocast = torch.is_autocast_enabled("cpu")
         if func is F.scaled_dot_product_attention:
             # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32's kernel does too.
-            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) if is_autocast else x for x in args[:3])
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, kwargs.get("dropout_p", 0.0), True)[0]
+            if is_autocast:
+                args = tree_map_only(Tensor, lambda x: x.to(torch.get_autocast_dtype("cpu")), args)
+            dropout = kwargs.get("dropout_p", 0.0)
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3], dropout, True)[0]
         if func is F.rms_norm:  # one kernel, in float32; layer norm's keeps the same, and the means
             x, *more = args
             return F.layer_norm(x.float() if is_autocast else x, *more, **kwargs)

@@ -110,8 +110,8 @@ class StopController:
         self._failure: Exception | None = None
         self._saved_at = time.perf_counter()
         self._agreed_at = self._saved_at
-        self._steps_since = -1  # the ranks last agreed; the first call of `check` comes before the first step
-        self._steps_between = 1  # two agreements, which is the same on all ranks
+        self._steps_since = -1  # since the ranks last agreed; the first call of `check` comes before the first step
+        self._steps_between = 1  # steps between two agreements, the same number on all ranks
         signal_handler.signal = None  # an earlier run in the same process may have left one
 
     def check(self, step: int, has_work: bool, evaluates: bool) -> bool:

@@ -37,8 +37,8 @@ class StepTimer:
         self.last_s = {"evaluation": 0.0, "saving": 0.0}
         self._train_s = 0.0  # until the clock was last started
         self._started_at: float | None = None  # None while the clock stands still
-        self._window_began_s = 0.0  # training time and
-        self._window_wait_s = 0.0  # wait for data at the start of the window
+        self._window_began_s = 0.0  # training time at the start of the window
+        self._window_wait_s = 0.0  # wait for data by then
         self._window_steps = 0
         self._window_tokens = 0
 
@@ -88,8 +88,8 @@ class StepTimer:
 
 # ---- max_minutes ---------------------------------------------------------------------------------------------
 
-EVAL_SHARE = 0.2  # of the time is spent on evaluation at most,
-LEAST_EVAL_BATCHES = 8  # but each split gives at least this many batches: fewer say nothing about their own noise
+EVAL_SHARE = 0.2  # at most this share of the time is spent on evaluation
+LEAST_EVAL_BATCHES = 8  # each split gives at least this many batches: fewer say nothing about their own noise
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
 BACKWARD = 3.0  # times a forward pass, with it: a guess, until the first steps are done
 PLANS = 40  # how often the steps are planned anew, evenly spread over the run
@@ -156,7 +156,11 @@ class TimeBudget:
     def replan(self, timer: StepTimer) -> None:
         """Plans anew at PLANS moments of the run, from the steps since the last plan."""
         step = self.state.step
-        if not self.is_limited or step < self._next_step or step <= self._planned_at[0]:
+        if not self.is_limited:
+            return
+        if step < self._planned_at[0]:  # after a rewind
+            self._planned_at = (step, timer.train_s())
+        if step < self._next_step or step == self._planned_at[0]:
             return
         train_s = timer.train_s()
         step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))

@@ -176,7 +176,9 @@ def memory_groups() -> list[tuple[int, int]]:
             for group in (own, *own.parents):  # in a container, a path of the host may stand here
                 folder = CONTROL_GROUPS / controllers / group
                 with suppress(OSError, ValueError):  # no such group, or its limit is "max"
-                    limit, used = (int((folder / name).read_text()) for name in GROUP_FILES[controllers])
+                    limit_file, used_file = GROUP_FILES[controllers]
+                    limit = int((folder / limit_file).read_text())
+                    used = int((folder / used_file).read_text())
                     cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.M)
                     found.append((limit, used - int(cached[1] if cached else 0)))
     return found

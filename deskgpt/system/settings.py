@@ -82,7 +82,9 @@ def settings_of(cls: type) -> dict[str, Setting]:
         if get_origin(kind) is Annotated:
             kind, *extras = get_args(kind)
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        types = () if choices else get_args(kind) if get_origin(kind) is UnionType else (kind,)
+        types = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+        if choices:
+            types = ()
         allowed = next((extra for extra in extras if isinstance(extra, Range)), Range())
         found[field.name] = Setting(field.name, types, choices, field.default, allowed, IS_PATH in extras)
     return found
