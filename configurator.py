@@ -81,8 +81,11 @@ def refuse_loose_value(before: str, argument: str, settings: Mapping[str, Settin
         return
     if before.startswith("--") and before[2:] in settings:
         raise ConfigError(f"{before} {argument}: write {before}={argument}")
-    if argument.partition("=")[0] in settings:
-        raise ConfigError(f"{argument}: settings are written --key=value: --{argument}")
+    name, equals, value = argument.lstrip("-—–").partition("=")
+    if equals and name in settings:
+        raise ConfigError(f"{argument}: write --{name}={value}")
+    if not argument:
+        raise ConfigError("an argument is empty; settings are written --key=value")
 
 
 def read_argument(argument: str, cls: type) -> tuple[str, Any]:

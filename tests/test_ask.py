@@ -23,7 +23,7 @@ from bench import ask
 from bench.asking import held_out, words
 from bench.asking.arms import Arm, make_arm
 from bench.asking.band import make_band
-from bench.asking.ledger import Ledger
+from bench.asking.ledger import Ledger, listing
 from bench.asking.question import Question
 from bench.asking.running import Place
 from bench.asking.statistics import PILOT
@@ -189,6 +189,37 @@ def test_band_of_a_config_is_made_and_found_by_a_run_with_another_seed(asking, c
     assert {*band.losses} == {0, 4}
     assert band.verdict({4: band.losses[4][3]}).startswith("as usual")
     assert band.verdict({4: band.losses[4][3] + 1}).startswith("unusual")
+
+
+def test_lines_of_a_ledger_that_lack_something_are_left_out(tmp_path):
+    ledger = Ledger(tmp_path)
+    whole: dict[str, Any] = {
+        "question": "q",
+        "date": "d",
+        "config": "c",
+        "sentence": "s",
+        "rounds": 2,
+        "verdict": "same",
+    }
+    whole |= {"arms": [{"label": "a", "what": ""}], "price": {"low": 2, "high": 3}}
+    whole["pairs"] = [{"first": "a", "second": "b", "d": 0.1, "e": 1e9}]
+    ledger.add("answer", **whole)
+    parts: list[dict[str, Any]] = [
+        {"pairs": [{}]},
+        {"arms": [1]},
+        {"price": 3},
+        {"price": {"high": "x"}},
+        {"rounds": "1"},
+    ]
+    for part in [*parts, {"sentence": None}]:
+        ledger.add("answer", **whole | part | {"question": str(part)})
+    for name in ("run", "answer"):
+        ledger.add(name)
+    ledger.file.write_text(ledger.file.read_text() + '5\n[]\n{"event": [1]}\n')
+    ledger = Ledger(tmp_path)
+    assert ledger.run("k") is None
+    assert ledger.repeats({}, 1, "w", set()) == []
+    assert listing(ledger).startswith("d  c  s\n1 of 1 questions kept the price")
 
 
 def test_what_is_set_aside_is_not_trained_on(chars, tmp_path):

@@ -134,6 +134,8 @@ def test_value_apart_from_its_setting_is_told_how_to_write_it(tmp_path):
     for setting, value in (("--count", "8"), ("--on", "False"), ("--name", "nowhere.py")):
         assert_error([f"{setting}={value}"], setting, value)
     assert configure(Settings, ["--on", write(tmp_path, "count = 3\n")]).count == 3
+    for argument in ("count=8", "—count=8"):  # some programs make one long dash of two short ones
+        assert_error(["--count=8"], argument)
 
 
 def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):

@@ -278,6 +278,13 @@ def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(library, 
     library.write_bytes(content)
     library.chmod(0o777)
     assert not cpu_kernels.is_intact(library)
+    library.chmod(0o700)
+    library.parent.chmod(0o777)
+    monkeypatch.setattr(cpu_kernels, "_library", None)
+    monkeypatch.setattr(cpu_kernels, "compile_to", lambda library: None)
+    with pytest.raises(cpu_kernels.Unavailable) as e:
+        cpu_kernels.load()
+    assert_one_line(str(e.value), str(library.parent), "XDG_CACHE_HOME")
     monkeypatch.setattr(cpu_kernels, "FLAGS", ("-O1",))
     assert cpu_kernels.path() != library  # which is named after all that it is made of
 

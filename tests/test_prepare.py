@@ -104,6 +104,20 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
 # ---- downloads -----------------------------------------------------------------------------------------------
 
 
+@needs_bpe
+def test_without_a_network_the_text_that_was_given_before_is_kept(tmp_path, script, monkeypatch):
+    """After `prepare.py --input FILE`, the notebook runs the same script without --input."""
+    monkeypatch.setattr("data.shakespeare_char.prepare.DATA", tmp_path)  # where no input.txt is
+    monkeypatch.setattr("data.shakespeare_char.prepare.URL", "http://127.0.0.1:9/input.txt")
+    (tmp_path / "text.txt").write_text("To be, or not to be.\n" * 100)
+    prepare = ("data/shakespeare/prepare.py", "--out", tmp_path / "s")
+    fails(script(*prepare), "127.0.0.1:9", "--input FILE")
+    assert script(*prepare, "--input", tmp_path / "text.txt").code == 0
+    assert script(*prepare).out == "s: already prepared\n"
+    (tmp_path / "s" / "val.bin").unlink()
+    fails(script(*prepare), "--input FILE")
+
+
 @pytest.mark.parametrize(("content", "reason"), [(None, "Connection refused|cannot download"), (b"hello", "checksum")])
 def test_download_arrives_whole_or_not_at_all(tmp_path, content, reason):
     (tmp_path / "page").write_bytes(content or b"")

@@ -24,6 +24,32 @@ from bench.asking.statistics import e_bh
 from deskgpt.run.log import RunLog, read_events
 from deskgpt.system.cache import path_of
 
+# What is read of a line. Others are left out: ledgers are put together by hand, and come from older versions.
+NUMBER = (int, float)
+RUN: dict[str, Any] = {"key": str, "outcome": str, "windows": str, "seed": int, "steps": int, "settings": dict}
+RUN |= {"val_loss": NUMBER, "wall_s": NUMBER}
+ANSWER: dict[str, Any] = {"question": str, "date": str, "config": str, "sentence": str, "pairs": list, "arms": list}
+ANSWER |= {"price": dict, "rounds": int, "verdict": str}
+PRICE = {"high": NUMBER}
+PAIR = {"first": str, "second": str, "d": NUMBER, "e": NUMBER}
+ARM = {"label": str, "what": str}
+
+
+def has(value: Any, fields: dict[str, Any]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in fields.items())
+
+
+def is_whole(event: dict[str, Any]) -> bool:
+    """Whether it is a run or an answer, and has all that is read of one."""
+    if event["event"] == "run":
+        return has(event, RUN)
+    is_priced = not event.get("price") or has(event["price"], PRICE)
+    return event["event"] == "answer" and has(event, ANSWER) and is_priced and parts_are_whole(event)
+
+
+def parts_are_whole(answer: dict[str, Any]) -> bool:
+    return all(has(pair, PAIR) for pair in answer["pairs"]) and all(has(arm, ARM) for arm in answer["arms"])
+
 
 def default_folder() -> Path:
     return path_of("ledger").with_suffix("")
@@ -49,7 +75,7 @@ class Ledger:
 
     def read(self) -> None:
         """Takes in what other questions have added since."""
-        self.events = read_events(self.file) if self.file.exists() else []
+        self.events = list(filter(is_whole, read_events(self.file))) if self.file.exists() else []
 
     def add(self, event: str, **fields: Any) -> None:
         """Appends a line."""
@@ -76,8 +102,7 @@ class Ledger:
 
     def answers(self) -> list[dict[str, Any]]:
         """The last answer of each question. The same question with other seeds is another one."""
-        found = [e for e in self.events if e["event"] == "answer" and "price" in e]  # which it has since 2026-11-26
-        return [*{e["question"]: e for e in found}.values()]
+        return [*{e["question"]: e for e in self.events if e["event"] == "answer"}.values()]
 
     def wins(self) -> list[str]:
         """The differences that hold over all questions: at most 5% of this list are false, on average."""
@@ -89,7 +114,7 @@ class Ledger:
             if pair["d"] > 0:
                 better, worse = worse, better
             texts = {arm["label"]: arm["what"] for arm in answer["arms"]}
-            what = f"{better} ({texts[better] or 'as it is'}) is better than {worse}"
+            what = f"{better} ({texts.get(better) or 'as it is'}) is better than {worse}"
             lines.append(f"{answer['config']}: {what}, e-value {pair['e']:,.4g}")
         return lines
 

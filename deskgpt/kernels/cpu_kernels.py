@@ -75,6 +75,8 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
             if not is_intact(library):
                 print0("compiling kernels for this processor, once")
                 compile_to(library)
+            if not is_intact(library):
+                raise RuntimeError(f"others can write in {library.parent}: set XDG_CACHE_HOME to a folder of your own")
             loaded = ctypes.CDLL(str(library))
             os.utime(library)
         for name in FUNCTIONS:

@@ -1,6 +1,7 @@
 """What was measured or checked on this machine, for later runs: files in ~/.cache/deskgpt or XDG_CACHE_HOME/deskgpt.
 
-Nothing depends on them: if a file is missing or damaged, or cannot be written, the next run measures again.
+Nothing depends on them: if a file is missing, damaged or somebody else's, or cannot be written, the next run measures
+again.
 """
 
 from __future__ import annotations
@@ -56,10 +57,13 @@ def path_of(name: str) -> Path:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The entries called `name`, by key; empty if there is no such file, or it is damaged."""
+    """The entries called `name`, by key; empty if there is no such file, or it is damaged or somebody else's."""
+    path = path_of(name)
+    if not is_trusted(path):
+        return {}
     try:
-        entries = json.loads(path_of(name).read_bytes())
-    except (OSError, ValueError):
+        entries = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
     return entries if isinstance(entries, dict) else {}
 
