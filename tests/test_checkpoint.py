@@ -168,6 +168,13 @@ def repacked(path: Path, compression: int, pickled: bytes = b"") -> None:
             new.writestr(name, pickled if pickled and name.endswith("data.pkl") else old.read(name))
 
 
+WRONG: dict[str, tuple[Any, ...]] = {
+    "iter_num": (-1, 2**62, 2**63, True, 1.0, None),
+    "best_val_loss": (math.nan, "1", None, torch.ones(2)),
+    "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)}),
+    "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
+    **dict.fromkeys(("config", "scaler", "wandb_run_id", "tokenizer"), (3,)),
+}
 # What ckpt.pt is: bytes, a checkpoint with other entries, or what a function makes; and what the error names.
 REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (b"", ("empty", "fetch it again")),
@@ -177,11 +184,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
     (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
     (partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22), ("absurd size",)),
-    *[({"iter_num": x}, ()) for x in (-1, 2**62, 2**63, True, 1.0, None)],
-    *[({"best_val_loss": x}, ()) for x in (math.nan, "1", None, torch.ones(2))],
-    *[({"model": x}, ()) for x in ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)})],
-    *[({"model_args": x}, ()) for x in (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)})],
-    *[({name: 3}, ()) for name in ("config", "scaler", "wandb_run_id", "tokenizer")],
+    *[({name: value}, ()) for name, values in WRONG.items() for value in values],
 ]
 if os.name != "nt":  # which has no such files
     REFUSED += [(os.mkfifo, ("pipe",)), (partial(os.symlink, "/dev/zero"), ("not a plain file",))]

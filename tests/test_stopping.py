@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, tiny, trajectory
+from conftest import ROOT, TINY, TORCHRUN, assert_one_line, assert_same_run, events, flags, tiny
 from gloo import resumed, run
 
 import train
@@ -64,16 +64,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) 
             do()
 
     monkeypatch.setattr(Report, "step", logged)
-
-
-def assert_same_run(whole: Path, stopped: Path) -> None:
-    assert trajectory(whole) == trajectory(stopped)
-    for name in ("ckpt.pt", "ckpt_best.pt"):
-        a = store.load(whole / name)
-        b = store.load(stopped / name)
-        for key in ("model", "iter_num", "best_val_loss"):
-            assert_equal(getattr(a, key), getattr(b, key))
-        assert_equal(a.optimizer["state"], b.optimizer["state"])  # the learning rate is set anew at each step
 
 
 @pytest.mark.slow
