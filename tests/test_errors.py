@@ -70,18 +70,11 @@ def test_tilde_in_an_option_means_the_home_folder(monkeypatch):
 # ---- several ranks -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def second_of_three(monkeypatch) -> None:
-    """The second of three ranks that torchrun started."""
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the_first(is_stopped, monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 0.2)
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the_first(
-    is_stopped, second_of_three, capsys
-):
     with pytest.raises(SystemExit) as exit, one_line_errors(is_stopped=lambda: is_stopped):
         raise ConfigError("x=1 must be 2")
     assert exit.value.code == 2

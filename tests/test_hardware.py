@@ -22,18 +22,11 @@ POSIX = pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script
 # ---- choosing a device ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """Two GPUs as torch reports them."""
+def test_ranks_never_share_a_gpu(monkeypatch):
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda n, device: ones(n))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-
-
-def test_ranks_never_share_a_gpu(gpus):
     assert hardware.resolve_device("auto", 1, 2) == torch.device("cuda:1")
     for device, local_ranks, remedy in (("auto", 3, "--nproc_per_node=2"), ("cuda:1", 2, "--device=cuda")):
         with pytest.raises(ValueError, match=f"{local_ranks} ranks") as refused:

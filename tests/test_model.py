@@ -68,20 +68,14 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
 # ---- GPT-2 as transformers has it ----------------------------------------------------------------------------
 
 
-def hugging_face() -> GPT2LMHeadModel:
+@as_written_and_faster
+def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(forms, tmp_path):
     torch.manual_seed(2)
-    sizes: dict[str, Any] = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
-    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    theirs = GPT2LMHeadModel(GPT2Config(**sizes, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    sizes = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    return theirs
-
-
-@as_written_and_faster
-def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(forms, tmp_path):
-    theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
     model_args, weights = load_gpt2(str(tmp_path))
     ours = GPT.from_state(GPTConfig(**model_args), weights, "gpt2")

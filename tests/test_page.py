@@ -43,15 +43,12 @@ def real(chars, tmp_path_factory) -> Path:
     return out_dir
 
 
-@pytest.fixture(scope="module")
-def html(real) -> str:
+def test_page_refers_to_nothing_outside_of_it_and_names_are_text(real):
     runs = [read_run(str(real)), made_up(EVIL)]
     runs[1].samples = [{"iter": i, "texts": [f"text {i} {EVIL}"]} for i in (0, 100)]
     wide = [Row(EVIL, [[10**6 * i for i in range(9)]] * 9, str)]
-    return page.page(Comparison(runs, [Arm([EVIL], runs)] * 9, EVIL, [EVIL, f"{COMMAND}python {EVIL}"], {"Wide": wide}))
-
-
-def test_page_refers_to_nothing_outside_of_it_and_names_are_text(html):
+    lines = [EVIL, f"{COMMAND}python {EVIL}"]
+    html = page.page(Comparison(runs, [Arm([EVIL], runs)] * 9, EVIL, lines, {"Wide": wide}))
     assert html.count(page.plotly_js()) == 1
     assert len(re.findall(r'<figure\b.*?class="plotly-graph-div"', html, re.S)) == 6
     rest = html.replace(page.plotly_js(), "")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BPE_CACHE, ROOT, SHAKESPEARE
+from transformers import GPT2Config, GPT2LMHeadModel
 from warm_python import warm_python, write_program
 
 from data.token_files import write_tokens
@@ -45,6 +46,7 @@ NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "data/chat/", "--ou
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
 # With dtype=auto each run would time and verify several variants, which takes longer than its steps.
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
+GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would have to be downloaded
 SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 {PLAIN}"
 
 
@@ -66,6 +68,7 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
     for name in ("val_000000", "train_000001"):  # as hf download brings them
         write_tokens(folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin", ids, header=True)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(folder / GPT2)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
@@ -86,17 +89,7 @@ def run(clone: Path, command: str) -> str:
     return done.stdout
 
 
-def gpt2_weights(clone: Path) -> Path:
-    """A tiny GPT-2 in Hugging Face's format, instead of OpenAI's, which would have to be downloaded."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    folder = clone / "tiny-gpt2"
-    if not folder.exists():
-        GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(folder)
-    return folder
-
-
-def shortened(command: str, clone: Path) -> str:
+def shortened(command: str) -> str:
     """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
     if "data/chat/prepare.py" in command:
@@ -105,24 +98,23 @@ def shortened(command: str, clone: Path) -> str:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
         return f"{command.replace(' --source folder/', '')} --source documents.jsonl{tokenizer} --shard_tokens 5000"
     if "train.py" in command and "--help" not in command:
-        return f"{command} {training_flags(command, clone)}"
+        return f"{command} {training_flags(command)}"
     if "bench/speed.py" in command:
         return f"{command} {SHORT} --seconds=0 --rounds=1"
     if "sample.py" in command:
-        weights = f" --init_from={gpt2_weights(clone)}" if "init_from=gpt2" in command else ""
+        weights = f" --init_from={GPT2}" if "init_from=gpt2" in command else ""
         return f"{command} --max_new_tokens=20 --num_samples=1 --device=cpu{weights}"
     return command
 
 
-def training_flags(command: str, clone: Path) -> str:
+def training_flags(command: str) -> str:
     """Settings that make a train.py command short."""
     if "init_from=resume" in command:  # the checkpoint decides the model and the batch
         return f"--max_iters=4 {PLAIN} --resume_changed=True"
     if "init_from=out-" in command:
         return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
-        weights = f"--init_from={gpt2_weights(clone)}"
-        return f"--max_iters=4 {PLAIN} --block_size=32 {weights} --gradient_accumulation_steps=1"
+        return f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} --gradient_accumulation_steps=1"
     accumulation = " --gradient_accumulation_steps=2" if "torchrun" in command or "fineweb" in command else ""
     return f"{SHORT} --eval_tokens=64{accumulation}"
 
@@ -137,7 +129,7 @@ def test_commands_of_the_pages_run(clone):
     for command in COMMANDS:
         if command.startswith(NOT_RUN):
             continue
-        short = shortened(command, clone)
+        short = shortened(command)
         if WITHOUT_BPE and any(word in short for word in NEEDS_BPE):
             skipped.append(command)
             continue

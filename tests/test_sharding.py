@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +41,6 @@ def build(ranks: DistContext, dp_shard: int, config: GPTConfig = CONFIG, dtype: 
     return sharding.sharded_copy(model, sharding.make_mesh("cpu", dp_shard, ranks.world), True, CPU, dtype)
 
 
-def whole_weights(model: GPT) -> dict[str, torch.Tensor]:
-    return {name: whole(p).detach().clone() for name, p in model.state_dict().items()}
-
-
 def trained(
     ranks: DistContext,
     data: Path,
@@ -81,7 +75,7 @@ def trained(
         step_if_finite(stepper, runner.scaler, torch.linalg.vector_norm(runner.gradient_norms()))
         stepper.zero_grad(set_to_none=True)
     loader.close()
-    return whole_weights(model)
+    return {name: whole(p).detach().clone() for name, p in model.state_dict().items()}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -188,21 +182,3 @@ def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
         return "ended"
 
     assert on_ranks(work, 2, tmp_path) == ["ended"] * 2
-
-
-@pytest.mark.slow
-def test_no_group_of_ranks_waits_longer_than_the_runs_timeout(tmp_path):
-    """With torch's own groups of a mesh, the first rank would wait until the one that hangs has ended."""
-
-    def work(ranks: DistContext) -> float:
-        shards = sharding.make_mesh("cpu", 2, 4, timeout_s=1.0).get_group("dp_shard")
-        dist.barrier()
-        t0 = time.monotonic()
-        if ranks.rank == 1:
-            time.sleep(4)
-        with suppress(RuntimeError):
-            dist.all_reduce(torch.ones(1), group=shards)
-        return time.monotonic() - t0
-
-    waited = on_ranks(work, 4, tmp_path)
-    assert 0.9 < waited[0] < 3
