@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Runner, Variant, bfloat16_residual, compiled, parts_of
+from deskgpt.compute.runner import Runner, Variant, bfloat16_residual, compile_one, parts_of
 from deskgpt.kernels import replacements
 from deskgpt.kernels.verify import compare_passes
 from model import GPT, GPTConfig
@@ -94,7 +94,7 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, dynamic=False))
     compiling.prepare(torch.device("meta"))
-    add = compiled(None)
+    add = compile_one(None)
     for n in range(12):
         assert add(torch.add, torch.ones(3), n)[0] == 1 + n
     assert counter.frame_count == 12

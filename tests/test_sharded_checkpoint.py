@@ -219,7 +219,7 @@ def test_newest_step_of_either_form_is_resumed_and_the_best_stays(tmp_path):
     assert names(tmp_path) == ["ckpt-00000007-2", "ckpt-00000012"]
     for path in (tmp_path / "ckpt-00000007-2", str(tmp_path / "ckpt-00000007-2")):
         assert store.folder_of(path) == tmp_path
-        assert store.is_one(path)
+        assert store.is_checkpoint(path)
         assert store.load(path).iter_num == 7
     store.save(state_of(13), tmp_path, best=True)  # a run that is not sharded goes on
     assert names(tmp_path) == ["ckpt.pt", "ckpt_best.pt"]

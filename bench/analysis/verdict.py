@@ -170,7 +170,8 @@ def how(change: list[str], arms: list[Arm]) -> str:
     """A change in words: between two arms, from which value to which."""
     if len(arms) != 2:
         return " with ".join(change)
-    old, new = (arm.causes for arm in arms)
+    old = arms[0].causes
+    new = arms[1].causes
     return " with ".join(f"{name} {short(old.get(name))} -> {short(new.get(name))}" for name in change)
 
 

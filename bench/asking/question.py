@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.asking import running
-from bench.asking import statistics as sure
+from bench.asking import statistics as stats
 from bench.asking.arms import Arm
 from bench.asking.ledger import digest
 from bench.asking.running import Place
@@ -42,7 +42,7 @@ class Question:
     def __post_init__(self) -> None:
         self.alive = [arm.label for arm in self.arms]
         self.runs = {label: [] for label in self.alive}
-        self.alpha = sure.alpha_of_each(math.comb(len(self.arms), 2))
+        self.alpha = stats.alpha_of_each(math.comb(len(self.arms), 2))
         self.same_within = self.min_effect or UNSEEN
 
     @property
@@ -70,7 +70,7 @@ class Question:
             self.do_round(n)
             self.check_judgement()
             self.rounds = n + 1
-            self.look()
+            self.update_verdicts()
             yield self.verdict
             if self.verdict != "open":
                 return
@@ -103,12 +103,12 @@ class Question:
 
     # ---- what is known -----------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def update_verdicts(self) -> None:
         """Compares all pairs of arms that can still win, and drops those that cannot any more."""
         verdicts = {}
         for x, y in itertools.combinations(self.alive, 2):
-            self.estimates[x, y] = sure.difference(self.values(x), self.values(y), self.alpha)
-            verdicts[x, y] = sure.verdict(self.estimates[x, y], self.same_within)
+            self.estimates[x, y] = stats.difference(self.values(x), self.values(y), self.alpha)
+            verdicts[x, y] = stats.verdict(self.estimates[x, y], self.same_within)
         worse = {x for (x, _), verdict in verdicts.items() if verdict == "better"}
         worse |= {y for (_, y), verdict in verdicts.items() if verdict == "worse"}
         self.alive = [label for label in self.alive if label not in worse]
@@ -121,12 +121,13 @@ class Question:
     def text_error(self, x: str, y: str) -> float | None:
         """The error that the text leaves to the difference of two arms, from the seeds that both have."""
         n = min(len(self.runs[x]), len(self.runs[y]))
-        a, b = ([run.get("val_batches") or [] for run in self.runs[label][:n]] for label in (x, y))
-        return sure.error_of_text(a, b)
+        a = [run.get("val_batches") or [] for run in self.runs[x][:n]]
+        b = [run.get("val_batches") or [] for run in self.runs[y][:n]]
+        return stats.error_of_text(a, b)
 
     # ---- the price ---------------------------------------------------------------------------------------
 
-    def noise(self) -> sure.Noise:
+    def noise(self) -> stats.Noise:
         """Of the two best arms that have the same seeds, pooled with earlier runs of these arms in the ledger."""
         arms = sorted(self.arms_alive(), key=lambda arm: statistics.fmean(self.values(arm.label)))[:2]
         seeds = set(range(self.first_seed, self.first_seed + self.rounds))
@@ -134,7 +135,7 @@ class Question:
         for arm in arms:
             settings = arm.learning_settings()
             earlier.append(self.place.ledger.repeats(settings, arm.steps, self.place.windows, seeds))
-        return sure.noise_of(self.values(arms[0].label), self.values(arms[1].label), earlier)
+        return stats.noise_of(self.values(arms[0].label), self.values(arms[1].label), earlier)
 
     def affordable(self) -> int:
         """Runs of each arm within the budget, with those so far and those that the ledger has."""
@@ -149,10 +150,10 @@ class Question:
         noise = self.noise()
         n = self.affordable()
         effect = self.min_effect or noise.sd
-        low, high = sure.price(noise, effect, self.alpha)
+        low, high = stats.price(noise, effect, self.alpha)
         self.price = self.price or {"effect": effect, "low": low, "high": high}
         runs = f"{low:,} to {high:,}" if high <= MOST else f"{min(low, MOST):,} to more than {MOST:,}"
-        price = f"{effect:.4g} nats costs {runs} runs of each arm ({sure.POWER:.0%})"
+        price = f"{effect:.4g} nats costs {runs} runs of each arm ({stats.POWER:.0%})"
         pays = f"the budget, {clock(self.budget_s)}, pays {n} of each at {clock(self.round_s())} a round"
         too_much = low if self.min_effect else LEAST
         if n < too_much and self.rounds <= PILOT:

@@ -223,7 +223,7 @@ def is_name(name: str) -> bool:
     return name.endswith(".pt") or folders.NAME.fullmatch(name) is not None
 
 
-def is_one(path: str | Path) -> bool:
+def is_checkpoint(path: str | Path) -> bool:
     """Whether path names a checkpoint as `load` takes it."""
     path = Path(path)
     return bool(candidates(path)) if folder_of(path) == path else path.exists()

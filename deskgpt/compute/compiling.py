@@ -99,7 +99,7 @@ def printed_by_compiler(option: str) -> str:
 
         command = [get_cpp_compiler(), option]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
-    except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):  # CXX may name what is none
+    except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):  # CXX may name no compiler
         return ""
     return (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
 

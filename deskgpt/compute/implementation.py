@@ -122,7 +122,7 @@ class Tuner:
             self.print_price(variant)
             compiles = self.compiles()
             self.enlarge(replace(variant, compiled=bool(compiles)))
-            runner = self.try_variant(self.compiled(variant)) if compiles else None
+            runner = self.try_variant(self.compiled_variant(variant)) if compiles else None
             if runner is None:
                 runner = self.try_variant(variant)
             if runner is None:
@@ -194,7 +194,7 @@ class Tuner:
         refused = self.refused["float32"] | self.refused[dtype]
         return Variant(dtype, False, attention, self.config.activation_checkpoint, tuple(sorted(refused)))
 
-    def compiled(self, variant: Variant) -> Variant:
+    def compiled_variant(self, variant: Variant) -> Variant:
         """The variant, compiled, with the replacements that are right then."""
         self.check_replacements(variant.attention, [variant.dtype], compiled=True)
         return replace(self.variant(variant.dtype, variant.attention), compiled=True)
@@ -349,7 +349,7 @@ class Tuner:
             return eager
         from deskgpt.compute.compiling import compiler_name
 
-        compiled = self.compiled(eager.variant)
+        compiled = self.compiled_variant(eager.variant)
         variants = [eager.variant, compiled]
         key = self.key("compile=auto", variants, compiler_name(self.device))
         known = self.remembered(key, variants)

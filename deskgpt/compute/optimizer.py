@@ -46,8 +46,10 @@ def make_optimizer(
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name_of, p in model.named_parameters():
         is_hidden_matrix = name_of.startswith("transformer.h.") and p.dim() == 2 and p not in tables
-        if p.requires_grad:
-            (muon if name == "muon" and is_hidden_matrix else rest).append(p)
+        if p.requires_grad and name == "muon" and is_hidden_matrix:
+            muon.append(p)
+        elif p.requires_grad:
+            rest.append(p)
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},

@@ -123,7 +123,7 @@ class Runner:
 
             compiling.prepare(self.device)
             for name in ("Block.forward", "GPT.loss"):
-                self.replacements[name] = compiled(self.replacements.get(name))
+                self.replacements[name] = compile_one(self.replacements.get(name))
             self.replacements = with_residual(self.replacements, variant, self.device.type)
             on_cpu = self.device.type == "cpu"
             eager = replace(variant, compiled=False)
@@ -173,7 +173,7 @@ class Runner:
     def forward(
         self, x: Tensor, y: Tensor, micro_steps: int = 1, weight: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a micro-batch adds to the loss of a step, to go backward from; and its parts by name, without gradients.
+        """A micro-batch's share of the loss of a step, for `backward`; and its losses by name, detached.
 
         Each is divided by micro_steps or, for data with a loss mask, multiplied by weight (data/loader.py).
         """
@@ -490,7 +490,7 @@ def with_recompute(
     return in_use | {"Block.forward": recomputed_block(checkpoint, dropout)}
 
 
-def compiled(replacement: Callable[..., Any] | None) -> Callable[..., Any]:
+def compile_one(replacement: Callable[..., Any] | None) -> Callable[..., Any]:
     """The replacement, or else the function of model.py, compiled to one graph, which all blocks share."""
     graphs: dict[Any, Callable[..., Any]] = {}
 

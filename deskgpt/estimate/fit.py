@@ -14,8 +14,8 @@ from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
 
-SURELY = 0.7  # of a predicted peak, what a step surely takes: the prediction may be too high by 10%, compiled by 25%
-ENOUGH_TOKENS = 1 << 14  # of a micro-batch that auto_batch enlarges; assumed, no card has measured it
+SURELY = 0.7  # a step takes at least this share of its predicted peak, which may be 10% too high, compiled 25%
+ENOUGH_TOKENS = 1 << 14  # auto_batch enlarges a micro-batch up to this size; assumed, no card has measured it
 REHEARSED_TOKENS = 1 << 16  # of a micro-batch of any size: a rehearsal goes through the loss chunk by chunk
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 

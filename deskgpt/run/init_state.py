@@ -166,7 +166,7 @@ def initial_state(config: TrainConfig, scratch: GPTConfig, dist: DistContext) ->
     if config.init_from == "scratch":
         return InitState("scratch", scratch)
     given = RESUMED_SETTINGS
-    if config.init_from == "resume" or store.is_one(config.init_from):
+    if config.init_from == "resume" or store.is_checkpoint(config.init_from):
         init = from_checkpoint(config, writes, dist)
     else:
         from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of

@@ -196,7 +196,7 @@ class Report:
             self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
-        """texts: samples."""
+        """Prints and logs an evaluation. texts: samples of the model."""
         step = self.state.step
         eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)

@@ -33,7 +33,7 @@ def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]
     the command line override them.
     """
     settings = read_settings(cls, argv)
-    if settings["init_from"] == "auto" and not store.is_one(settings["out_dir"]):
+    if settings["init_from"] == "auto" and not store.is_checkpoint(settings["out_dir"]):
         # No checkpoint yet: init_from is what the config files say, so that one command serves every start.
         argv = [arg for arg in argv if arg != "--init_from=auto"]
         settings = read_settings(cls, argv)
@@ -42,7 +42,7 @@ def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]
     source = settings["init_from"]
     if source in ("resume", "auto"):
         return resumed_settings(cls, argv, settings["out_dir"])
-    if store.is_one(source):
+    if store.is_checkpoint(source):
         return read_settings(cls, argv, settings_of_model(store.load(source, checksums=False).model_args, source))
     if source == "scratch":
         return settings

@@ -161,7 +161,8 @@ def table() -> list[Card]:
         if "|" not in line:
             source = line
             continue
-        names, sms, *tflops, gb = (cell.strip() for cell in line.split("|"))
+        cells = [cell.strip() for cell in line.split("|")]
+        names, sms, *tflops, gb = cells
         flops = {dtype: float(cell) * 1e12 for dtype, cell in zip(COLUMNS, tflops, strict=True) if cell != "-"}
         memory_gb = tuple(map(int, gb.split()))
         cards.append(Card(tuple(names.split("/")), None if sms == "-" else int(sms), flops, source, memory_gb))
