@@ -46,13 +46,15 @@ def lines_in(path: Path, whole: bool = False) -> Iterator[str]:
     try:
         with open(path, "rb") as raw, io.BufferedReader(unpacked(raw)) as file:
             begin = file.peek(LONGEST_BEGIN)
+            if begin.startswith((b"%PDF", b"{\\rtf")):  # which may be ASCII
+                raise ValueError(f"{path}, line 1: this is a PDF or RTF file, not text; convert it first")
             encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
             with io.TextIOWrapper(file, encoding, "surrogateescape", newline="" if whole else None) as text:
                 for number, piece in enumerate([text.read()] if whole else text, 1):
                     if bad := NOT_TEXT.search(piece):
                         line = number + piece.count("\n", 0, bad.start())
-                        what = "this is not UTF-8 text; convert it first, e.g. with iconv"
-                        raise ValueError(f"{path}, line {line}: {what}")
+                        what = "NUL characters (UTF-16?)" if bad[0] == "\0" else "this is not UTF-8 text"
+                        raise ValueError(f"{path}, line {line}: {what}; convert it first, e.g. with iconv")
                     yield piece
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} begins as {e.encoding.upper()} and is not ({e.reason}); is it damaged?") from None

@@ -41,6 +41,8 @@ NOT_TEXT = {
     "UTF-16 cut in a character": "line\n".encode("utf-16") + b"x",
     "zip": b"PK\x03\x04" + bytes(50),
     "parquet": b"PAR1" + bytes(50),
+    "PDF": b"%PDF-1.4\n",
+    "RTF": rb"{\rtf1 text}",
 }
 
 
