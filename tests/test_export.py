@@ -54,7 +54,8 @@ def saved(
     content = Checkpoint(
         model=model.state_dict(),
         model_args=model.config.as_args(),
-        best_val_loss=1.0,
+        iter_num=6,
+        best_val_loss=4.5,
         tokenizer=tokenizer or {"name": "char", "chars": CHARS},
         chat=chat,
     )
@@ -168,22 +169,12 @@ def as_theirs(model: GPT) -> Any:
 
 
 @pytest.mark.slow
-def test_logits_and_greedy_tokens_are_ours_for_each_of_the_choices():
-    prompts = tokens(2, 14, vocab=65)
+def test_logits_are_ours_for_each_of_the_choices():
+    x = tokens(2, 26, vocab=65)
     for choices in COMBINATIONS:
         model = make(replace(SMALL, tie_weights="bias" in choices, **choices)).eval()
-        theirs = as_theirs(model)
-        cached = "token_shift" not in choices
         with torch.inference_mode():
-            new, cache, texts = prompts, None, prompts
-            for _ in range(12):
-                out = theirs(new if cached else texts, past_key_values=cache, use_cache=cached)
-                cache = out.past_key_values
-                new = out.logits[:, -1:].argmax(-1)
-                texts = torch.cat((texts, new), 1)
-            ours = model(texts[:, :-1])[0]
-            assert (theirs(texts[:, :-1]).logits - ours).abs().max() <= 1e-5, choices
-        assert torch.equal(ours[:, 13:].argmax(-1), texts[:, 14:]), choices  # what our own greedy generation takes
+            assert (as_theirs(model)(x).logits - model(x)[0]).abs().max() <= 1e-5, choices
 
 
 @pytest.mark.slow
@@ -296,6 +287,16 @@ def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
             theirs("A\U0010fffdB")
 
 
+DIALOGUE = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who's there?\n"}]
+DIALOGUE += [{"role": "assistant", "content": "Me."}, {"role": "user", "content": "Who?"}]
+
+
+def prompt_of_dialogue() -> list[int]:
+    """What a model of bytes was trained to continue."""
+    messages = [template.Message(**message) for message in DIALOGUE]
+    return template.Template(BytesTokenizer()).prompt(messages).tolist()
+
+
 @pytest.mark.slow
 def test_model_of_dialogues_has_their_template(tmp_path):
     from transformers import AutoTokenizer
@@ -303,14 +304,8 @@ def test_model_of_dialogues_has_their_template(tmp_path):
     saved(tmp_path / "out", replace(SMALL, vocab_size=256), {"name": "bytes"}, chat=template.NAME)
     main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "exported")))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    messages = [("system", "Be short."), ("user", "Who's there?\n"), ("assistant", "Me."), ("user", "Who?")]
-    rendered = theirs.apply_chat_template(
-        [{"role": role, "content": content} for role, content in messages],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    prompt = template.Template(BytesTokenizer()).prompt([template.Message(*message) for message in messages])
-    assert theirs(rendered)["input_ids"] == prompt.tolist()
+    rendered = theirs.apply_chat_template(DIALOGUE, add_generation_prompt=True, tokenize=False)
+    assert theirs(rendered)["input_ids"] == prompt_of_dialogue()
     (tmp_path / "plain").mkdir()
     assert AutoTokenizer.from_pretrained(exported(tmp_path / "plain")[1]).chat_template is None
 

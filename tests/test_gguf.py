@@ -13,7 +13,7 @@ import jinja2
 import pytest
 import torch
 from conftest import assert_one_line, files_of_at_most, needs_bpe
-from test_export import ODD, saved, tokenizer_and_text
+from test_export import DIALOGUE, ODD, prompt_of_dialogue, saved, tokenizer_and_text
 from tiny_models import MODERN_SETTINGS, make
 from torch import Tensor
 
@@ -123,13 +123,10 @@ def test_llama_cpp_reads_and_writes_our_tokens(text, tmp_path, kind):
 @needs_llama
 def test_dialogue_is_written_as_in_training_by_llama_cpp_and_in_the_modelfile(tmp_path):
     _, path = exported(tmp_path, chat=template.NAME, ollama=True)
-    messages = [("system", "Be short."), ("user", "Who's there?\n"), ("assistant", "Me."), ("user", "Who?")]
-    said = [{"role": role, "content": content} for role, content in messages]
     llama = Llama(str(path), 64)
-    rendered = llama.ask("apply-template", messages=said)["prompt"]
+    rendered = llama.ask("apply-template", messages=DIALOGUE)["prompt"]
     tokens = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
-    ours = template.Template(BytesTokenizer()).prompt([template.Message(*message) for message in messages])
-    assert tokens == ours.tolist()
+    assert tokens == prompt_of_dialogue()
 
     modelfile = (tmp_path / "Modelfile").read_text()
     found = re.search(r'TEMPLATE """(.*?)"""', modelfile, re.S)
@@ -139,14 +136,20 @@ def test_dialogue_is_written_as_in_training_by_llama_cpp_and_in_the_modelfile(tm
     head = re.sub(r'{{ if eq .Role "(\w+)" }}', r'{% if m.role == "\1" %}', head).replace("{{ end }}", "{% endif %}")
     source = head.replace(".Content", "m.content") + "{% endfor %}" + tail
     jinja = jinja2.Environment(keep_trailing_newline=True).from_string(source)
-    assert jinja.render(messages=said) == rendered
+    assert jinja.render(messages=DIALOGUE) == rendered
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_modelfile_draws_as_sample_does(tmp_path):
-    exported(tmp_path, ollama=True)
+def test_modelfile_draws_as_sample_does_and_a_line_says_that_nothing_was_compared_without_llama_cpp(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _, path = exported(tmp_path, ollama=True)
+    assert "nothing was compared" in capsys.readouterr().out
+    tensors = {str(t.name): list(t.shape) for t in gguf.GGUFReader(path).tensors}
+    assert tensors["token_embd.weight"] == [32, 256]  # without padding
     modelfile = (tmp_path / "Modelfile").read_text()
     assert 'FROM ./a.gguf\nTEMPLATE """{{ .Prompt }}"""\n' in modelfile
     parameters = dict(re.findall(r"^PARAMETER (\w+) (.*)$", modelfile, re.M))
@@ -192,14 +195,6 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert_one_line(script("export.py", out, new).err, "pip install gguf")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_without_llama_cpp_a_line_says_that_nothing_was_compared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    _, path = exported(tmp_path)
-    assert "nothing was compared" in capsys.readouterr().out
-    reader = gguf.GGUFReader(path)
-    assert {str(t.name): list(t.shape) for t in reader.tensors}["token_embd.weight"] == [32, 256]  # without padding
 
 
 def test_weights_that_llama_cpp_lacks_are_refused_without_running_it():

@@ -63,21 +63,16 @@ def test_subset_streams_from_the_hub_in_parts_of_one_revision_through_faults_of_
     assert hub.requests == []
 
 
-def test_what_the_hub_does_not_have_is_one_line(tmp_path, hub):
+def test_what_the_hub_does_not_have_and_a_network_that_stays_away_are_one_line(tmp_path, hub):
     assert_one_line(online(hub, tmp_path, "--subset=nope").stderr, "--subset nope", "sample-10BT")
     done = online(hub, tmp_path, "--subset=CC-MAIN-2013-20", "--val_tokens=5000")
     assert done.returncode == 0, done.stderr
     (hub.root / "HuggingFaceFW").rename(hub.root / "gone")
-    done = online(hub, tmp_path / "other")
-    assert done.returncode == 1
-    assert_one_line(done.stderr, "404")
-
-
-def test_network_that_stays_away_says_so(tmp_path, hub):
-    hub.down = True
-    done = online(hub, tmp_path)
-    assert done.returncode == 1
-    assert_one_line(done.stderr, "network", "--source FILE")
+    for down, *named in ((False, "404"), (True, "network", "--source FILE")):
+        hub.down = down
+        done = online(hub, tmp_path / "other")
+        assert done.returncode == 1
+        assert_one_line(done.stderr, *named)
 
 
 # ---- uploads -------------------------------------------------------------------------------------------------

@@ -21,40 +21,23 @@ def decoded(folder: Path, split: str) -> str:
     return tokenizer.decode_bytes(read_tokens(folder / f"{split}.bin").tolist()).decode()
 
 
+SIZES = [
+    ("shakespeare_char", "1,003,854", "111,540"),
+    pytest.param("shakespeare", "301,966", "36,059", marks=needs_bpe),
+]
+
+
 @needs_shakespeare
-def test_shakespeare_has_the_usual_sizes_and_is_prepared_once(tmp_path, script):
-    prepare = ("data/shakespeare_char/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
+@pytest.mark.parametrize(("name", "train", "val"), SIZES)
+def test_shakespeare_has_the_usual_sizes_and_is_prepared_once(tmp_path, script, name, train, val):
+    prepare = (f"data/{name}/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
     done = script(*prepare)
     assert (done.code, done.err) == (0, "")
-    assert "vocab_size 65" in done.out
-    assert "train.bin has 1,003,854 tokens" in done.out
-    assert "val.bin has 111,540 tokens" in done.out
+    assert f"train.bin has {train} tokens" in done.out
+    assert f"val.bin has {val} tokens" in done.out
     assert decoded(tmp_path / "s", "train") + decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()
     assert SHA256 in (tmp_path / "s" / "meta.json").read_text()
     assert script(*prepare).out == "s: already prepared\n"
-
-
-@needs_shakespeare
-@needs_bpe
-def test_shakespeare_with_gpt2s_tokens(tmp_path, script):
-    done = script("data/shakespeare/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
-    assert "train.bin has 301,966 tokens" in done.out
-    assert "val.bin has 36,059 tokens" in done.out
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "bytes", pytest.param("gpt2", marks=needs_bpe)])
-def test_own_text_with_each_tokenizer(tmp_path, script, tokenizer):
-    (tmp_path / "a.txt").write_text("Käse, 🧀!\r\n" * 30, encoding="utf-8", newline="")
-    (tmp_path / "b.txt").write_text("\ufeffno newline at the end", encoding="utf-8")
-    done = script(
-        *("data/text/prepare.py", tmp_path / "a.txt", tmp_path / "b.txt"),
-        *("--name", tmp_path / "own", "--tokenizer", tokenizer),
-    )
-    assert done.code == 0, done.err
-    whole = decoded(tmp_path / "own", "train") + decoded(tmp_path / "own", "val")
-    assert whole.replace("\r\n", "\n") == "Käse, 🧀!\n" * 30 + "no newline at the end\n"
-    done = script("data/text/prepare.py", tmp_path / "a.txt", "--name", tmp_path / "own", "--tokenizer", tokenizer)
-    assert "already prepared" not in done.out  # another text
 
 
 def test_faults_of_own_text_are_named(tmp_path, script):
@@ -68,11 +51,12 @@ def test_faults_of_own_text_are_named(tmp_path, script):
         assert_refused(script("data/text/prepare.py", tmp_path / "fine.txt", option), option.rstrip("="))
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "char"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "char", pytest.param("gpt2", marks=needs_bpe)])
 def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(tmp_path, script, tokenizer):
-    stories = [f"Once upon a time {i} there was a cat.\n" for i in range(900)]
-    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), newline="\r\n")
-    (tmp_path / "0.txt").write_text("<|endoftext|>".join(stories), newline="\r")  # each on a line with other text
+    stories = [f"Once upon a time {i} there was a Kätzchen 🧀.\n" for i in range(900)]
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), "utf-8-sig", newline="\r\n")
+    on_lines_with_text = "<|endoftext|>".join(stories).rstrip()  # and no newline at the end
+    (tmp_path / "0.txt").write_text(on_lines_with_text, "utf-8", newline="\r")
     size = ["--vocab_size=300"] if tokenizer == "bpe" else []
     prepare = ("data/text/prepare.py", tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size)
     done = script(*prepare)
@@ -85,7 +69,9 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(t
         ids = np.concatenate([read_tokens(tmp_path / "own" / f"{split}.bin") for split in ("train", "val")])
         assert np.count_nonzero(ids == meta["end_of_text"]) == 900
         text = from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
-        assert text.endswith("".join(stories).replace("\n", "\r\n"))
+        assert text.endswith("\n" + "".join(stories).replace("\n", "\r\n"))
+    (tmp_path / "0.txt").unlink()
+    assert "already prepared" not in script(*prepare).out  # another text
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.checkpoint import store
-from deskgpt.compute.generation import GenerationConfig, Sample, write
-from deskgpt.sampling.trained import encode_prompt, load
+from deskgpt.compute.generation import Sample
 from sample import SampleConfig, main
 from train import main as train
 
@@ -62,8 +61,6 @@ def test_checkpoint_of_weights_alone_is_sampled_from_with_the_tokenizer_of_its_d
 
 
 def test_prompt_from_a_file(run, tmp_path):
-    (tmp_path / "prompt.txt").write_text("and\nso ")
-    assert samples(run, start=f"FILE:{tmp_path / 'prompt.txt'}") == samples(run, start="and\nso ")
     (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"and\nso ")
     assert samples(run, start=f"FILE:{tmp_path / 'marked.txt'}") == samples(run, start="and\nso ")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -120,17 +117,6 @@ def test_text_that_comes_in_pieces_is_shown_whole_up_to_the_stop_text(content, s
     expected = text[: text.find(stop)] if stop and stop in text else text
     assert shown == expected
     assert sample.text == "prompt" + expected
-
-
-def test_no_token_is_drawn_after_the_end_of_a_text(run):
-    trained = load("resume", str(run), torch.device("cpu"))
-    config = GenerationConfig(max_new_tokens=40, stop="e")
-    sample = Sample(trained.tokenizer, "the ", "e")
-    drawn: list[torch.Tensor] = []
-    prompt = encode_prompt("the ", trained.tokenizer)
-    shown = write(trained.model, prompt, [sample], config, watch=drawn.append)
-    assert sum(len(text) for (text,) in shown) < 40
-    assert len(drawn) == len(sample.text) - len("the ") + 1  # the last one completed the stop text
 
 
 def test_text_ends_at_the_first_of_several_stop_texts():

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ import openai
 import pytest
 import torch
 from conftest import ROOT, assert_one_line
-from tiny_models import SMALL, make
+from test_export import saved
+from tiny_models import SMALL
 
 import sample
 from data.chat import template
-from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer
-from deskgpt.checkpoint import store
-from deskgpt.checkpoint.store import Checkpoint
+from data.tokenizer import CharTokenizer
 from deskgpt.sampling.trained import Trained, encode_prompt, load
 from deskgpt.serve import openai_api, playground, server
 from deskgpt.serve.writer import Writer
@@ -42,21 +41,6 @@ CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
 SETTINGS |= {"top_k": 200, "top_p": 1.0, "seed": 1337}
 ASK: Any = [{"role": "user", "content": "Who is there?"}]
-
-
-def saved(out_dir: Path, tokenizer: Tokenizer, chat: str | None) -> Path:
-    """A run of a model with random weights."""
-    config = replace(SMALL, vocab_size=tokenizer.vocab_size, block_size=96)
-    content = Checkpoint(
-        model=make(config).state_dict(),
-        model_args=asdict(config),
-        iter_num=6,
-        best_val_loss=4.5,
-        tokenizer=tokenizer.meta(),
-        chat=chat,
-    )
-    store.save(content, out_dir, best=True)
-    return out_dir
 
 
 @dataclass
@@ -113,7 +97,9 @@ def writer_of(trained: Trained, **settings: Any) -> Writer:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return saved(tmp_path_factory.mktemp("run"), BytesTokenizer(), template.NAME)
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +111,9 @@ def chat(run) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def plain_run(tmp_path_factory) -> Path:
-    return saved(tmp_path_factory.mktemp("plain"), CharTokenizer.of(string.printable), None)
+    folder = tmp_path_factory.mktemp("plain")
+    saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -282,10 +270,6 @@ def test_script_of_the_page_finds_its_elements_and_sets_text_never_html():
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
 
 
-def test_request_that_is_too_large_is_refused(chat):
-    assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
-
-
 NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "both": [
@@ -324,6 +308,7 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
             assert_bad_request(plain, path, base | change, named)
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
+    assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
 
 
 # ---- how it ends ---------------------------------------------------------------------------------------------
@@ -348,19 +333,15 @@ def test_text_ends_once_its_reader_has_gone_and_once_the_server_ends(chat, strea
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "named"),
-    [
-        (["--compile"], 2, "compile=True"),
-        (["--port={taken}"], 1, "{taken}"),
-        ([f"--system={'x' * 100}"], 1, "system message is too long"),
-    ],
-)
-def test_what_cannot_be_served_ends_in_one_line(run, script, chat, flags, code, named):
-    words = [flag.format(taken=chat.port) for flag in flags]
-    done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve", *words)
-    assert (done.code, done.out) == (code, "")
-    assert_one_line(done.err, "error: ", named.format(taken=chat.port))
+def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
+    for flag, code, named in (
+        ("--compile", 2, "compile=True"),
+        (f"--port={chat.port}", 1, chat.port),
+        (f"--system={'x' * 100}", 1, "system message is too long"),
+    ):
+        done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve", flag)
+        assert (done.code, done.out) == (code, "")
+        assert_one_line(done.err, "error: ", named)
 
 
 @pytest.mark.slow
