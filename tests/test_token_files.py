@@ -118,7 +118,7 @@ def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
     return folder
 
 
-def test_two_do_not_write_at_once_and_damage_is_noticed(tmp_path):
+def test_two_do_not_write_at_once_and_what_is_damaged_or_missing_is_noticed(tmp_path):
     dataset(tmp_path, [1, 2, 3], [4, 5])
     with locked(tmp_path), pytest.raises(ValueError, match="wait") as e:
         dataset(tmp_path, [7, 8, 9], [7, 7])
@@ -129,6 +129,9 @@ def test_two_do_not_write_at_once_and_damage_is_noticed(tmp_path):
     dataset(tmp_path, [7, 8, 9], [7, 7])
     assert read_tokens(tmp_path / "train.bin").tolist() == [7, 8, 9]
     assert {path.name for path in tmp_path.iterdir()} <= {"train.bin", "val.bin", "meta.json"}
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(ValueError, match=r"val\.bin.*is missing"):
+        open_tokens(*token_files.token_files(tmp_path, "val"))
 
 
 # The files of a folder without a list, and those that are read as train; None if that is not clear.
