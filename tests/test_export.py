@@ -293,7 +293,7 @@ DIALOGUE += [{"role": "assistant", "content": "Me."}, {"role": "user", "content"
 
 def prompt_of_dialogue() -> list[int]:
     """What a model of bytes was trained to continue."""
-    messages = [template.Message(**message) for message in DIALOGUE]
+    messages = [template.Message(message["role"], message["content"]) for message in DIALOGUE]
     return template.Template(BytesTokenizer()).prompt(messages).tolist()
 
 

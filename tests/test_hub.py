@@ -68,7 +68,7 @@ def test_what_the_hub_does_not_have_and_a_network_that_stays_away_are_one_line(t
     done = online(hub, tmp_path, "--subset=CC-MAIN-2013-20", "--val_tokens=5000")
     assert done.returncode == 0, done.stderr
     (hub.root / "HuggingFaceFW").rename(hub.root / "gone")
-    for down, *named in ((False, "404"), (True, "network", "--source FILE")):
+    for down, named in ((False, ["404"]), (True, ["network", "--source FILE"])):
         hub.down = down
         done = online(hub, tmp_path / "other")
         assert done.returncode == 1
