@@ -71,7 +71,7 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
 @as_written_and_faster
 def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(forms, tmp_path):
     torch.manual_seed(2)
-    sizes = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    sizes: dict[str, Any] = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     with torch.no_grad():
         for p in theirs.parameters():

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,6 +174,36 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(chars, begin, tmp_path):
     until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     step = store.load(tmp_path / "out").iter_num
     assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begin, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out")
+    terminals = [tmp_path / "terminal-0", tmp_path / "terminal-1"]
+
+    def begin_host(host: int) -> subprocess.Popen[bytes]:
+        # Which of the two has the store; and how soon it notices that the other one is lost.
+        meet_soon = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, meet_soon, "--max_restarts=1"]
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        return begin(terminals[host], *torchrun, "train.py", *settings, **environ)
+
+    first = begin_host(0)
+    second = begin_host(1)
+    until(lambda: any("iter 20:" in terminal.read_text() for terminal in terminals))
+    [rank] = psutil.Process(second.pid).children()
+    second.kill()
+    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    again = begin_host(1)  # the same command, while the other torchrun waits for it
+    assert [first.wait(120), again.wait(120)] == [0, 0]
+    run(2, tiny(chars, tmp_path / "whole", **ENDLESS))
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert sum(terminal.read_text().count("going on from") for terminal in terminals) == 1
 
 
 # ---- SLURM, of which only the commands are made up -----------------------------------------------------------
