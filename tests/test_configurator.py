@@ -155,8 +155,8 @@ import time
 
 out_dir = 'out-mine'
 wandb_log = False # feel free to turn on
-_prefix = 'ft-'
-def named(what): return _prefix + str(what)
+_own_prefix = 'ft-'
+def named(what): return _own_prefix + str(what)
 wandb_run_name = named(time.time())
 init_from = 'gpt2-xl'
 gradient_accumulation_steps = 4 * 8
@@ -169,7 +169,7 @@ min_lr = 6e-5
     assert (c.gradient_accumulation_steps, c.device, c.dtype, c.min_lr) == (32, "cpu", "bfloat16", 6e-5)
     assert c.wandb_run_name.startswith("ft-")
     assert configure(TrainConfig, []).wandb_run_name == TrainConfig().wandb_run_name
-    assert not any("_prefix" in vars(module) for module in list(sys.modules.values()))
+    assert not any("_own_prefix" in vars(module) for module in list(sys.modules.values()))
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])

@@ -211,9 +211,10 @@ class Runner:
 
     def gradient_norms(self) -> Tensor:
         """The norms (parameters,) of all gradients, 0 where there is none; sharded ones count as a whole."""
-        norms = torch.zeros(len(self.parameters), device=self.device)
         with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        norms[with_gradient] = torch.stack(torch._foreach_norm(self.gradients()))
+        norm_of = dict(zip(with_gradient, torch._foreach_norm(self.gradients()), strict=True))
+        nothing = torch.zeros((), device=self.device)
+        norms = torch.stack([norm_of.get(i, nothing) for i in range(len(self.parameters))])
         if self.sharded:
             squares = norms.double().square()
             sharded: Any = self.parameters[0]
@@ -444,9 +445,8 @@ def find_wrong_replacements(
                 B //= 2
             else:
                 T //= 2
-                dist.print0(
-                    f"memory is too short to compare kernels with model.py on more than {T} tokens of a sequence"
-                )
+    if idx.size(1) > T:
+        dist.print0(f"memory is too short: kernels were compared with model.py on {T} tokens of a sequence only")
     problems: dict[str, str] = {}
     for of_rank in dist.gather(found):
         problems |= of_rank
