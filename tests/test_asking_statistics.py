@@ -123,7 +123,8 @@ def test_e_bh_bounds_the_false_discovery_rate_of_a_list() -> None:
 
 def test_price_falls_with_the_effect_and_with_what_is_known_of_the_noise() -> None:
     draw = np.random.default_rng(8)
-    few, more = (own.noise_of(*draw.normal(size=(2, n))) for n in (2, 12))
+    few = own.noise_of(*draw.normal(size=(2, 2)))
+    more = own.noise_of(*draw.normal(size=(2, 12)))
     for noise in (few, more):
         low, high = own.price(noise, noise.sd)
         assert LEAST <= low <= high

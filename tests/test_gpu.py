@@ -152,7 +152,8 @@ def test_run_that_runs_out_of_memory_says_so_in_one_line_and_resumes_closely(cha
     assert_one_line(done.err, "out of memory", "--batch_size")
     assert store.load(tmp_path / "halves").iter_num == 3
     assert script("train.py", *settings, "--init_from=resume").code == 0
-    whole, halves = ({e["iter"]: e["loss"] for e in events(tmp_path / x, "iter")} for x in ("whole", "halves"))
+    whole = {e["iter"]: e["loss"] for e in events(tmp_path / "whole", "iter")}
+    halves = {e["iter"]: e["loss"] for e in events(tmp_path / "halves", "iter")}
     assert halves == pytest.approx(whole, rel=1e-4)
     assert store.load(tmp_path / "halves").scaler
 

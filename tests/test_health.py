@@ -190,7 +190,8 @@ def test_rewind_goes_on_after_the_spikes_batch_and_a_resumed_run_does_too(chars,
     main(tiny(chars, tmp_path / "halves", **settings | {"max_iters": 50}))
     main(tiny(chars, tmp_path / "halves", init_from="resume", **settings))
     assert len(events(tmp_path / "halves", "rewind")) == 1
-    whole, halves = (store.load(tmp_path / name) for name in ("whole", "halves"))
+    whole = store.load(tmp_path / "whole")
+    halves = store.load(tmp_path / "halves")
     assert_equal(whole.model, halves.model)
     assert_equal(whole.optimizer, halves.optimizer)
     assert {int(s["step"]) for s in whole.optimizer["state"].values()} == {whole.iter_num} == {60}

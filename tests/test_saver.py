@@ -61,7 +61,9 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before_which_the_run_
         assert saver.kept_text() == "no checkpoint was saved yet"
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
-    huge, bad, lost = (state_of(step, 2.0) for step in (2, 3, 4))
+    huge = state_of(2, 2.0)
+    bad = state_of(3, 2.0)
+    lost = state_of(4, 2.0)
     huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
     bad.model["lm_head.weight"][0, 0] = torch.nan
     with files_of_at_most(kib=1):

@@ -174,7 +174,9 @@ def add_events(run: Run, lines: list[str]) -> None:
             run.end = event
         if kind in ("iter", "eval") and seen[kind][step]["train_s"] is not None:
             seen[kind][step]["train_s"] += earlier_s
-    run.iters, run.evals, run.samples = in_order(seen["iter"]), in_order(seen["eval"]), in_order(seen["sample"])
+    run.iters = in_order(seen["iter"])
+    run.evals = in_order(seen["eval"])
+    run.samples = in_order(seen["sample"])
     if not run.end:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
     if len(lines) > n_read:
@@ -229,7 +231,8 @@ def add_printed(run: Run, text: str) -> None:
             run.start["tokens_per_step"] = int(found[1].replace(",", "") or 0)
     if n_starts > 1:
         run.notes.append(f"its log begins {n_starts} times; a step computed twice counts with its last figures")
-    run.evals, run.iters = in_order(seen[STEP]), in_order(seen[ITERATION])
+    run.evals = in_order(seen[STEP])
+    run.iters = in_order(seen[ITERATION])
     undo_evaluation(run)
 
 

@@ -132,7 +132,8 @@ def log_bayes_factor(t_square: Any, k: Any, nu: Any) -> np.ndarray:
 
 def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
     """The difference of two arms; a[i] and b[i] have the same seed."""
-    x, y = np.array(a, float), np.array(b, float)
+    x = np.array(a, float)
+    y = np.array(b, float)
     n = len(x)
     d = float((x - y).mean())
     if n < LEAST:
@@ -259,7 +260,8 @@ class Noise:
 
 def noise_of(a: Values, b: Values, earlier: Sequence[Values] = ()) -> Noise:
     """Of two arms with the same seeds. earlier: groups of runs that differ in seed."""
-    x, y = np.array(a, float), np.array(b, float)
+    x = np.array(a, float)
+    y = np.array(b, float)
     groups = [np.array(group, float) for group in earlier if len(group) > 1]
     df = sum(len(group) - 1 for group in groups)
     squares = float(sum(np.square(group - group.mean()).sum() for group in groups))
