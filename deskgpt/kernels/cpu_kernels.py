@@ -1,8 +1,8 @@
 """The kernels of cpu_kernels.cpp as operators of torch, which inductor leaves alone. Compiled once per machine.
 
-Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. A run checks
-their results against model.py (verify.py). Callers ask `takes` first, and the operators assert it: what the library is
-not made for, such as float16 or empty tensors, would write beyond its memory.
+Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. The library
+is compared with torch once, when it is built (self_test.py); a wrong one is not used. Callers ask `takes` first, and the
+operators assert it: what the library is not made for, such as float16 or empty tensors, would write beyond its memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from torch import Tensor
 
@@ -44,9 +43,17 @@ ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 ATTENTION = "deskgpt.causal_attention.default"  # the operator's name
 
-# Set by load:
-_library: ctypes.CDLL | None = None
-_dtypes: tuple[torch.dtype, ...] = ()
+SELF_TEST = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from deskgpt.kernels import cpu_kernels, self_test
+cpu_kernels.open_library(Path(sys.argv[2]))
+self_test.main()
+"""
+
+_library: ctypes.CDLL | None = None  # set by load
+_dtypes: tuple[torch.dtype, ...] = ()  # that `takes` admits: set by load, emptied by unload
 
 
 class Unavailable(RuntimeError):
@@ -62,12 +69,12 @@ def may_exist() -> bool:
 
 
 def load(print0: Callable[[str], None] = lambda line: None) -> None:
-    """Registers the operators, with the library on disk or, the first time, by compiling it. Raises Unavailable."""
-    global _library, _dtypes
-    if _library is not None:
-        return
+    """Use the library from now on: the one on disk or, the first time, by compiling it. Raises Unavailable."""
     if not may_exist():
         raise Unavailable("the C++ kernels are for Linux on a processor with AVX2 or AVX-512")
+    if _library is not None:
+        admit_dtypes()
+        return
     try:
         library = path()
         # filelock's own fallback, a file that exists, would outlive a crash.
@@ -77,17 +84,34 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
                 compile_to(library)
             if not is_intact(library):
                 raise RuntimeError(f"others can write in {library.parent}: set XDG_CACHE_HOME to a folder of your own")
-            loaded = ctypes.CDLL(str(library))
+            open_library(library)
             os.utime(library)
-        for name in FUNCTIONS:
-            getattr(loaded, name).restype = ctypes.c_char_p
     except Timeout:
         raise Unavailable(f"another process has been compiling them for {COMPILE_S} s") from None
     except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as e:
         raise Unavailable(" ".join(str(e).split())[:200]) from None
+
+
+def open_library(library: Path) -> None:
+    """Load a library and register its operators. Raises OSError, AttributeError."""
+    global _library
+    loaded = ctypes.CDLL(str(library))
+    for name in FUNCTIONS:
+        getattr(loaded, name).restype = ctypes.c_char_p
     _library = loaded
-    _dtypes = tuple(dtype for dtype in (torch.float32, torch.bfloat16) if is_multiplied(dtype))
     register_operators()
+    admit_dtypes()
+
+
+def admit_dtypes() -> None:
+    global _dtypes
+    _dtypes = tuple(dtype for dtype in (torch.float32, torch.bfloat16) if is_multiplied(dtype))
+
+
+def unload() -> None:
+    """Compute with torch's own kernels from now on."""
+    global _dtypes
+    _dtypes = ()
 
 
 def path() -> Path:
@@ -148,6 +172,7 @@ def compile_to(library: Path) -> None:
         if done.returncode or not unfinished.is_file():
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             raise RuntimeError(f"{shlex.join(command)} fails: {[*errors, f'exit status {done.returncode}'][0]}")
+        check_results(unfinished)
         content = unfinished.read_bytes()
     finally:
         unfinished.unlink(missing_ok=True)
@@ -157,6 +182,19 @@ def compile_to(library: Path) -> None:
     for other in library.parent.glob("cpu_kernels-*.so"):
         if other.lstat().st_mtime < time.time() - UNUSED_S:
             other.unlink()
+
+
+def check_results(library: Path) -> None:
+    """Compare a new library with torch, in a process of its own: a wrong one may crash. Raises RuntimeError.
+
+    Compilers have been wrong before (bench/results/2026-11-22-gcc-dse.md).
+    """
+    root = str(SOURCE.parents[2])
+    words = [sys.executable, "-c", SELF_TEST, root, str(library)]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise RuntimeError(f"the compiled kernels are wrong on this machine: {why}")
 
 
 def is_multiplied(dtype: torch.dtype) -> bool:
@@ -172,7 +210,7 @@ def is_multiplied(dtype: torch.dtype) -> bool:
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
-    """What the kernels are for on this machine; nothing before `load`."""
+    """Return the dtypes that the kernels compute in here; none before `load`."""
     return _dtypes
 
 
@@ -248,9 +286,7 @@ def attention_backward(
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """One of ACTIVATIONS, elementwise, or the exact GELU, which is torch's and needs no `load`."""
-    if name == "gelu":
-        return F.gelu(x.contiguous())
+    """One of ACTIVATIONS, elementwise."""
     assert takes(x)
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -262,8 +298,6 @@ def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
     """The gradient by x; g: that by activation(x, name)."""
     g = g.to(x.dtype).contiguous()
     x = x.contiguous()
-    if name == "gelu":
-        return torch.ops.aten.gelu_backward.default(g, x)
     assert takes(x, g)
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
@@ -273,7 +307,7 @@ def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
 def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
     """Turns logits (N, V), which must be contiguous, into probabilities, in place.
 
-    Returns the logarithms (N,) of the targets', in float32, as replacements.softmax_ does.
+    Returns the logarithms (N,) of the targets', in float32.
     """
     assert takes(logits)
     assert logits.is_contiguous()
