@@ -29,7 +29,7 @@ from deskgpt.system.settings import AtLeast1, Fraction, Range, check_fields
 # ---- settings ------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """What a user chooses about the model. train.py has these among its settings. Raises ValueError."""
 
@@ -65,7 +65,7 @@ NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size
 MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NANOGPT_ARGS)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelSettings):
     vocab_size: Annotated[int, Range(1, 2**31)] = 50304  # GPT-2's 50257 rounded up: whole tiles in matmuls
 

@@ -8,11 +8,12 @@ import math
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from data.batching import Batching
 from data.meta_files import CHECKSUM, read_record
 from data.splits import SCANNED, Split
 from data.token_files import (
@@ -25,11 +26,6 @@ from data.token_files import (
     token_files,
 )
 from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_size
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.distributed import DistContext
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
@@ -60,22 +56,18 @@ class Dataset:
         """Of a new model."""
         return padded_vocab_size(self.tokenizer, self.meta["vocab_size"])
 
-    def open(self, config: TrainConfig, vocab_size: int, tokenizer: dict[str, Any] | None, on_rank0: bool) -> None:
-        """Opens both splits for a model with this vocabulary and tokenizer, None if that is not known.
+    def open(
+        self, block_size: int, seed: int, vocab_size: int, tokenizer: dict[str, Any] | None, compares_checksums: bool
+    ) -> None:
+        """Open both splits for a model with this vocabulary and tokenizer, None if that is not known.
 
-        On rank 0 their checksums are compared with meta.json's. Raises ValueError if they do not belong to the model,
-        are damaged or cannot be aligned.
+        Raises ValueError if they do not belong to the model or are damaged.
         """
         check_vocabulary(self.folder, self.meta, vocab_size, tokenizer)
-        document_start = self.meta["end_of_text"] if config.align_documents else None
-        if config.align_documents and document_start is None:
-            raise ValueError(
-                f"{self.folder} does not say which token documents begin with; try --align_documents=False"
-            )
-        of_run = (config.block_size, vocab_size, config.seed, document_start)
-        self.train = Split(self.folder, "train", *of_run)
-        self.val = Split(self.folder, "val", *of_run)
-        self.checksums = Checksums(self.folder, (self.train, self.val) if on_rank0 else ())
+        self.train = Split(self.folder, "train", block_size, vocab_size, seed)
+        self.val = Split(self.folder, "val", block_size, vocab_size, seed)
+        self.checksums = Checksums(self.folder, (self.train, self.val) if compares_checksums else ())
+        self.train.check = self.checksums.check
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -117,12 +109,12 @@ class Dataset:
 
     # ---- for the log -----------------------------------------------------------------------------------------
 
-    def lines(self, batching: Batching, dist: DistContext) -> list[str]:
-        """What a run prints about its data, whose text it reads for bits per byte."""
+    def lines(self, batching: Batching, reads_text: bool) -> list[str]:
+        """Return what a run prints about its data. reads_text: read the text behind the tokens, for bits per byte."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
         found += [f"warning: {assumption}" for assumption in assumptions(self.folder)]
-        if dist.is_first:
+        if reads_text:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
                 self.text = text_statistics(self.val, windows, from_meta_offline(self.tokenizer))

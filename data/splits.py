@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,15 @@ class Split:
     the windows is a pseudo-random permutation. Which window goes into which row of which batch is a pure function of
     (seed, step, row of the global batch): there is no state to save, and micro-batches and ranks change nothing.
 
-    With document_start, the token that documents begin with, a window of train_batch moves on to the first such
-    token within its block_size, and stays in place if there is none. Then some tokens are in two windows, some in none.
-
     Packed data (meta.json says into windows of how many tokens) is read in these very windows, all of them in each
-    epoch, whatever document_start is. With loss masks, targets that are not learned are -1, and windows without any
+    epoch. With loss masks, targets that are not learned are -1, and windows without any
     other target are not evaluated.
 
     Raises ValueError if files are missing, damaged or too short, or hold ids of vocab_size and more; so does each call
     that reads.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        block_size: int,
-        vocab_size: int,
-        seed: int = 0,
-        document_start: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, split: str, block_size: int, vocab_size: int, seed: int = 0) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.seed = seed
@@ -62,7 +51,6 @@ class Split:
                 f"{folder} is packed into windows of {packed:,} tokens, and block_size={block_size}; try "
                 f"--block_size={packed}, or prepare the data again with --block_size={block_size}"
             )
-        self.document_start = None if packed else document_start
         found = open_shards(folder, split)
         self.shards = [shard for shard in found if len(shard) > block_size]
         if not self.shards:
@@ -91,6 +79,7 @@ class Split:
         self._eval_ends = self._eval_windows.cumsum()
         self.n_windows = int(self._ends[-1])  # per epoch
         self._evaluated = self._windows_with_targets() if self.masks else None  # None: all of them
+        self.check: Callable[[], None] = lambda: None  # raises an error that a check of the files has found meanwhile
         if not self.n_eval_windows(1):
             raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
 
@@ -109,26 +98,11 @@ class Split:
         shard, window_of_shard = locate(window, self._windows, self._ends)
         offset = mix(key + shard.astype(np.uint64)) % self._offsets[shard].astype(np.uint64)
         start = window_of_shard * self.block_size + offset.astype(np.int64)
-        if self.document_start is not None:
-            start = np.array([self._aligned(s, first) for s, first in zip(shard, start, strict=True)])
         return shard, start
 
     def n_learned(self, step: int, rows: I64, global_batch: int) -> I64:
         """How many targets are learned (len(rows),) in each row of train_batch."""
         return self._learned(*self.places(step, rows, global_batch)).sum(1)
-
-    def first_learned_row(self) -> int:
-        """The first row of all train batches with a target that is learned. Raises ValueError if none has one."""
-        for row in range(self.n_windows):
-            if self.n_learned(0, np.array([row]), 1)[0]:
-                return row
-        raise ValueError(f"{self.masks[0].path}: it leaves no token to learn; prepare the data again")
-
-    def _aligned(self, shard: int, start: int) -> int:
-        """Where a window that began at `start` moves to: the first document that begins in it, if there is one."""
-        furthest = min(self.block_size, len(self.shards[shard]) - self.block_size - start)
-        begins = np.flatnonzero(self.shards[shard].read(start, furthest) == self.document_start)
-        return start + int(begins[0]) if len(begins) else start
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 

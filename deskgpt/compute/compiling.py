@@ -13,8 +13,6 @@ import textwrap
 
 import torch
 
-from deskgpt.kernels import replacements
-
 # ---- inductor's settings -------------------------------------------------------------------------------------
 
 # GCC's bug 113255 is in all versions before this one, and this flag avoids it; see work_around_gcc.
@@ -32,7 +30,6 @@ def prepare(device: torch.device) -> None:
     Silences its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have none),
     that matmuls are not autotuned on a card of fewer than 68 SMs, and that FLOPs of Triton are not counted on Windows.
     """
-    replacements.register_operators()
     for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # A change of model.py may have a graph for each layer; after torch's limit, 8, it would silently go on uncompiled.
@@ -102,6 +99,12 @@ def printed_by_compiler(option: str) -> str:
     except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):  # CXX may name no compiler
         return ""
     return (done.stdout or done.stderr).partition("\n")[0].strip()  # cl.exe names itself on stderr
+
+
+def spent_s() -> float:
+    """Return the seconds that torch.compile has taken in this process so far."""
+    times = torch._dynamo.utils.calculate_time_spent()
+    return times.get("total_wall_time", 0.0)
 
 
 def compiler_name(device: torch.device) -> str | None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.runner import Variant
+from data.batching import Batching
+from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions

@@ -11,13 +11,10 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deskgpt.system.files import read_small
 from deskgpt.system.terminal import reason
-
-if TYPE_CHECKING:
-    from deskgpt.compute.runner import Runner
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
@@ -161,10 +158,10 @@ def git_commit() -> str | None:
     return out.stdout.strip() or None
 
 
-def code_versions(runner: Runner) -> dict[str, Any]:
-    """Commit, versions, device and variant, for checkpoints: a resumed run prints a change and goes on."""
+def code_versions(variant: Any, device: Any) -> dict[str, Any]:
+    """Return commit, versions, device and variant, for checkpoints: a resumed run prints a change and continues."""
     from deskgpt.system import hardware
 
-    on_cpu = runner.device.type == "cpu"  # whose full name has the number of threads, which ranks share
-    device = hardware.processor()[0] if on_cpu else hardware.device_name(runner.device)
-    return {"code": git_commit(), "versions": versions(), "device": device, "form": str(runner.variant)}
+    on_cpu = device.type == "cpu"  # whose full name has the number of threads, which ranks share
+    name = hardware.processor()[0] if on_cpu else hardware.device_name(device)
+    return {"code": git_commit(), "versions": versions(), "device": name, "variant": str(variant)}

@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.settings import SCHEDULE, SETTINGS
+from deskgpt.run.settings import NOT_LEARNING
 from model import ModelSettings
 
 FOLDER = Path(__file__).resolve().parents[2] / "config" / "loss_bands"
-# Settings that make runs repeats of one experiment, besides those of its batch, its evaluation and its seed.
-NAMES = sorted({*(f.name for f in fields(ModelSettings)), *SETTINGS, *SCHEDULE, "optimizer"} - {"seed"})
 DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by rounding only.
 LEAST = 1e-3  # nats
@@ -73,7 +71,7 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
     if settings.get("init_from") not in ("scratch", "resume"):
         return None
     try:
-        found = {name: settings[name] for name in NAMES}
+        found = {name: value for name, value in settings.items() if name not in NOT_LEARNING | {"seed"}}
         found["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
         windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
         found["windows per evaluation"] = windows or settings["eval_iters"] * settings["batch_size"]
