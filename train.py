@@ -38,7 +38,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from configurator import build, read_settings
-from data.batching import Batching
 from data.dataset import Dataset
 from data.loader import Loader, eval_batches
 from data.splits import mix
@@ -55,26 +54,26 @@ from deskgpt.compute.distributed import (
 )
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.optimizer import step_if_finite
-from deskgpt.compute.sharding import check_sharding, shards_of
-from deskgpt.compute.variant import Variant, choose_variant
-from deskgpt.estimate.fit import larger_batch
+from deskgpt.compute.variant import Variant
+from deskgpt.estimate.fit import halved_batch
 from deskgpt.run.health import Health
-from deskgpt.run.init_state import InitState, batching_of, initial_state
+from deskgpt.run.init_state import InitState, initial_state
 from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
-from deskgpt.run.schedule import Schedule, TimeBudget, check_minutes, predicted_step_s
+from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
 from deskgpt.run.settings import settings_of_start
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
-from deskgpt.system.hardware import autocast, forbid_spilling, keep_freed_memory, seed_all
+from deskgpt.system.hardware import autocast, seed_all
 from deskgpt.system.peaks import find_card
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, ModelSettings
 
 if TYPE_CHECKING:
+    from deskgpt.estimate.memory import MakeOptimizer
     from deskgpt.sampling.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
@@ -173,28 +172,29 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     seed_all(config.seed, dist.device)
     data = Dataset(DATA / config.dataset, needed=not config.plans)
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
+    make_optimizer = functools.partial(build_optimizer, config)
     if config.plans:
-        print_plan(config, init, dist)
-        return math.inf
+        return print_plan(config, init, make_optimizer, dist)
     data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------------------
-    variant = variant_of(config, init, dist)
-    batching = fitting_batch(config, init, variant, dist)
-    model = init.build_model(config, variant, dist)  # on the device, its blocks compiled, sharded
+    variant = init.choose_variant(config, dist)
+    batching = init.fitting_batch(config, variant, make_optimizer, dist)
+    model = init.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
     net = data_parallel(model, dist)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(config, model, variant.dtype)
+    optimizer = make_optimizer(model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
-    budget = TimeBudget(config.max_minutes, started, init.step, Schedule.of(config), dist)
-    schedule, batching = first_plan(config, budget, model, variant, batching, data)
+    budget = TimeBudget(config, started, init.step, dist)
+    step_s = predicted_step_s(
+        model.estimate_flops() * batching.tokens_per_step / dist.world, dist.device, variant.dtype
+    )
+    schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s, config.eval_interval)
 
     state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
     init.restore(state, trains=not config.eval_only)
-
-    # ---- log, saves, stops -----------------------------------------------------------------------------------
     report = Report(config, state, init.forgets_best)
     saver = Saver(config.out_dir, init.best_val_loss, config.dist_timeout_s, state, report)
     health = Health(state, report, saver, config.on_spike)
@@ -202,12 +202,13 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     sampler = sampler_for(config, model, variant, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
     report.start(started)
+    evaluated_at = -1
 
     try:
         while True:
             lr = learning_rate(state.schedule, state.step)
             is_last = state.step >= state.schedule.max_iters or config.eval_only
-            evaluates = is_last or state.step % config.eval_interval == 0
+            evaluates = (is_last or state.step % config.eval_interval == 0) and state.step != evaluated_at
             save_is_due = stops.poll(state.step > state.first_step, evaluates)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
@@ -222,28 +223,24 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if evaluates and not stops.reason:
                 report.warn(data.changes())
                 with report.evaluating():
-                    train_loss = evaluate(
-                        model, variant, stops.until_signal(eval_batches(data.train, state.batching, dist.device)), dist
-                    )
-                    val_loss = evaluate(
-                        model, variant, stops.until_signal(eval_batches(data.val, state.batching, dist.device)), dist
-                    )
-                    texts = (
-                        sampler.texts_at(state.step // config.eval_interval, is_last, signal_handler.has_signal)
-                        if sampler
-                        else []
-                    )
+                    train_batches = eval_batches(data.train, state.batching, dist.device)
+                    train = evaluate(model, variant, stops.until_signal(train_batches), dist)
+                    val_batches = eval_batches(data.val, state.batching, dist.device)
+                    val = evaluate(model, variant, stops.until_signal(val_batches), dist)
+                    number = state.step // config.eval_interval
+                    texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
                 if not stops.is_interrupted():
-                    is_best = saver.is_best(val_loss.loss)
-                    state.add_evaluation(train_loss, val_loss)
-                    report.evaluation(train_loss, val_loss, lr, texts)
-                    health.check_val_loss(val_loss.loss)
+                    evaluated_at = state.step
+                    is_best = saver.is_best(val.loss)
+                    state.add_evaluation(train, val)
+                    report.evaluation(train, val, lr, texts)
+                    health.check_val_loss(val.loss)
                     save_is_due = save_is_due or is_best or config.always_save_checkpoint
                     stops.check_patience(state.evaluations)
 
             # ---- save ----------------------------------------------------------------------------------------
-            if save_is_due and not health.bad_in_a_row:
-                saver.save_if_new(val_loss.loss if is_best else None)
+            if save_is_due and not health.bad_in_a_row and not config.eval_only:
+                saver.save_if_new(val.loss if is_best else None)
                 stops.saved()
             saver.report_ended()
             if is_last or stops.reason:
@@ -254,17 +251,24 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                 group["lr"] = lr
             losses: defaultdict[str, Any] = defaultdict(float)  # by name, still on the device
             tokens = 0
-            for batch in loader.step():
-                # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
-                seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
-                with gradients_exchanged(net, now=batch.is_last):
-                    with autocast(dist.device, variant.dtype):
-                        parts = named_losses(*net(batch.x, batch.y))
-                        total = sum(parts.values()) * batch.weight
-                    scaler.scale(total).backward()
-                for name, part in parts.items():
-                    losses[name] += part.detach() * batch.weight
-                tokens += batch.x.numel() * dist.world
+            try:
+                for batch in loader.step():
+                    # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
+                    seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
+                    with gradients_exchanged(net, now=batch.is_last):
+                        with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
+                            parts = named_losses(*net(batch.x, batch.y))
+                            total = sum(parts.values()) * batch.weight
+                        scaler.scale(total).backward()
+                    for name, part in parts.items():
+                        losses[name] += part.detach() * batch.weight
+                    tokens += batch.x.numel() * dist.world
+            except torch.OutOfMemoryError:  # only cards raise it
+                may_halve = bool(config.auto_batch) and dist.world == 1 and state.step == state.first_step
+                state.batching = halved_batch(dist.device, may_halve, state.batching)
+                loader.seek(state.position, state.batching)
+                optimizer.zero_grad(set_to_none=True)
+                continue
             seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
 
             scaler.unscale_(optimizer)
@@ -338,63 +342,12 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 # ---- set-up and end ------------------------------------------------------------------------------------------
 
 
-def print_plan(config: TrainConfig, init: InitState, dist: DistContext) -> None:
+def print_plan(config: TrainConfig, init: InitState, make_optimizer: MakeOptimizer, dist: DistContext) -> float:
     """Print what a run of config needs and, on this machine, check its model."""
     from deskgpt.estimate import plan
 
-    plan.dry_run(config, init.model_config, functools.partial(build_optimizer, config), dist)
-
-
-def variant_of(config: TrainConfig, init: InitState, dist: DistContext) -> Variant:
-    """Return how this run computes (choose_variant)."""
-    keep_freed_memory()
-    forbid_spilling(dist.device)
-    check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
-    flops = GPT.without_storage(init.model_config).estimate_flops() * batching_of(config, dist).tokens_per_step
-
-    def predicted_s(dtype: str) -> float:
-        steps = 0 if config.eval_only else config.max_iters - init.step
-        seconds = steps * predicted_step_s(flops / dist.world, dist.device, dtype)
-        return min(seconds, 60 * config.max_minutes or math.inf)
-
-    return choose_variant(
-        dist,
-        dtype=config.dtype,
-        kernels=config.cpu_kernels,
-        compile=config.compile,
-        recompute=config.activation_checkpoint,
-        predicted_s=predicted_s,
-        is_sharded=shards_of(config.dp_shard, dist.world) > 1,
-        earlier=init.variant(dist),
-    )
-
-
-def fitting_batch(config: TrainConfig, init: InitState, variant: Variant, dist: DistContext) -> Batching:
-    """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest predicted to fit.
-
-    A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for a
-    user who asks for it.
-    """
-    batching = batching_of(config, dist)
-    wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
-    if not wanted or config.eval_only or init.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
-        return batching
-    make = functools.partial(build_optimizer, config)
-    larger = larger_batch(init.model_config, make, dist.device, batching, variant)
-    if larger != batching:
-        dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
-    return larger
-
-
-def first_plan(
-    config: TrainConfig, budget: TimeBudget, model: GPT, variant: Variant, batching: Batching, data: Dataset
-) -> tuple[Schedule, Batching]:
-    """Return the schedule, and the evaluations, that max_minutes allows."""
-    check_minutes(config.max_minutes, Schedule.of(config), budget.first_step, config.resume_changed)
-    device = next(model.parameters()).device
-    flops = model.estimate_flops() * batching.tokens_per_step / batching.world
-    step_s = predicted_step_s(flops, device, variant.dtype) if budget.is_limited else math.inf
-    return budget.first_plan(batching, sum(data.eval_windows(batching)), step_s, config.eval_interval)
+    plan.dry_run(config, init.model_config, make_optimizer, dist)
+    return math.inf
 
 
 def sampler_for(
@@ -421,7 +374,7 @@ def finish(
 
     Returns the best validation loss.
     """
-    saver.finish(saves=bool(stops.reason) and not health.bad_in_a_row and not report.config.eval_only)
+    saver.finish(saves=bool(stops.reason) and not health.bad_in_a_row and not state.settings["eval_only"])
     best_val_loss = report.end(stops.reason)
     loader.close()
     report.log.close()

@@ -46,7 +46,7 @@ class Batching:
         rank: int = 0,
         world: int = 1,
     ) -> Batching:
-        """Return what the settings of train.py ask for: an evaluation reads eval_tokens or, if 0, eval_iters batches."""
+        """Return what the settings ask for: an evaluation reads eval_tokens or, if 0, eval_iters micro-batches."""
         eval_windows = math.ceil(eval_tokens / block_size) if eval_tokens else eval_iters * batch_size
         return cls(batch_size, accumulation, block_size, eval_windows, rank, world, eval_tokens)
 

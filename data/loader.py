@@ -95,8 +95,10 @@ class Loader:
         self._ahead: deque[Future[MicroBatch]] = deque()
         self.seek(position)
 
-    def seek(self, position: int) -> None:
-        """Continue from the global batch at this position."""
+    def seek(self, position: int, batching: Batching | None = None) -> None:
+        """Continue from the global batch at this position, perhaps in another cut."""
+        if batching is not None:
+            self.batching = batching
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()

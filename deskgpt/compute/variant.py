@@ -1,6 +1,6 @@
-"""How a model computes on this machine: dtype, kernels, compiled or not. Chosen by rule, printed, applied in plain sight.
+"""How a model computes on this machine: dtype, kernels, compiled or not. Chosen by rule, printed, and applied.
 
-The choice follows from the settings, the kind of machine and, for compiling, from how long the run is predicted to take.
+The choice follows from the settings, the kind of machine and, for compiling, from the predicted length of the run.
 Nothing is timed on the model, so two runs with the same settings on the same machine compute the same.
 """
 

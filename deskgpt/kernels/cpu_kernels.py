@@ -1,8 +1,8 @@
 """The kernels of cpu_kernels.cpp as operators of torch, which inductor leaves alone. Compiled once per machine.
 
 Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. The library
-is compared with torch once, when it is built (self_test.py); a wrong one is not used. Callers ask `takes` first, and the
-operators assert it: what the library is not made for, such as float16 or empty tensors, would write beyond its memory.
+is compared with torch once, when it is built (self_test.py); a wrong one is not used. Callers ask `takes` first, which
+the operators assert: what the library is not made for, such as float16 or empty tensors, would write beyond its memory.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from deskgpt.kernels import cpu_kernels
 
 Logits = Callable[[Tensor], Tensor]  # hidden states (n, C) to logits (n, V)
 
-# Up to this number of logits, all are computed at once. More are computed, used and dropped in chunks, of this size on a
-# CPU: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32
+# Up to this number of logits, all are computed at once. More are computed, used and dropped in chunks, on a CPU of this
+# size: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32
 # (bench/results/2026-11-22-loss.md). On a GPU each chunk also reads and writes the whole gradient of the head, 309 MB
 # for GPT-2 in float32, which only thousands of tokens outweigh.
 LOGITS_ON_CPU = 1 << 25
@@ -143,7 +143,7 @@ class Chunk:
         return loss, by_h, tuple(by_parameters)
 
     def _become_gradient(self, logits: Tensor) -> Tensor:
-        """Overwrite logits by the gradient of the sum of the cross-entropy, softmax - onehot(target); return the sum."""
+        """Overwrite logits by the gradient of the summed cross-entropy, softmax - onehot(target); return the sum."""
         learned = self.targets >= 0
         targets = self.targets.clamp(min=0)
         if logits.device.type == "cuda":  # in one pass, without a look at `learned`, for which the CPU would wait

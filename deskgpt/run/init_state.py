@@ -17,9 +17,10 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.variant import Variant, apply_variant, saved_variant
-from deskgpt.estimate.fit import refuse_beyond_memory
-from deskgpt.run.schedule import Schedule
+from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
+from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory
+from deskgpt.estimate.memory import MakeOptimizer
+from deskgpt.run.schedule import Schedule, predicted_step_s
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
     Change,
@@ -31,6 +32,7 @@ from deskgpt.run.settings import (
     rates_of,
 )
 from deskgpt.run.train_state import RATES, TrainState
+from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS, "block_size"}
+OF_CODE = ("code", "versions", "device", "variant")  # what computes: a change is printed
 Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
@@ -98,9 +101,49 @@ class InitState:
             self.checkpoint = replace(self.checkpoint, progress=kept)
             self.best_val_loss = math.inf
 
-    def variant(self, dist: DistContext) -> dict[str, Any]:
-        """Return how the resumed run computed, so that this one continues bit for bit; {} if that is not known."""
-        return saved_variant(self.checkpoint.variant, dist.device) if self.is_resumed and self.checkpoint else {}
+    def choose_variant(self, config: TrainConfig, dist: DistContext) -> Variant:
+        """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
+        hardware.keep_freed_memory()
+        hardware.forbid_spilling(dist.device)
+        sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
+        flops_per_token = GPT.without_storage(self.model_config).estimate_flops()
+        flops = flops_per_token * batching_of(config, dist).tokens_per_step / dist.world
+
+        def predicted_s(dtype: str) -> float:
+            steps = 0 if config.eval_only else config.max_iters - self.step
+            seconds = steps * predicted_step_s(flops, dist.device, dtype)
+            return min(seconds, 60 * config.max_minutes or math.inf)
+
+        earlier: dict[str, Any] = {}
+        if self.is_resumed and self.checkpoint:
+            earlier = saved_variant(self.checkpoint.variant, dist.device)
+        return choose_variant(
+            dist,
+            dtype=config.dtype,
+            kernels=config.cpu_kernels,
+            compile=config.compile,
+            recompute=config.activation_checkpoint,
+            predicted_s=predicted_s,
+            is_sharded=sharding.shards_of(config.dp_shard, dist.world) > 1,
+            earlier=earlier,
+        )
+
+    def fitting_batch(
+        self, config: TrainConfig, variant: Variant, make_optimizer: MakeOptimizer, dist: DistContext
+    ) -> Batching:
+        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
+
+        A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
+        a user who asks for it.
+        """
+        batching = batching_of(config, dist)
+        wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
+        if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
+            return batching
+        larger = larger_batch(self.model_config, make_optimizer, dist.device, batching, variant)
+        if larger != batching:
+            dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
+        return larger
 
     def build_model(self, config: TrainConfig, variant: Variant, dist: DistContext) -> GPT:
         """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.

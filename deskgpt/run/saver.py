@@ -119,7 +119,7 @@ class Saver:
     def rewind(self, step: int, position: int) -> bool:
         """Return the state to the latest checkpoint, to continue after the batch of a step, which is at `position`.
 
-        All ranks call this. Returns False, with a line, without a checkpoint. Raises ValueError after MAX_REWINDS to the same one.
+        All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
         """
         self.wait()
         state = self.state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -64,40 +65,48 @@ class TimeBudget:
     keeps its schedule. Without max_minutes nothing changes.
     """
 
-    def __init__(
-        self, max_minutes: float, started: float, first_step: int, wanted: Schedule, dist: DistContext
-    ) -> None:
-        """started: when the clock began. wanted: what the settings ask for."""
-        self.is_limited = max_minutes > 0
-        self.max_minutes = max_minutes
-        self.ends_at = started + 60 * max_minutes
+    def __init__(self, config: Any, started: float, first_step: int, dist: DistContext) -> None:
+        """config: a TrainConfig. started: when the clock began.
+
+        Raises ValueError if max_minutes would change the schedule of a resumed run.
+        """
+        self.wanted = Schedule.of(config)
+        self.max_minutes: float = config.max_minutes
+        self.is_limited = config.max_minutes > 0 and not config.eval_only
+        self.keeps_rates = first_step > 0 and not config.resume_changed  # of the steps so far
+        self.ends_at = started + 60 * config.max_minutes
         self.first_step = first_step
-        self.wanted = wanted
         self.dist = dist
         self._next_step = first_step + 1  # at which the steps are planned again
         self._planned_at = (first_step, 0.0)  # step, and training time
+        if self.is_limited and self.keeps_rates and self.wanted.decay_lr and not self.wanted.lr_decay_iters:
+            raise ValueError(
+                f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
+                "--resume_changed=True, or keep the schedule with --lr_decay_iters"
+            )
 
     def first_plan(
-        self, batching: Batching, eval_windows: int, step_s: float, eval_interval: int
+        self, batching: Batching, eval_windows: Sequence[int], step_s: float, eval_interval: int
     ) -> tuple[Schedule, Batching]:
         """Return the schedule and the evaluations that a predicted time per step allows.
 
-        eval_windows: how many windows one evaluation reads, of both splits. Evaluations that would take more than
+        eval_windows: how many windows one evaluation reads of each split. Evaluations that would take more than
         EVAL_SHARE of the time read less.
         """
         if not self.is_limited:
             return self.wanted, batching
+        n_windows = sum(eval_windows)
         seconds = self._seconds_left()
         window_s = step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
         n_evaluations = 2 + int(seconds / step_s) // eval_interval
-        per_split = int(EVAL_SHARE * seconds / (n_evaluations * 2 * window_s))
-        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, per_split)
-        if eval_windows > 2 * per_split:
-            eval_windows = 2 * per_split
+        affordable = int(EVAL_SHARE * seconds / (n_evaluations * window_s))
+        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, affordable // len(eval_windows))
+        if n_windows > per_split * len(eval_windows):
+            n_windows = per_split * len(eval_windows)
             batching = batching.with_eval_windows(per_split)
-        eval_s = eval_windows * window_s
+        eval_s = n_windows * window_s
         schedule = self._fitted(self.first_step, step_s, eval_s, eval_interval, n_missing=2, at_least=1)
-        self._next_step = self.first_step + 1
+        self._next_step = self.first_step + 1  # from then on by what steps took
         steps = schedule.max_iters - self.first_step
         few = ", which is too few to learn much" if steps < min(FEW_STEPS, self.wanted.max_iters) else ""
         self.dist.print0(
@@ -130,7 +139,7 @@ class TimeBudget:
         steps = max_iters - self.first_step
         self._next_step = step + max(1, steps // PLANS)
         warmup_iters = min(wanted.warmup_iters, math.ceil(steps * WARMUP_SHARE))
-        if self.first_step > 0:  # the steps so far would have had other rates
+        if self.keeps_rates:
             return replace(wanted, max_iters=max_iters)
         return replace(
             wanted,
@@ -141,12 +150,3 @@ class TimeBudget:
 
     def _seconds_left(self) -> float:
         return -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
-
-
-def check_minutes(max_minutes: float, schedule: Schedule, first_step: int, resume_changed: bool) -> None:
-    """Raises ValueError if max_minutes would change the schedule of a resumed run."""
-    if max_minutes and first_step and schedule.decay_lr and not schedule.lr_decay_iters and not resume_changed:
-        raise ValueError(
-            f"max_minutes={max_minutes:g} gives the resumed run's schedule another end: add --resume_changed=True, or "
-            "keep the schedule with --lr_decay_iters"
-        )

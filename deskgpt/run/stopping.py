@@ -167,7 +167,7 @@ class StopController:
             self.reason = "patience"
 
     def until_signal(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items until a signal comes. Ranks end at the same item: those that share weights need each other."""
+        """Yield the items until a signal comes. Ranks end at the same item: they may need each other."""
         for item in items:
             if not self.dist.all(signal_handler.signal is None):
                 return
