@@ -72,18 +72,3 @@ def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
         else:
             n += 1
     return n
-
-
-def overfit(evaluations: Sequence[EvalRecord]) -> tuple[int, float] | None:
-    """(step of the lowest val loss, how much higher the last one is), if it rose while the train loss fell.
-
-    A rise counts from four standard errors on, because the lowest of many evaluations is partly low by chance. None if
-    the standard error is not known.
-    """
-    if not evaluations:
-        return None
-    best = min(evaluations, key=lambda e: e.val_loss)
-    last = evaluations[-1]
-    rise = last.val_loss - best.val_loss
-    is_risen = last.standard_error is not None and 4 * last.standard_error < rise < math.inf
-    return (best.step, rise) if is_risen and last.train_loss < best.train_loss else None

@@ -20,7 +20,7 @@ from torch import Tensor
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
-from deskgpt.run.diagnosis import overfit, without_improvement
+from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
@@ -218,15 +218,6 @@ class Report:
         )
         if texts:
             self.log.write("sample", iter=step, texts=texts)
-        evaluations = self.state.evaluations
-        found = overfit(evaluations)
-        if found is not None and overfit(evaluations[:-1]) is None:  # it is printed once
-            best_step, rise = found
-            text = (
-                f"overfitting: the val loss has risen by {rise:.4f} since step {best_step}, while the train loss has "
-                "fallen; more data, --dropout or a smaller model may help"
-            )
-            self.event("overfit", text, iter=step, best_iter=best_step, rise=rise)
 
     # ---- the end -----------------------------------------------------------------------------------------
 
