@@ -27,7 +27,7 @@ class SpikeDetector:
         self.steps_since_spike = WINDOW
 
     def add(self, loss: float) -> float | None:
-        """Adds a step's loss. Returns the median loss of the steps before if this one is a spike; otherwise None.
+        """Add a step's loss. Return the median loss of the steps before if this one is a spike; otherwise None.
 
         A spike is above the median by LEAST_RISE and by DEVIATIONS standard deviations: 1.4826 median absolute ones,
         which outliers do not change.
@@ -58,7 +58,7 @@ class EvalRecord(NamedTuple):
 
 
 def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
-    """How many evaluations in a row, up to the last one, are not below the best before them by a standard error.
+    """Count the last evaluations in a row that are not below the best before them by a standard error.
 
     Small steps down add up: the best is the last one that counted as an improvement. Where the standard error is not
     known, any lower loss counts.

@@ -173,7 +173,7 @@ class Report:
         return (end - step - 1) * step_s + evaluations * between_s
 
     def event(self, kind: str, text: str, /, **fields: Any) -> None:
-        """Prints a line, if there is a text, and logs an event of this kind, such as a spike."""
+        """Print a line, if there is a text, and log an event of this kind, such as a spike."""
         if text:
             self.print0(text)
         self.log.write(kind, **fields)
@@ -184,7 +184,7 @@ class Report:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Times an evaluation, and prints now and then that it goes on where no terminal shows a progress bar."""
+        """Time an evaluation, and print now and then that it runs if no terminal shows a progress bar."""
         waiting = nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", self.print0)
         with self.timer.spent_on("evaluation"), waiting:
             yield
@@ -194,7 +194,7 @@ class Report:
             self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
-        """Prints and logs an evaluation. texts: samples of the model."""
+        """Print and log an evaluation. texts: samples of the model."""
         step = self.state.step
         eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)
@@ -315,7 +315,7 @@ def compare_with_band(state: TrainState) -> str:
 
 
 def print_next_commands(config: TrainConfig, state: TrainState) -> None:
-    """The best model on the disk, and the commands to sample from it, to go on and to compare."""
+    """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
     best = store.best_of(out_dir)
@@ -351,6 +351,6 @@ def print_next_commands(config: TrainConfig, state: TrainState) -> None:
 
 
 def command(*words: str | Path) -> str:
-    """A line to type in this system's shell."""
+    """Return a line to type in this system's shell."""
     texts = [str(word) for word in words]
     return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)
