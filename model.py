@@ -331,7 +331,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:
-        """Return a model with the weights `state`. Raises ValueError, naming `source`, if they do not fit the config."""
+        """Return a model with the weights `state`. Raises ValueError, naming `source`, if they do not fit."""
         try:
             cls.without_storage(config).load_state_dict(state, assign=True)  # compares before memory is taken
             model = cls(config)

@@ -121,7 +121,7 @@ class Split:
         return x, y
 
     def eval_digest(self, n: int) -> str:
-        """Return an identity of what an evaluation of n windows reads: SHA-256 of block_size, inputs, targets; 16 hex digits."""
+        """Return 16 hex digits that tell what an evaluation of n windows reads: SHA-256 of block_size, inputs, targets."""
         digest = hashlib.sha256(f"{self.block_size} {n}".encode())
         for x, y in self.eval_chunks(n):
             digest.update(x.astype("<i4").tobytes())
@@ -135,7 +135,7 @@ class Split:
             yield self.eval_batch(np.arange(first, min(first + at_once, n)), n)
 
     def _windows_with_targets(self) -> I64:
-        """Return the numbers of the windows without overlap, through all shards, that have a target which is learned."""
+        """Return the numbers of the windows without overlap, through all shards, that have a learned target."""
         T = self.block_size
         windows = zip(self.masks, self._eval_windows.tolist(), strict=True)
         return np.flatnonzero(np.concatenate([mask.read(1, n * T).reshape(n, T).any(1) for mask, n in windows]))
@@ -143,7 +143,7 @@ class Split:
     # ---- about the files -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Return an identity of these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it.
+        """Return 16 hex digits that tell these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each.
 
         Masks, if there are any, are part of it. With more than 1,024 shards, it has every n-th one and an n-th of
         these tokens, so that it never reads more than 2 GB.
@@ -165,7 +165,7 @@ class Split:
     # ---- reading ---------------------------------------------------------------------------------------------
 
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
-        """Return (inputs, targets), each (len(shard), T), of windows, given the shard of each and its first token there."""
+        """Return (inputs, targets), each (len(shard), T), of windows, given the shard and first token of each."""
         block = read_rows(self.shards, shard, start, self.block_size + 1)
         self._check_ids(shard, start, block)
         x = block[:, :-1].astype(np.int64)

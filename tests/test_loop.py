@@ -100,7 +100,9 @@ def test_further_loss_that_cannot_be_added_is_named():
         assert_one_line(e.value, name)
 
 
-def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_trains_the_same(chars, tmp_path, monkeypatch):
+def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_trains_the_same(
+    chars, tmp_path, monkeypatch
+):
     """A later step, several ranks, or --auto_batch=False end the run and say what to set."""
     settings = {"batch_size": 4, "max_iters": 3, "learning_rate": 1e-3}
     main(tiny(chars, tmp_path / "whole", **settings))

@@ -166,7 +166,7 @@ class Muon(torch.optim.AdamW):
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """Return x as matrices no wider than high, in the same memory: q, k and v apart if x is a fused (3C, C), else x itself."""
+    """Return x as matrices no wider than high, in the same memory; q, k and v apart if x is a fused (3C, C)."""
     n = 3 if x.size(0) == 3 * x.size(1) else 1
     return [part.mT if part.size(0) < part.size(1) else part for part in x.chunk(n)]
 

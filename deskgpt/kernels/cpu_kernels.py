@@ -263,7 +263,7 @@ def empty_like_heads(x: Tensor) -> Tensor:
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return causal attention of q, k, v (B, H, T, D), and the log-sum-exp of each query's scores (B, H, T), for backward."""
+    """Return causal attention of q, k, v (B, H, T, D), and the log-sum-exp (B, H, T) of each query's scores."""
     assert takes(q, k, v)
     o = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)

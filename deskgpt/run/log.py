@@ -51,7 +51,7 @@ class RunLog:
                 self._append(line)
             except OSError as e:
                 if not self._has_failed:
-                    print(f"cannot write {self.path}: {e.strerror}; the run continues, and tries again", file=sys.stderr)
+                    print(f"cannot write {self.path}: {e.strerror}; the run continues and tries again", file=sys.stderr)
                 self._has_failed = True
         if self.wandb_run and event in ("iter", "eval"):
             numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
@@ -96,7 +96,7 @@ def without_following(path: str, flags: int) -> int:
 
 
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
-    """Start a Weights & Biases run, or continue the one that run_id names. WANDB_MODE=offline needs neither account nor network.
+    """Start a Weights & Biases run, or continue run_id's. WANDB_MODE=offline needs neither account nor network.
 
     Raises ValueError if the package is missing or wandb refuses.
     """
@@ -116,7 +116,7 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a log.jsonl, in their order. Raises OSError if the file cannot be read.
 
-    A crash can tear a line, and a run may be writing the last one just now: lines that are no complete event are skipped.
+    A crash can tear a line, and a run may be writing the last one just now: incomplete lines are skipped.
     Raises ValueError if it has more than MOST_BYTES.
     """
     lines = read_small(path, MOST_BYTES).decode("utf-8", errors="replace").splitlines()
@@ -148,7 +148,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the code that runs, with "+changes" where files differ from it; None outside a git checkout."""
+    """Return the commit of the code that runs, with "+changes" if files differ; None outside a git checkout."""
     try:
         describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
         # --exclude=* leaves tags out: the commit itself, not a distance to some tag
