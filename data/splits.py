@@ -121,7 +121,7 @@ class Split:
         return x, y
 
     def eval_digest(self, n: int) -> str:
-        """Return 16 hex digits that tell what an evaluation of n windows reads: SHA-256 of block_size, inputs, targets."""
+        """Return 16 hex digits of the SHA-256 of what an evaluation of n windows reads, and of block_size."""
         digest = hashlib.sha256(f"{self.block_size} {n}".encode())
         for x, y in self.eval_chunks(n):
             digest.update(x.astype("<i4").tobytes())

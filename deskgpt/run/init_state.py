@@ -106,12 +106,11 @@ class InitState:
         hardware.keep_freed_memory()
         hardware.forbid_spilling(dist.device)
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
-        flops_per_token = GPT.without_storage(self.model_config).estimate_flops()
-        flops = flops_per_token * batching_of(config, dist).tokens_per_step / dist.world
 
         def predicted_s(dtype: str) -> float:
             steps = 0 if config.eval_only else config.max_iters - self.step
-            seconds = steps * predicted_step_s(flops, dist.device, dtype)
+            model = GPT.without_storage(self.model_config)
+            seconds = steps * predicted_step_s(model, batching_of(config, dist), dist.device, dtype)
             return min(seconds, 60 * config.max_minutes or math.inf)
 
         earlier: dict[str, Any] = {}

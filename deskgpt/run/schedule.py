@@ -14,6 +14,7 @@ from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.run.timer import StepTimer
 from deskgpt.system import peaks
+from model import GPT
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class Schedule:
 EXPECTED_MFU = 0.4  # of a step, until the first one is done
 
 
-def predicted_step_s(flops: float, device: torch.device, dtype: str) -> float:
-    """Return the seconds that a step of so many FLOPs takes here, roughly."""
+def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype: str) -> float:
+    """Return the seconds that a step takes here, roughly. model: it may be without storage."""
     peak, _ = peaks.peak_flops(device, dtype)
+    flops = model.estimate_flops() * batching.tokens_per_step / batching.world
     return flops / (EXPECTED_MFU * peak) if peak > 0 else 1.0  # NaN: no peak is known
 
 
