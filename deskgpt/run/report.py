@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,12 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
+from deskgpt.run.schedule import Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions, not_silent
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 
 class Report:
@@ -39,7 +37,7 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(self, config: TrainConfig, state: TrainState, forgets_best: bool) -> None:
+    def __init__(self, config: Config, state: TrainState, forgets_best: bool) -> None:
         """forgets_best: earlier val losses come from another evaluation, and are not compared."""
         self.config = config
         self.state = state
@@ -282,7 +280,7 @@ def share_above(limit: float, norms: list[float]) -> float | None:
     return sum(norm > limit for norm in finite) / len(finite)
 
 
-def open_log(config: TrainConfig, state: TrainState, forgets_best: bool) -> RunLog:
+def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
     """Return the log of this run; move an earlier run in out_dir aside. Other ranks and eval_only write no file."""
     dist = state.dist
     if not dist.is_first or config.eval_only:
@@ -314,7 +312,7 @@ def compare_with_band(state: TrainState) -> str:
     return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
 
 
-def print_next_commands(config: TrainConfig, state: TrainState) -> None:
+def print_next_commands(config: Config, state: TrainState) -> None:
     """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)

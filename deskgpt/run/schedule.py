@@ -16,6 +16,8 @@ from deskgpt.run.timer import StepTimer
 from deskgpt.system import peaks
 from model import GPT
 
+Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -30,8 +32,8 @@ class Schedule:
     lr_decay_iters: int
 
     @classmethod
-    def of(cls, config: Any) -> Schedule:
-        """Return the schedule that a TrainConfig asks for."""
+    def of(cls, config: Config) -> Schedule:
+        """Return the schedule that the settings ask for."""
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
     @property
@@ -67,8 +69,8 @@ class TimeBudget:
     keeps its schedule. Without max_minutes nothing changes.
     """
 
-    def __init__(self, config: Any, started: float, first_step: int, dist: DistContext) -> None:
-        """config: a TrainConfig. started: when the clock began.
+    def __init__(self, config: Config, started: float, first_step: int, dist: DistContext) -> None:
+        """started: when the clock began.
 
         Raises ValueError if max_minutes would change the schedule of a resumed run.
         """
