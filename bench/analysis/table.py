@@ -17,7 +17,10 @@ from deskgpt.system.terminal import clock, in_gib
 
 WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "attention", "compiled", "compiler"]
 WHAT_RAN += ["versions", "git_commit", "tokenizer", "train_tokens", "val_sha256"]
-PLANNED = ("max_iters", "warmup_iters", "lr_decay_iters")  # settings that follow from max_minutes and the machine
+# Settings that a resumed run does not compare, or compares by what follows from them, and that count for runs beside
+# each other. The data count by train_tokens and val_sha256.
+COUNT_TOO = {"init_from", "max_minutes", "batch_size", "gradient_accumulation_steps"}
+PLANNED = {"max_iters", "warmup_iters", "lr_decay_iters"}  # settings that follow from max_minutes and the machine
 SAME_SCHEDULE = 1.01  # the ratio up to which two schedules count as equally long
 
 # A label, the figure of a run (None if it is not known), and how a figure is written.
@@ -61,9 +64,10 @@ def groups_of(runs: list[Run]) -> list[Group]:
 
 def experiment(run: Run) -> dict[str, Any]:
     """Return what repeats have in common: settings that change what is learned, and what ran."""
-    left_out = {"seed", "dataset", *(PLANNED if run.settings.get("max_minutes") else ())}
-    names = {"init_from", *(run.settings.keys() - NOT_LEARNING)} - left_out  # train_tokens and val_sha256 tell the data
-    found = {name: value for name, value in run.settings.items() if name in names and value != "auto"}
+    left_out = (NOT_LEARNING | {"seed"}) - COUNT_TOO
+    if run.settings.get("max_minutes"):
+        left_out |= PLANNED
+    found = {name: value for name, value in run.settings.items() if name not in left_out and value != "auto"}
     found |= {name: run.start.get(name) for name in WHAT_RAN}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -100,7 +104,7 @@ def change_rows(groups: list[Group]) -> list[list[str]]:
     everything = [run.settings | experiment(run) for group in groups for run in group.runs[:1]]
     figures: list[Figure] = []
     for name in dict.fromkeys(name for known in everything for name in known if name not in ("out_dir", "seed")):
-        is_other = name in NOT_LEARNING and name != "init_from" and name not in WHAT_RAN
+        is_other = name in NOT_LEARNING - COUNT_TOO - {"dataset", *WHAT_RAN}
         label = f"{name} (does not change learning)" if is_other else name
         figures.append((label, functools.partial(described, name=name), short))
     rows = [row for row in rows_of(firsts, figures) if len({*row[1:]} - {"n/a"}) > 1]
