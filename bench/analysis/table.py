@@ -100,24 +100,21 @@ def cell(values: list[Any], text: Callable[[Any], str]) -> str:
 
 def change_rows(groups: list[Group]) -> list[list[str]]:
     """Return a row for each setting and metadata field that differs, and one for the tokens of a step."""
-    firsts = [Group(group.letters, group.runs[:1]) for group in groups]
-    everything = [run.settings | experiment(run) for group in groups for run in group.runs[:1]]
-    figures: list[Figure] = []
-    for name in dict.fromkeys(name for known in everything for name in known if name not in ("out_dir", "seed")):
-        is_other = name in NOT_LEARNING - COUNT_TOO - {"dataset", *WHAT_RAN}
-        label = f"{name} (does not change learning)" if is_other else name
-        figures.append((label, functools.partial(described, name=name), short))
-    rows = [row for row in rows_of(firsts, figures) if len({*row[1:]} - {"n/a"}) > 1]
-    return rows + rows_of(firsts, [("tokens per step", lambda run: run.tokens_per_step, short)])
-
-
-def described(run: Run, name: str) -> Any:
-    """Return a metadata field of the run, or else a setting."""
-    return experiment(run).get(name, run.settings.get(name))
+    runs = [group.runs[0] for group in groups]
+    of_runs = [run.settings | experiment(run) | {"tokens per step": run.tokens_per_step} for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for of_run in of_runs for name in of_run if name not in ("out_dir", "seed")):
+        cells = [short(of_run.get(name)) for of_run in of_runs]
+        if len({*cells} - {"n/a"}) > 1 or name == "tokens per step":
+            is_other = name in NOT_LEARNING - COUNT_TOO - {"dataset", *WHAT_RAN}
+            rows.append([f"{name} (does not change learning)" if is_other else name, *cells])
+    return rows
 
 
 def short(value: Any) -> str:
     """Return a setting or metadata field as a cell's text."""
+    if value is None:
+        return "n/a"
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if type(value) is int else str(value)
@@ -168,12 +165,13 @@ def loss_at(run: Run, axis: str, amount: float) -> float | None:
 def equal_figures(runs: list[Run]) -> dict[str, Figure]:
     """Return by axis the val loss after equal steps (tokens, if steps have unequal ones), time and FLOPs.
 
-    The amount is what the run that spent the least has spent. An axis that some run does not know is left out.
+    The amount is what the run that spent the least has spent. An axis is left out if some run does not know it or has
+    diverged.
     """
     figures: dict[str, Figure] = {}
     for axis in (progress_axis(runs), "time", "FLOPs"):
         curves = [curve(run, axis) for run in runs]
-        if all(curves):
+        if all(curves) and all("val_loss" in run.evals[-1] for run in runs):
             amount = min(points[-1][0] for points in curves)
             label = f"val loss at equal {axis} ({AMOUNT[axis](amount)})"
             figures[axis] = (label, functools.partial(loss_at, axis=axis, amount=amount), LOSS)
@@ -240,13 +238,18 @@ def nanogpt_mfu(run: Run) -> float | None:
     return run.start.get("nanogpt_mfu", run.mfu(NANOGPT_PEAK * (run.start.get("world_size") or 1)))
 
 
+def percent(share: float) -> str:
+    """Return a share of a peak as a cell's text."""
+    return f"{share:.2%}" if share <= 1 else f"{share:.2%} (above the peak: wrong)"
+
+
 # Times are of all parts of a run that was resumed.
 SPEED: list[Figure] = [
     ("ms per step, median", lambda r: r.median_ms, "{:,.4g}".format),
     ("tokens/s", lambda r: r.tokens_per_s, "{:,.0f}".format),
     ("parameters", lambda r: r.start.get("parameters"), lambda v: f"{v / 1e6:,.2f}M"),
     ("MFLOPs per token", lambda r: r.flops_per_token, lambda v: f"{v / 1e6:,.4g}"),
-    ("MFU", lambda r: r.mfu(r.start.get("peak_flops")), lambda v: f"{v:.2%}{' (above the peak: wrong)' * (v > 1)}"),
+    ("MFU", lambda r: r.mfu(r.start.get("peak_flops")), percent),
     ("MFU as nanoGPT prints it (of 312 TFLOP/s)", nanogpt_mfu, "{:.2%}".format),
     ("peak TFLOP/s", lambda r: r.start.get("peak_flops"), lambda v: f"{v / 1e12:,.4g}"),
     ("source of the peak", lambda r: r.start.get("peak_source"), str),
