@@ -18,10 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from bench.analysis.logs import read_runs
-from bench.analysis.page import write_page
+from bench.analysis.page import page
 from bench.analysis.verdict import compare
 from bench.output import markdown_table
 from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import write_atomically
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     a = parser.parse_args()
     found = compare(read_runs(a.runs))
     if a.html:
-        write_page(Path(a.html), found)
+        write_atomically(Path(a.html), page(found).encode("utf-8", "replace"))
     print(found.headline, *found.lines, sep="\n")
     for name, (head, *rows) in found.tables().items():
         print(f"\n## {name}\n\n{markdown_table(head, rows, left_columns=1)}")

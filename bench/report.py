@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 from bench.analysis.logs import read_runs
-from bench.analysis.page import page, plotly_js, write_page
+from bench.analysis.page import page, plotly_js
 from bench.analysis.verdict import Comparison, compare
 from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import write_atomically
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -67,7 +68,8 @@ def main() -> None:
     path = Path(a.out_dir[0])
     html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
     html = Path(a.html) if a.html else html
-    write_page(html, compare(read_runs(a.out_dir)))
+    found = compare(read_runs(a.out_dir))
+    write_atomically(html, page(found).encode("utf-8", "replace"))  # in place of a link of this name, too
     print(html)
 
 

@@ -213,7 +213,7 @@ def test_script_compares_a_real_log_of_nanogpt_and_writes_a_page(tmp_path, scrip
 
 def test_what_is_wrong_is_one_line(script, tmp_path):
     run = log(tmp_path / "a", CURVE)
-    for arguments in (["/nowhere/at-all"], ["pyproject.toml"], [run, "--html", "/nowhere/a.html"]):
+    for arguments in (["/nowhere/at-all"], ["pyproject.toml"], [run, "--html", "pyproject.toml/a.html"]):
         done = script("bench/compare.py", *arguments)
         assert done.code != 0
         assert_one_line(done.err, arguments[-1])

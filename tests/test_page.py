@@ -103,8 +103,8 @@ def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, s
     assert f"perplexity there</th><td>{np.exp(best):,.2f}" in text
 
 
-def test_report_errors_are_one_line(real, script, tmp_path):
-    nowhere = tmp_path / "no" / "a.html"
+def test_report_errors_are_one_line(real, script):
+    nowhere = real / "log.jsonl" / "a.html"
     for arguments in ([nowhere], [real, real], [real, "--html", nowhere], [real, "--serve", "--port", "70000"]):
         done = script("bench/report.py", *arguments)
         assert done.code != 0

@@ -59,12 +59,12 @@ class Run:
 
     @property
     def last(self) -> Event:
-        """Return the last evaluation; {} if there is none."""
+        """Return the last one of `val`; {} if there is none."""
         return self.val[-1] if self.val else {}
 
     @property
     def best(self) -> Event:
-        """Return the evaluation with the lowest validation loss; {} if there is none."""
+        """Return the one of `val` with the lowest loss; {} if there is none."""
         return min(self.val, key=lambda e: e["val_loss"], default={})
 
     @property

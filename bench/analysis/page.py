@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.analysis.logs import Run
+from bench.analysis.logs import Event, Run
 from bench.analysis.verdict import Comparison
-from deskgpt.system.files import cannot_write, replacing
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
@@ -30,24 +29,11 @@ CHARTS = {"time_ms": "Time of a step (ms)", "lr": "Learning rate", "grad_norm": 
 NO_CHART = {"iter", "loss", "mfu", "mfu_measured", "clip_rate", "data_wait", "tokens_per_s", "tokens", "train_s"}
 NO_CHART |= {"peak_memory_bytes"}
 
-Points = tuple[dict[str, np.ndarray], np.ndarray]  # x by axis and y of a curve, each (n,)
-
-
-def write_page(path: Path, found: Comparison) -> None:
-    """Write the page in place of the file, or of the link, that has this name. Raise OSError, one line."""
-    text = page(found).encode("utf-8", "replace")
-    try:
-        with replacing(path) as file:
-            file.write(text)
-    except OSError as e:
-        raise cannot_write(path, e) from None
-
-
 # ---- charts --------------------------------------------------------------------------------------------------
 
 
-def points(run: Run, events: list[dict[str, Any]], key: str) -> Points:
-    """Return the curve of a number of run.iters or run.evals: the first of all, and at most 2 POINTS."""
+def points(run: Run, events: list[Event], key: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return (x by axis, y) of a number of run.iters or run.evals, each (n,): the first of all, at most 2 POINTS."""
     known = [e for e in events if key in e]
     known = known[:: max(1, len(known) // POINTS)]
 
