@@ -7,6 +7,7 @@ before it, and its MFU is a mean over such times; both are taken apart again her
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import statistics
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class Run:
         known = [(e["iter"], e["time_ms"]) for e in self.iters if e.get("time_ms")]
         return [ms for step, ms in known if step > 0] or [ms for _, ms in known]
 
-    @property
+    @functools.cached_property
     def median_ms(self) -> float | None:
         return statistics.median(self.step_ms) if self.step_ms else None
 

@@ -71,8 +71,9 @@ def figure(traces: list[dict[str, Any]], height: int, **layout: Any) -> Any:
 
 def make_charts(runs: list[Run]) -> dict[str, Any]:
     """Return plotly's figures by their title, without those for which no log has values."""
-    own = dict.fromkeys(name for run in runs for e in run.iters for name in e if name not in NO_CHART | CHARTS.keys())
-    titles = CHARTS | {name: name for name in [*own][:MOST_NUMBERS]}
+    names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
+    own = [name for name in names if name not in NO_CHART | CHARTS.keys()]
+    titles = CHARTS | {name: name for name in own[:MOST_NUMBERS]}
     charts = {"Loss (nats per token)": loss_chart(runs)}
     charts |= {title: step_chart(runs, key) for key, title in titles.items()}
     return {title: chart for title, chart in charts.items() if chart is not None}
