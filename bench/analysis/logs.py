@@ -195,7 +195,10 @@ def add_events(run: Run, events: list[Event]) -> None:
 
 def add_start(run: Run, event: Event) -> None:
     """Take over the settings and the metadata of a start event, of which a resumed run has several."""
-    settings = {name: value for name, value in event["settings"].items() if can_be(name, value)}
+    is_plain = {
+        name: number(v) is not None or isinstance(v, str | bool | None) for name, v in event["settings"].items()
+    }
+    settings = {name: value for name, value in event["settings"].items() if is_plain[name]}
     if settings.get("init_from") in ("resume", "auto"):  # the run began earlier
         settings["init_from"] = run.settings.get("init_from")
     start: dict[str, Any] = {name: value for name, value in numbers(event).items() if name in COUNTS}
@@ -205,12 +208,6 @@ def add_start(run: Run, event: Event) -> None:
     if "warm_up_s" in start:
         start["warm_up_s"] += run.start.get("warm_up_s", 0.0)
     run.settings, run.start, run.end = settings, start, {}
-
-
-def can_be(name: str, value: Any) -> bool:
-    """Return whether a setting can have a value: a number if its default is one, otherwise any plain value."""
-    is_number = type(DEFAULTS.get(name)) in (int, float)
-    return number(value) is not None or (not is_number and isinstance(value, str | bool | None))
 
 
 # ---- printed logs --------------------------------------------------------------------------------------------
