@@ -126,8 +126,6 @@ class Tuner:
             if runner is None:
                 runner = self.try_variant(variant)
             if runner is None:
-                if sharding.is_sharded(self.model):
-                    self.model = sharding.float32_copy(self.model)
                 runner = self.try_variant(self.variant("float32", variant.attention))
             assert runner is not None  # leave_out raises ValueError for float32
             if compiles is None and self.is_timed and self.steps > 0:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import logging
 import math
 import os
@@ -282,7 +281,7 @@ class Runner:
         repeated = (x[:n].repeat(len(x) // n, 1), y[:n].repeat(len(y) // n, 1))
         with verify.nothing_is_zero(self.model):
             loss, found, _ = self.measured(repeated, micro_steps)
-            model = sharding.float32_copy(self.model)
+            model = self.model
             if self.device.type not in REFERENCES:
                 model = copy.deepcopy(model).cpu()
             reference = Runner(model, Variant(checkpoint=self.variant.checkpoint, refused=self.variant.refused))
@@ -291,8 +290,6 @@ class Runner:
             with full_float32():
                 expected_loss, expected, is_random = reference.measured(few, 1, self.variant.compiled)
         if self.sharded:
-            del model, reference
-            gc.collect()  # modules of the copy refer to each other
             losses = torch.tensor([loss, expected_loss], dtype=torch.float64, device=self.device)
             torch.distributed.all_reduce(losses)
             loss, expected_loss = (losses / torch.distributed.get_world_size()).tolist()
@@ -435,8 +432,9 @@ def find_wrong_replacements(
     while True:
         try:
             with verify.nothing_is_zero(model):
-                whole = sharding.float32_copy(model)
-                found = verify.wrong_replacements(whole, candidates, idx[:B, :T], targets[:B, :T], dtype)
+                found = verify.wrong_replacements(model, candidates, idx[:B, :T], targets[:B, :T], dtype)
+            if sharding.is_sharded(model):
+                model.reshard()  # type: ignore[operator]
             break
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e) or B * T < 2 or sharding.is_sharded(model):
