@@ -418,7 +418,7 @@ def resume(file: Path) -> None:
     data: Any = SimpleNamespace(tokenizer=None, chat=None)
     run = TrainState(c, runner, optimizer, data, DistContext(cpu))
     run.resume(saved, str(file), trains=True)
-    implementation.EarlierVariant.of(saved.form, cpu)
+    implementation.EarlierVariant.of(saved.variant, cpu)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()

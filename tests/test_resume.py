@@ -188,7 +188,7 @@ def test_best_losses_of_other_val_data_are_not_compared(half, out, tmp_path, cap
     assert str(aside.parent) in said
     assert aside.read_bytes() == best
     assert store.load(out / "ckpt_best.pt").best_val_loss > 0.5
-    evaluations = (store.load(out).health or {})["evaluations"]
+    evaluations = (store.load(out).progress or {})["evaluations"]
     assert [step for step, *_ in evaluations] == [4, 6]
     main(replace(c, resume_changed=False))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
@@ -213,8 +213,8 @@ def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path):
 
 def test_other_code_and_form_are_only_said(half, out, capsys):
     saved = store.load(out)
-    earlier = {"code": "0123456789ab", "versions": saved.facts["versions"] | {"torch": "1.0"}}  # type: ignore[index]
-    store.save(replace(saved, facts=saved.facts | earlier), out, best=False)  # type: ignore[operator]
+    earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}  # type: ignore[index]
+    store.save(replace(saved, metadata=saved.metadata | earlier), out, best=False)  # type: ignore[operator]
     main(second_half(half, out, max_iters=4, dtype="bfloat16"))
     lines = re.findall("^changed: .*", capsys.readouterr().out, re.M)
     if git_commit():

@@ -79,7 +79,7 @@ class InitState:
         if not self.is_resumed:
             return
         assert self.checkpoint is not None
-        changes = compare(self.checkpoint.facts, data.metadata)
+        changes = compare(self.checkpoint.metadata, data.metadata)
         allowed: list[Change] = []
         if self.earlier:
             before = of_experiment(self.earlier) | data.eval_metadata(Batching.of(asdict(self.earlier)))
@@ -99,8 +99,8 @@ class InitState:
             dist.print0(f"changed: {change}")
         if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
             self.checkpoint.best_val_loss = math.inf
-            if self.checkpoint.health:  # nor does patience count across them
-                self.checkpoint.health["evaluations"] = []
+            if self.checkpoint.progress:  # nor does patience count across them
+                self.checkpoint.progress["evaluations"] = []
 
     def build_model(self, config: TrainConfig, dist: DistContext) -> GPT:
         """The model on this rank's device, as a whole or sharded; then only the first rank builds it as a whole.
@@ -116,7 +116,7 @@ class InitState:
             built = self._build(config.block_size, reads=builds)
         mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
         dtype = dtype_of_shards(config.dtype, self.earlier_variant(dist), dist)
-        return sharding.sharded_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
+        return sharding.sharded_copy(built, mesh, dist.device, dtype)
 
     def _build(self, block_size: int, reads: bool = True) -> GPT:
         """The model on the CPU, with its context shortened to block_size. Raises ValueError.
@@ -138,7 +138,7 @@ class InitState:
         if not self.is_resumed or self.checkpoint is None:
             return EarlierVariant()
         batch_size = self.earlier.batch_size if self.earlier else None
-        return EarlierVariant.of(self.checkpoint.form, dist.device, batch_size)
+        return EarlierVariant.of(self.checkpoint.variant, dist.device, batch_size)
 
     def restore(self, state: TrainState, config: TrainConfig, code: Metadata) -> None:
         """Gives a resumed run its step, optimizer and progress; frees what was loaded. Raises ValueError.
@@ -146,7 +146,7 @@ class InitState:
         code: what computes now. Where that is not what computed before, a line is printed.
         """
         if self.is_resumed and self.checkpoint:
-            for change in compare(self.checkpoint.facts, code):
+            for change in compare(self.checkpoint.metadata, code):
                 state.dist.print0(f"changed: {change}")
             state.resume(self.checkpoint, self.source, trains=not config.eval_only)
         self.weights = None

@@ -299,11 +299,10 @@ def open_log(config: TrainConfig, state: TrainState) -> RunLog:
         old = store.set_aside(out_dir, (*found, "log.jsonl"))
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
-    elif math.isinf(state.best_val_loss) and state.first_step > 0:
-        best = store.best_of(out_dir)
-        is_last = best in store.candidates(out_dir)[:1]  # a folder, which the run goes on from
-        old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
-        kept = f"; {best.name} is now in {old}" if best and old else ""
+    elif math.isinf(state.best_val_loss) and store.best_of(out_dir):  # what is there was evaluated on other data
+        is_last = store.candidates(out_dir) == [out_dir / store.BEST]  # which the run resumes
+        old = None if is_last else store.set_aside(out_dir, (store.BEST,))
+        kept = f"; {store.BEST} is now in {old}" if old else ""
         dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
 

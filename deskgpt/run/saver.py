@@ -57,7 +57,6 @@ class Saver:
     out_dir: Path
     print0: Callable[[str], None]
     best_val_loss: float  # of the best checkpoint on the disk
-    keep: int = 1
     in_background: bool = True
     group: distributed.ProcessGroup | None = None
     kept: Kept | None = None  # the latest checkpoint; at first the one that the run goes on from
@@ -76,7 +75,7 @@ class Saver:
         kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
         out_dir = store.folder_of(config.out_dir)
         print0 = state.dist.print0
-        saver = cls(out_dir, print0, state.best_val_loss, config.keep_checkpoints, config.save_async, group, kept)
+        saver = cls(out_dir, print0, state.best_val_loss, config.save_async, group, kept)
         if config.init_from not in ("scratch", "resume"):
             saver.latest_step = -1  # weights that were trained elsewhere can stay the best: they are saved, too
         return saver
@@ -159,21 +158,23 @@ class Saver:
         t0 = time.perf_counter()
         try:
             if not self._has_taken_over:
-                agreed(self.group, lambda: self._take_over(saved.step))
+                agreed(self.group, self._take_over)
                 self._has_taken_over = True
-            store.save(checkpoint, self.out_dir, saved.best, self.keep, self.group)
-            self.kept = Kept(self.out_dir / store.NAME if self.group is None else self.out_dir, saved.step)
+            store.save(checkpoint, self.out_dir, saved.best, self.group)
+            self.kept = Kept(self.out_dir / store.NAME, saved.step)
             if saved.best:
                 self.best_val_loss = checkpoint.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
             saved.error = e
+            if saved.best and store.step_of_best(self.out_dir) == saved.step:  # it is there although ckpt.pt is not
+                self.best_val_loss = checkpoint.best_val_loss
         saved.write_s = time.perf_counter() - t0
         if isinstance(saved.error, OSError | ValueError):
             self.print0(f"{saved.error}; the run goes on and tries again at the next save")
 
-    def _take_over(self, step: int) -> None:
+    def _take_over(self) -> None:
         if self.group is None or distributed.get_rank(self.group) == 0:
-            store.take_over(self.out_dir, self.print0, step)
+            store.take_over(self.out_dir, self.print0)
 
     def wait(self) -> None:
         """Returns when the last save has ended."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deskgpt.run.health import Step
     from train import TrainConfig
 
-REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "health" in a checkpoint
+REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "progress" in a checkpoint
 
 
 class TrainState:
@@ -108,11 +108,11 @@ class TrainState:
             scaler=runner.scaler.state_dict(),
             tokenizer=self.data.tokenizer,
             chat=self.data.chat,
-            form=saved_variant(runner),
+            variant=saved_variant(runner),
             wandb_run_id=self.wandb_run_id,
-            health=self._progress(),
-            facts=self.metadata | ({"doubts": runner.doubts} if runner.doubts else {}),
-            parts={name: part.state_dict() for name, part in self._extra.items()} or None,
+            progress=self._progress(),
+            metadata=self.metadata,
+            extra_state={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
 
     def _check_saves(self) -> None:
@@ -133,8 +133,6 @@ class TrainState:
         self.first_step = saved.iter_num
         self.best_val_loss = saved.best_val_loss
         self.wandb_run_id = saved.wandb_run_id
-        doubts = (saved.facts or {}).get("doubts", [])  # steps that may be wrong stay marked
-        self.runner.doubts = list(doubts) if isinstance(doubts, list) else []
         self.runner.right_until = saved.iter_num
         self._restore(saved, source, trains)
 
@@ -152,7 +150,7 @@ class TrainState:
         if trains:
             self.optimizer_state.load(saved.optimizer, source, saved.folder)
         self.step = saved.iter_num
-        self._saved_extra = saved.parts or {}
+        self._saved_extra = saved.extra_state or {}
         for name in self._extra:
             self._restore_extra(name)
         self.spikes = SpikeDetector()
@@ -162,7 +160,7 @@ class TrainState:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
                     raise ValueError
                 self.runner.scaler.load_state_dict(saved.scaler)
-            self._restore_progress(saved.health or {})
+            self._restore_progress(saved.progress or {})
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(f"{source}: its loss scale, or its record of past losses, is damaged") from None
 
@@ -178,7 +176,7 @@ class TrainState:
             raise ValueError(f"{self.config.out_dir}: its {name} does not fit this run ({reason(e)})") from None
 
     def _progress(self) -> dict[str, Any]:
-        """Under "health" in a checkpoint, as plain values."""
+        """Under "progress" in a checkpoint, as plain values."""
         return {name: getattr(self, name) for name in REWINDS} | {
             "losses": list(self.spikes.losses),
             "steps_since_spike": self.spikes.steps_since_spike,
