@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from data.text_files import documents_of, expanded, lines_in
+from data.text_files import PACKED, documents_of, expanded, lines_in
 from data.tokenizer import valid_unicode
 
-FORMATS = re.compile(r"\.(?:(parquet)|(jsonl|txt)(?:\.(?:gz|zst|bz2|xz))?)$", re.IGNORECASE)
-
-
-class Row(NamedTuple):
-    file: int
-    row: int  # of the file
-    text: str  # a document
+FORMATS = (".parquet", *(f"{name}{packed}" for name in (".jsonl", ".txt") for packed in PACKED))
+BATCH_CHARS = 1 << 19  # many, so that handing a batch to a thread costs nothing in comparison
+ROWS = 64  # of a parquet file that are decoded at once
+BUFFER = 8 << 20  # bytes: without a buffer, pyarrow reads the text of a row group, often gigabytes, at once
 
 
 @dataclass(frozen=True)
@@ -33,100 +28,95 @@ class Source:
     text_column: str = "text"
     revision: str | None = None  # of a data set on the hub
 
-    def rows(self, file: int, row: int) -> Iterator[Row]:
-        """The rows from there on. Raises ValueError if one cannot be read."""
+    def batches(self, file: int, row: int) -> Iterator[tuple[int, int, list[str]]]:
+        """Yield the documents from this row of this file on, some at a time: (file, row of the first one, texts).
+
+        Raises ValueError, ImportError.
+        """
         for number in range(file, len(self.files)):
+            texts: list[str] = []
+            n_chars = 0
             try:
                 for text in self._texts(self.files[number], row):
-                    yield Row(number, row, text)
-                    row += 1
+                    texts.append(text)
+                    n_chars += len(text)
+                    if n_chars >= BATCH_CHARS:
+                        yield number, row, texts
+                        row += len(texts)
+                        texts = []
+                        n_chars = 0
             except ImportError:
                 raise
-            except Exception as e:  # the hub's, its HTTP client's, pyarrow's and json's errors share no class
-                raise self._unreadable(self.files[number], row, e) from None
+            except Exception as e:  # the errors of the hub, of its HTTP client, of pyarrow and of json share no class
+                raise ValueError(self._reason(self.files[number], row + len(texts), e)) from None
+            if texts:
+                yield number, row, texts
             row = 0
 
     def _texts(self, path: str, first: int) -> Iterator[str]:
-        """The documents of one file from row `first` on."""
-        kind = format_of(path)
-        if kind == "parquet":
-            return self._texts_of_parquet(path, first)
+        """Yield the documents of one file from row `first` on."""
+        name = path.lower()
+        if name.endswith(".parquet"):
+            return self._parquet_texts(path, first)
         lines = lines_in(Path(path))
-        documents = map(self._text_of_json, lines) if kind == "jsonl" else documents_of(lines)
+        documents = documents_of(lines) if ".txt" in name[-8:] else map(self._json_text, lines)
         return itertools.islice(documents, first, None)
 
-    def _texts_of_parquet(self, path: str, first: int) -> Iterator[str]:
-        import datasets
-        from pyarrow.dataset import ParquetFragmentScanOptions
+    def _parquet_texts(self, path: str, first: int) -> Iterator[str]:
+        from pyarrow.parquet import ParquetFile
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs, over many lines, the errors it raises
-        stream = datasets.load_dataset(
-            "parquet",
-            data_files=[path if "://" in path else glob.escape(path)],  # which it takes for a pattern
-            split="train",
-            streaming=True,
-            columns=[self.text_column],
-            batch_size=256,
-            # pre_buffer=True, the default, holds all that was read of a file until its end: 2 GB of the hub's.
-            fragment_scan_options=ParquetFragmentScanOptions(pre_buffer=False),
-        )
-        for table in stream.skip(first).with_format("arrow").iter(batch_size=64):
-            yield from map(self._text_of, table[self.text_column].to_pylist())
+        file: Any = path
+        if "://" in path:
+            from huggingface_hub import HfFileSystem
 
-    def _text_of_json(self, line: str) -> str:
-        """The text of a line of a jsonl file; none in an empty line. Raises ValueError, KeyError, TypeError."""
+            file = HfFileSystem().open(path)
+        with ParquetFile(file, buffer_size=BUFFER) as parquet:
+            if self.text_column not in parquet.schema_arrow.names:
+                raise KeyError(self.text_column)
+            for group in range(parquet.num_row_groups):
+                n_rows = parquet.metadata.row_group(group).num_rows
+                if first < n_rows:
+                    batches = parquet.iter_batches(ROWS, [group], [self.text_column])
+                    values = itertools.chain.from_iterable(batch[self.text_column].to_pylist() for batch in batches)
+                    yield from map(self._text, itertools.islice(values, first, None))
+                first = max(0, first - n_rows)
+
+    def _json_text(self, line: str) -> str:
         # Read line by line: as a table, the other columns would have to keep their types.
-        return valid_unicode(self._text_of(json.loads(line)[self.text_column])) if line.strip() else ""
+        return valid_unicode(self._text(json.loads(line)[self.text_column])) if line.strip() else ""
 
-    def _text_of(self, value: Any) -> str:
-        """A value of the text column as text. Raises ValueError."""
+    def _text(self, value: Any) -> str:
         if not isinstance(value, str | None):
             raise ValueError(f"{self.text_column} holds {type(value).__name__}, not text")
         return value or ""
 
-    def _unreadable(self, path: str, row: int, e: Exception) -> ValueError:
-        """The error to raise after reading this row of path has raised e."""
+    def _reason(self, path: str, row: int, e: Exception) -> str:
+        """Return the error's message after reading this row of a file has raised e."""
+        where = f"{path}, line {row + 1}," if ".jsonl" in path.lower()[-10:] else path
         reason = e.msg if isinstance(e, json.JSONDecodeError) else first_line(e)
-        place = f"{path}, line {row + 1}," if format_of(path) == "jsonl" else path
+        if isinstance(e, KeyError):
+            return f"{where} has no column {self.text_column!r}; name the one with the text: --text_column"
         if "://" in path:
-            advice = "was the network lost? The same command goes on after the finished shards"
-            return ValueError(f"{path} cannot be read ({reason}); {advice}")
-        if isinstance(e, KeyError) or "No match for FieldRef" in reason:
-            return ValueError(f"{place} has no column {self.text_column!r}; name the one with the text: --text_column")
-        return ValueError(f"{place} cannot be read ({reason}); repair it or leave it out; finished shards are kept")
-
-
-def format_of(path: Path | str) -> str | None:
-    """parquet, jsonl or txt, by suffix; None of another file."""
-    found = FORMATS.search(str(path))
-    return (found[1] or found[2]).lower() if found else None
-
-
-# ---- files on this machine ----------------------------------------------------------------------------------
+            return (
+                f"{path} cannot be read ({reason}); was the network lost? The same command continues where it stopped"
+            )
+        return f"{where} cannot be read ({reason}); repair it or leave it out; finished shards are kept"
 
 
 def local_source(paths: list[Path], text_column: str) -> Source:
-    """Files, and all readable files in folders, in name order. Raises ValueError if there are none."""
-    files: list[Path] = []
-    for path in expanded(paths):
+    """Return a source of these files, of folders all readable ones in name order. Raises ValueError."""
+    files = expanded(paths, FORMATS)
+    for path in files:
         if not path.exists():
             raise ValueError(f"--source {path} does not exist")
-        found = [file for file in path.rglob("*") if is_documents(path, file)] if path.is_dir() else [path]
-        if not found or not all(map(format_of, found)):
-            raise ValueError(f"--source {path} is or holds no *.parquet, *.jsonl or *.txt (the latter also packed)")
-        files += sorted(found)
-    size = sum(file.stat().st_size for file in files)
-    names = ", ".join(file.name for file in files[:3])
+        if not path.name.lower().endswith(FORMATS):
+            raise ValueError(f"--source {path} is not a *.parquet, *.jsonl or *.txt file (the latter also packed)")
+    n_bytes = sum(path.stat().st_size for path in files)
+    names = ", ".join(path.name for path in files[:3])
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return Source(f"{names}{more} ({size:,} bytes)", [os.path.abspath(file) for file in files], text_column)
-
-
-def is_documents(folder: Path, path: Path) -> bool:
-    """Whether to read a file found in folder: of a known format, not hidden."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.is_file() and format_of(path) is not None and not hidden
+    return Source(f"{names}{more} ({n_bytes:,} bytes)", [os.path.abspath(path) for path in files], text_column)
 
 
 def first_line(e: Exception) -> str:
-    """What e says, in one line of at most 160 characters; its class if it says nothing."""
+    """Return the first line of an error's message, at most 160 characters; its class if it has no message."""
     return (str(e).strip() or type(e).__name__).splitlines()[0][:160]

@@ -8,6 +8,7 @@ Reading runs no code and raises nothing but ValueError and OSError.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -50,12 +51,12 @@ ENTRY: Fields = {
 
 
 def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
-    """Everything that a folder's meta.json records, {} without one. It is shared between callers: do not change it.
+    """Return everything that a folder's meta.json records, {} without one.
 
     Raises ValueError if it is damaged or cannot be right, OSError.
     """
     with described(folder / name) as path:
-        return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
+        return copy.deepcopy(record_in(read_small(path, JSON_BYTES))) if os.path.lexists(path) else {}
 
 
 def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:

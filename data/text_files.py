@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 from data.tokenizer import END_OF_TEXT
 
+PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # suffixes of packed files
+TEXTS = tuple(f".txt{packed}" for packed in PACKED)
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
 MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}  # after UTF-32's, one of which begins like one of UTF-16's
 LONGEST_BEGIN = 8  # bytes
@@ -24,13 +26,27 @@ NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter o
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
 
 
-def expanded(paths: list[Path]) -> list[Path]:
-    """The paths, with the files that a pattern matches in its place: the Windows shell leaves that to programs."""
+def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files that these paths, patterns and folders mean.
+
+    A folder means its files with these suffixes, in name order, hidden ones left out. Raises ValueError if it has none.
+    """
     found = []
     for path in paths:
+        # The Windows shell leaves patterns to programs.
         matches = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))
-        found += [Path(match) for match in matches] or [path]
+        for match in map(Path, matches or [str(path)]):
+            files = sorted(file for file in match.rglob("*") if is_shown(match, file, suffixes))
+            if match.is_dir() and not files:
+                raise ValueError(f"the folder {match} holds no file *{', *'.join(suffixes)}")
+            found += files or [match]
     return found
+
+
+def is_shown(folder: Path, path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether path is a file with one of these suffixes, and not hidden in folder."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.is_file() and path.name.lower().endswith(suffixes) and not hidden
 
 
 def read_text(path: Path) -> str:

@@ -70,7 +70,7 @@ def made(*options: str | Path) -> None:
 def started(*options: str | Path) -> BaseProcess:
     """prepare.py in a process that can be killed. It is a fork of one that has imported what takes long."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["datasets", "pyarrow.parquet"])
+    context.set_forkserver_preload(["pyarrow.parquet"])
     process = context.Process(target=main, args=[arguments([*map(str, options)])])
     process.start()
     return process

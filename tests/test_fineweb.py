@@ -100,7 +100,7 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     peak_kb = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("VmHWM"))
     assert min(sum(map(len, texts)), len(tokens(tmp_path / "out"))) > 100e6
-    assert int(peak_kb) * 1024 < 550e6  # Python, pyarrow and `datasets` take 200 MB of it
+    assert int(peak_kb) * 1024 < 550e6  # Python and pyarrow take 150 MB of it
 
 
 # ---- in parts ------------------------------------------------------------------------------------------------

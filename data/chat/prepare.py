@@ -167,4 +167,4 @@ if __name__ == "__main__":
         parser.add_argument("--block_size", type=whole_number, default=1024, help=about)
         args = parser.parse_args()
         tokenizer = document_tokenizer(args.tokenizer)
-        prepare(expanded(args.files or [EXAMPLE]), args.out, tokenizer, args.block_size)
+        prepare(expanded(args.files or [EXAMPLE], (".jsonl", ".json")), args.out, tokenizer, args.block_size)

@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.prepared import is_prepared, named_tokenizer, write_dataset
-from data.text_files import SEPARATOR, documents_in, expanded, next_document, read_text
+from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, next_document, read_text
 from data.tokenizer import (
     END_OF_TEXT,
     LONGEST_TOKEN,
@@ -54,7 +54,7 @@ LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
 
 def main(args: argparse.Namespace) -> None:
-    paths = expanded(args.files)
+    paths = expanded(args.files, TEXTS)
     source = ", ".join(path.name for path in paths[:NAMED_FILES])
     texts = [read_text(path) for path in paths]
     if len(texts) > 1:
