@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data.meta_files import read_record, to_json
+from data.meta_files import read_nanogpt, read_record, to_json
 from data.token_files import MASK_SUFFIX, listed_with_masks, read_meta
-from data.tokenizer import Ids, Tokenizer, from_meta
+from data.tokenizer import Ids, Tokenizer, from_meta, short_name
 from deskgpt.system.files import file_sha256, if_free, replacing, sha256
 
 
@@ -41,6 +41,7 @@ def write_dataset(
             meta[key] = meta.get(key, {}) | {f"{split}{suffix}": entry}
     contents["meta.json"] = to_json(meta)
     with locked(folder):
+        print_other_vocabulary(folder, tokenizer)
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
                 for name, content in sorted(contents.items(), reverse=True):
@@ -51,6 +52,17 @@ def write_dataset(
                     (folder / name).unlink(missing_ok=True)
         except OSError as e:
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
+
+
+def print_other_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
+    """Print a line if folder holds data with another vocabulary, which is about to be replaced."""
+    with suppress(OSError, ValueError):
+        before = (read_record(folder) or read_nanogpt(folder)).get("tokenizer")
+        if before and before != tokenizer.meta():
+            print(
+                f"note: the data in {folder} had another vocabulary ({short_name(before)}) and are replaced; models "
+                "trained on them need them to resume: --name or --out writes to another folder"
+            )
 
 
 def is_prepared(folder: Path, source: str) -> bool:
@@ -82,11 +94,19 @@ def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
 
 
 def named_tokenizer(name: str) -> dict[str, Any]:
-    """The description of the tokenizer of this name, or of that of the prepared folder with this path.
+    """Return the description of the tokenizer of this name, or of the prepared folder with this path.
 
-    Raises ValueError if the folder's meta.json is damaged.
+    Raises ValueError if the folder's meta.json is damaged, or the path has none.
     """
-    return read_meta(Path(name))["tokenizer"] if (Path(name) / "meta.json").is_file() else {"name": name}
+    path = Path(name)
+    if (path / "meta.json").is_file():
+        return read_meta(path)["tokenizer"]
+    if path.exists() and name not in ("char", "bytes", "bpe", "gpt2"):
+        raise ValueError(
+            f"--tokenizer={name} has no meta.json; give char, bytes, bpe, gpt2, or the path of a prepared "
+            "folder (tokenizers of other programs, such as tokenizer.json, are not read)"
+        )
+    return {"name": name}
 
 
 def document_tokenizer(name: str) -> Tokenizer:

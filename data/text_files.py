@@ -21,6 +21,7 @@ PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # suffixes of packed files
 TEXTS = tuple(f".txt{packed}" for packed in PACKED)
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
 MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}  # after UTF-32's, one of which begins like one of UTF-16's
+DOCUMENTS = (b"%PDF", b"{\\rtf", b"PK\3\4")  # what files of other programs begin with
 LONGEST_BEGIN = 8  # bytes
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are not UTF-8
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
@@ -62,8 +63,10 @@ def lines_in(path: Path, whole: bool = False) -> Iterator[str]:
     try:
         with open(path, "rb") as raw, io.BufferedReader(unpacked(raw)) as file:
             begin = file.peek(LONGEST_BEGIN)
-            if begin.startswith((b"%PDF", b"{\\rtf")):  # which may be ASCII
-                raise ValueError(f"{path}, line 1: this is a PDF or RTF file, not text; convert it first")
+            if begin.startswith(DOCUMENTS):
+                raise ValueError(
+                    f"{path}, line 1: this is a PDF, RTF or zip (docx, epub) file, not text; convert it first"
+                )
             encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
             with io.TextIOWrapper(file, encoding, "surrogateescape", newline="" if whole else None) as text:
                 for number, piece in enumerate([text.read()] if whole else text, 1):

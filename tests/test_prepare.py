@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
+from conftest import ROOT, SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
 from fineweb import fails
 
 from data.shakespeare_char.prepare import SHA256, download
@@ -72,6 +73,52 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(t
         assert text.endswith("\n" + "".join(stories).replace("\n", "\r\n"))
     (tmp_path / "0.txt").unlink()
     assert "already prepared" not in script(*prepare).out  # another text
+
+
+DATA_OR_MARKUP = {
+    "a.txt": ('{"text": "a line"}\n' * 20, "JSON"),
+    "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), "JSON"),
+    "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, "HTML"),
+    "c.txt": ("id,text\n" + '7,"a line, and more"\n' * 20, "CSV"),
+    "c.csv": ("text\n" + "a line\n" * 20, "CSV"),
+    "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, ""),
+}
+
+
+@pytest.mark.parametrize("name", DATA_OR_MARKUP)
+def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script, name):
+    content, kind = DATA_OR_MARKUP[name]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_text(content)
+    done = script("data/text/prepare.py", tmp_path / "texts" / name, "--out", tmp_path / "own")
+    notes = [line for line in done.out.splitlines() if line.startswith("note: ")]
+    assert done.code == 0
+    assert len(notes) == bool(kind)
+    assert not kind or (name in notes[0] and kind in notes[0])
+
+
+def test_folder_means_its_texts_and_another_vocabulary_in_place_of_the_first_is_printed(tmp_path, script):
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    for name, text in (("a.txt", "one\n"), ("more/b.TXT", "two\n"), (".hidden.txt", "x"), ("c.md", "x")):
+        (tmp_path / "texts" / name).write_text(text * 20)
+    prepare = ("data/text/prepare.py", "--out", tmp_path / "own")
+    assert "note" not in script(*prepare, tmp_path / "texts").out
+    assert decoded(tmp_path / "own", "train") + decoded(tmp_path / "own", "val") == "one\n" * 20 + "two\n" * 20
+    assert "note" not in script(*prepare, tmp_path / "texts" / "*.txt", "--tokenizer", tmp_path / "own").out
+    done = script(*prepare, tmp_path / "texts", "--tokenizer=bytes")
+    assert_one_line(next(line for line in done.out.splitlines() if "note" in line), tmp_path / "own", "char", "--out")
+    fails(script(*prepare, tmp_path / "none"), "none")
+    fails(script(*prepare, ROOT / "config"), "config", "*.txt")
+
+
+def test_tokenizer_of_another_program_is_not_taken_for_a_name(tmp_path, script):
+    (tmp_path / "a.txt").write_text("abc" * 50)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "tokenizer.json"):
+        for prepare in ("data/text/prepare.py", "data/chat/prepare.py"):
+            done = script(prepare, tmp_path / "a.txt", "--out", tmp_path / "own", "--tokenizer", path)
+            fails(done, path, "bytes", "prepared folder")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")

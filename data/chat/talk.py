@@ -11,7 +11,7 @@ from data.chat.template import Message, Template, as_message
 from data.tokenizer import Ids, valid_unicode
 from deskgpt.system.terminal import shortened
 
-LEAST_ROOM = 4  # for an answer, at least this part of the context is left free
+ANSWER_PART = 8  # for an answer, one of this many parts of the context is left free
 
 
 def fitting(template: Template, block_size: int, messages: list[Message]) -> list[Message]:
@@ -21,7 +21,7 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
     """
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
-    room = block_size - max(1, block_size // LEAST_ROOM) - len(template.prompt(system))
+    room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
     # Without the first token, with which a dialogue begins.
     sizes = [len(template.encode([message]).ids) - 1 for message in turns]
     if sizes[-1] > room:

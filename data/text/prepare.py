@@ -1,6 +1,6 @@
-"""Makes token files from anybody's own text.
+"""Make token files from anybody's own text.
 
-    python data/text/prepare.py novel.txt notes/*.txt --name mine --tokenizer gpt2
+    python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2     # of a folder, its .txt files
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
@@ -52,14 +52,43 @@ SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
+# Data and markup that people take for text: suffixes, how they begin, and how to get their text alone.
+STRUCTURED = {
+    "JSON": (
+        (".json", ".jsonl"),
+        re.compile(r'\{\s*"|\[\s*[{"]'),
+        "python data/fineweb_edu/prepare.py --source reads documents in jsonl files, data/chat/prepare.py dialogues",
+    ),
+    "HTML or XML": (
+        (".html", ".htm", ".xml"),
+        re.compile(r"<(?:!doctype|html|\?xml)\b", re.IGNORECASE),
+        "convert it first",
+    ),
+    "a CSV table": (
+        (".csv", ".tsv"),
+        re.compile(r'"?\w[\w ]*"?(?:[,;\t]"?\w[\w ]*"?)+\r?\n'),
+        "write its texts as jsonl, which python data/fineweb_edu/prepare.py --source reads",
+    ),
+}
+
 
 def main(args: argparse.Namespace) -> None:
     paths = expanded(args.files, TEXTS)
     source = ", ".join(path.name for path in paths[:NAMED_FILES])
     texts = [read_text(path) for path in paths]
+    print_structure(paths, texts)
     if len(texts) > 1:
         texts = [text if text.endswith("\n") else text + "\n" for text in texts]
     prepare("".join(texts), args.out, args.tokenizer, source, args.vocab_size)
+
+
+def print_structure(paths: list[Path], texts: list[str]) -> None:
+    """Print a line if files look like data or markup, whose quotes, keys and tags the model would learn."""
+    for kind, (suffixes, beginning, remedy) in STRUCTURED.items():
+        for path, text in zip(paths, texts, strict=True):
+            if path.name.lower().endswith(suffixes) or beginning.match(text[:1000].lstrip()):
+                print(f"note: {path.name} looks like {kind}, which the model learns too; for the text alone: {remedy}")
+                break
 
 
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
