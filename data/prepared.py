@@ -1,4 +1,4 @@
-"""What the scripts that prepare data share: a folder of token files written whole, and recognised when it is there."""
+"""What all prepare.py share: writing a folder of token files, and recognising one that is already there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_dataset(
     masks: dict[str, npt.NDArray[np.uint8]] | None = None,
     **about: Any,
 ) -> None:
-    """Writes {"train": ids, "val": ids} as bare token files with masks and their meta.json, in which `about` is, too.
+    """Write {"train": ids, "val": ids} as bare token files with masks, and meta.json, which also gets `about`.
 
     All files are written before the first one gets its name, and val.bin gets its name last: wherever this stops, the
     folder holds the old data, the new, or no val.bin. Raises ValueError if another prepare.py is at work there, OSError
@@ -66,7 +66,7 @@ def print_other_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def is_prepared(folder: Path, source: str) -> bool:
-    """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
+    """Return whether folder holds what was prepared from `source`, each file with the checksum of meta.json."""
     try:
         meta = read_record(folder)
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def is_prepared(folder: Path, source: str) -> bool:
 
 
 def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
-    """Names of the files that are missing or whose checksum differs from their entry in meta.json."""
+    """Return the names of files that are missing or whose checksum differs from their entry in meta.json."""
     names = []
     for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
         path = folder / name
@@ -86,7 +86,7 @@ def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one stays there."""
+    """Make folder and keep other prepare.py out of its part of this name. Raises ValueError if one stays there."""
     with if_free(folder, name, wait_s) as is_free:
         if not is_free:
             raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
@@ -110,7 +110,7 @@ def named_tokenizer(name: str) -> dict[str, Any]:
 
 
 def document_tokenizer(name: str) -> Tokenizer:
-    """As named_tokenizer, the tokenizer itself. Raises ValueError if it has no token that documents begin with."""
+    """Return the tokenizer that named_tokenizer describes. Raises ValueError if it has no token between documents."""
     described = named_tokenizer(name)
     tokenizer = None if described in ({"name": "char"}, {"name": "bpe"}) else from_meta(described)
     if tokenizer is None or tokenizer.end_of_text is None:

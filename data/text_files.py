@@ -51,12 +51,12 @@ def is_shown(folder: Path, path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, line ends as they are. Raises as lines_in."""
+    """Return the text of a file, line ends as they are. Raises as lines_in."""
     return "".join(lines_in(path, whole=True))
 
 
 def lines_in(path: Path, whole: bool = False) -> Iterator[str]:
-    """The lines of a text file, packed or not, each with "\\n" at its end; or the whole text as it is.
+    """Yield the lines of a text file, packed or not, each with "\\n" at its end; if whole, the text as it is.
 
     Raises ValueError at a line that is not text, OSError.
     """
@@ -84,7 +84,7 @@ def lines_in(path: Path, whole: bool = False) -> Iterator[str]:
 
 
 def unpacked(raw: BinaryIO) -> Any:
-    """The file, unpacked if it is packed. Raises ImportError."""
+    """Return the file, unpacked if it is packed. Raises ImportError."""
     begin = raw.read(LONGEST_BEGIN)
     raw.seek(0)
     for mark, unpack in UNPACKERS.items():
@@ -108,19 +108,19 @@ UNPACKERS: dict[bytes, Callable[..., Any]] = {
 
 
 def documents_of(lines: Iterable[str]) -> Iterator[str]:
-    """The documents of a text, which lines with nothing but <|endoftext|> separate; empty ones are left out."""
+    """Yield the documents of a text, separated by lines with nothing but <|endoftext|>; empty ones are left out."""
     for is_separator, document in itertools.groupby(lines, lambda line: line.rstrip() == END_OF_TEXT):
         if not is_separator:
             yield "".join(document)
 
 
 def documents_in(text: str) -> list[str]:
-    """As documents_of, line ends as they are."""
+    """Return the documents of a text as documents_of, line ends as they are."""
     return list(documents_of(io.StringIO(text, newline="\n")))
 
 
 def next_document(text: str, at: int) -> int:
-    """The first place from `at` on where one of several documents begins; `at` if none does."""
+    """Return the first index from `at` on at which one of several documents begins; `at` if none does."""
     for separator in SEPARATOR.finditer(text, max(0, at - len(END_OF_TEXT) - 2)):
         if at <= separator.end() < len(text) - 1:
             return separator.end()

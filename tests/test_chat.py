@@ -197,7 +197,7 @@ def test_message_of_weight_0_is_not_learned_and_half_a_surrogate_is_replaced(tmp
     messages = [*SAID_HELLO, {"role": "assistant", "content": "No \ud800", "weight": 0}]
     (tmp_path / "d.jsonl").write_text(json.dumps(messages))
     [dialogue] = read_dialogues(tmp_path / "d.jsonl")
-    assert dialogue[2] == Message("assistant", "No \ufffd", learned=False)
+    assert dialogue[2] == Message("assistant", "No \ufffd", unmasked=False)
     ids, mask = Template(BytesTokenizer()).encode(dialogue)
     assert bytes(ids[mask == 1].astype(np.uint8).tolist()) == b"Hi.\xff"
 

@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.documents import Source, first_line, local_source
 from data.meta_files import CHECKSUM, read_record, write_meta
 from data.prepared import damaged, document_tokenizer, locked
-from data.shards import TokenStream, missing_shards, write_shard
+from data.shards import Source, TokenStream, first_line, local_source, missing_shards, write_shard
 from data.text.prepare import add_folder, whole_number
 from data.token_files import HEADER_BYTES, TOKEN_BYTES
 from data.tokenizer import Tokenizer, short_name

@@ -92,7 +92,7 @@ def print_structure(paths: list[Path], texts: list[str]) -> None:
 
 
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
-    """Writes the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
+    """Write the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
 
     tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
     which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
@@ -138,7 +138,7 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
 
 
 def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
-    """A byte-pair encoding of vocab_size ids for such text; the same text makes the same one.
+    """Train a byte-pair encoding of vocab_size ids on a text; the same text makes the same one.
 
     Raises ValueError if the text has not enough pairs for so many.
     """
@@ -165,7 +165,7 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
 
 
 def sample(text: str) -> Iterator[str]:
-    """Blocks from all over a text, about SAMPLE_BYTES or all of it.
+    """Yield blocks from all over a text, about SAMPLE_BYTES or all of it.
 
     Long words are cut by newlines: the trainer goes through a whole word for each merge in it.
     """
@@ -181,7 +181,7 @@ def folder(name: str) -> Path:
 
 
 def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
-    """The options that say where to write."""
+    """Add the options for the folder to write to."""
     to = parser.add_mutually_exclusive_group(required=default is None)
     about = "folder below data/, or a path; later the value of --dataset"
     to.add_argument("--name", dest="out", type=lambda name: DATA / folder(name), default=default, help=about)
@@ -189,7 +189,7 @@ def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> 
 
 
 def whole_number(text: str) -> int:
-    """A whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
+    """Return a whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
     number = float(text)
     if number < 1 or not number.is_integer():
         raise ValueError
