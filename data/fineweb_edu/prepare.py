@@ -98,15 +98,15 @@ def make(args: argparse.Namespace) -> Record:
     """Make the shards of this part that args.out lacks. Returns its record. Raises ValueError, OSError."""
     folder: Path = args.out
     part: Part = args.part
-    for pattern in (f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*"):  # left by a start that was killed
-        for path in folder.glob(pattern):
-            path.unlink()
     records = earlier_records(folder)
     source = local_source(args.source, args.text_column) if args.source else None
     tokenizer = document_tokenizer(args.tokenizer)
     identity = identity_of(args, source, tokenizer)
     for record in records.values():
         check_identity(folder, record, identity)
+    for pattern in (f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*"):  # left by a start that was killed
+        for path in folder.glob(pattern):
+            path.unlink()
 
     revision = next((record.get("revision") for record in records.values()), None)  # all parts have the same one
     record = records.get(part.record) or {**identity, "revision": revision, "files": {}}

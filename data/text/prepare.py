@@ -52,23 +52,11 @@ SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
-# Data and markup that people take for text: suffixes, how they begin, and how to get their text alone.
+# Data and markup that people take for text: suffixes, and how they begin.
 STRUCTURED = {
-    "JSON": (
-        (".json", ".jsonl"),
-        re.compile(r'\{\s*"|\[\s*[{"]'),
-        "python data/fineweb_edu/prepare.py --source reads documents in jsonl files, data/chat/prepare.py dialogues",
-    ),
-    "HTML or XML": (
-        (".html", ".htm", ".xml"),
-        re.compile(r"<(?:!doctype|html|\?xml)\b", re.IGNORECASE),
-        "convert it first",
-    ),
-    "a CSV table": (
-        (".csv", ".tsv"),
-        re.compile(r'"?\w[\w ]*"?(?:[,;\t]"?\w[\w ]*"?)+\r?\n'),
-        "write its texts as jsonl, which python data/fineweb_edu/prepare.py --source reads",
-    ),
+    "JSON": ((".json", ".jsonl"), re.compile(r'\{\s*"|\[\s*[{"]')),
+    "HTML or XML": ((".html", ".htm", ".xml"), re.compile(r"<(?:!doctype|html|\?xml)\b", re.IGNORECASE)),
+    "a CSV table": ((".csv", ".tsv"), re.compile(r'"?\w[\w ]*"?(?:[,;\t]"?\w[\w ]*"?)+\r?\n')),
 }
 
 
@@ -84,10 +72,13 @@ def main(args: argparse.Namespace) -> None:
 
 def print_structure(paths: list[Path], texts: list[str]) -> None:
     """Print a line if files look like data or markup, whose quotes, keys and tags the model would learn."""
-    for kind, (suffixes, beginning, remedy) in STRUCTURED.items():
+    for kind, (suffixes, beginning) in STRUCTURED.items():
         for path, text in zip(paths, texts, strict=True):
             if path.name.lower().endswith(suffixes) or beginning.match(text[:1000].lstrip()):
-                print(f"note: {path.name} looks like {kind}, which the model learns too; for the text alone: {remedy}")
+                print(
+                    f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To avoid this, "
+                    "convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
+                )
                 break
 
 
