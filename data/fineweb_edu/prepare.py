@@ -3,7 +3,7 @@
     python data/fineweb_edu/prepare.py                                  # sample-10BT: 10B tokens, 20 GB
     python data/fineweb_edu/prepare.py --tokens 3e9                     # the first 3B of them
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
-    python data/fineweb_edu/prepare.py --tokenizer data/novel --out data/own_vocabulary
+    python data/fineweb_edu/prepare.py --tokenizer data/novel-bpe --out data/own_vocabulary
     python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
 
 Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and

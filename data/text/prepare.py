@@ -76,8 +76,8 @@ def print_structure(paths: list[Path], texts: list[str]) -> None:
         for path, text in zip(paths, texts, strict=True):
             if path.name.lower().endswith(suffixes) or beginning.match(text[:1000].lstrip()):
                 print(
-                    f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To avoid this, "
-                    "convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
+                    f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To "
+                    "avoid this, convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
                 )
                 break
 
