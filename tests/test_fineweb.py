@@ -5,25 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, contents, needs_bpe
-from fineweb import PREPARE, SMALL, Script, as_bytes, fails, made, started, tokens, write_documents
+from fineweb import PREPARE, SMALL, UNTIL_RENAME, Script, as_bytes, fails, made, tokens, write_documents
 
 from data.dataset import Checksums
 from data.meta_files import read_record
 from data.splits import Split
 from data.token_files import read_tokens
 from deskgpt.system import files
-
-needs_kill = pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL and a file size limit")
 
 # ---- one sequence --------------------------------------------------------------------------------------------
 
@@ -189,33 +184,27 @@ def test_other_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_pa
     fails(script(*parts, *out, "--shard_tokens=1e4", "--part=1/2"), "000000.json")  # of an older version
 
 
-@needs_kill
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [["0/1"], ["0/3", "1/3", "2/3"]], ids=["whole", "parts"])
-def test_killed_at_any_point_and_run_again_the_files_are_the_same(tmp_path, source, parts):
-    options = ("--tokenizer=bytes", "--shard_tokens=20_000", "--val_tokens=50_000", "--source", source)
-    commands = [(*options, *([f"--part={part}"] if len(parts) > 1 else [])) for part in parts]
+@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
+@pytest.mark.parametrize("parts", [[""], ["--part=0/2", "--part=1/2"]], ids=["one sequence", "two parts"])
+def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(tmp_path, python, source, parts):
+    options = ("--tokenizer=bytes", "--shard_tokens=90_000", "--val_tokens=50_000", "--source", source)
+    commands = [(*options, *filter(None, [part])) for part in parts]
     for command in commands:
         made(*command, "--out", tmp_path / "whole")
-    n_shards = len(list((tmp_path / "whole").glob("*.bin")))
     out = tmp_path / "killed"
-    draw = random.Random(os.getpid())
-    killed = 0
-    for kill in (True, True, True, False):
-        records = [json.loads(path.read_text()) for path in out.rglob("*.json")]
-        finished = {name for record in records for name in record.get("files", ())}
-        before = {name: (out / name).stat().st_mtime_ns for name in finished}
-        workers = [started(*command, "--out", out) for command in commands]
-        until = len(before) + draw.randint(0, n_shards // 4)  # shards, when they are killed
-        while kill and len(list(out.glob("*.bin"))) < until and any(worker.is_alive() for worker in workers):
-            time.sleep(0.001)
-        for worker in workers if kill else []:
-            time.sleep(draw.random() * 0.002)
-            worker.kill()
-        for worker in workers:
-            worker.join()
-            assert worker.exitcode == 0 or (kill and worker.exitcode == -signal.SIGKILL)
-            killed += worker.exitcode != 0
-        assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-    assert killed > 0  # on a fast machine some end before they are killed
+    renames = itertools.cycle(itertools.product("123", ("before", "after")))
+    n_killed = 0
+    for command in commands:
+        ended = False
+        while not ended:
+            finished = {name for path in out.rglob("*.json") for name in json.loads(path.read_text())["files"]}
+            before = {name: (out / name).stat().st_mtime_ns for name in finished}
+            words = [python, "-c", UNTIL_RENAME, *next(renames), *command, "--out", out]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+            assert done.stderr == ""
+            assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+            ended = done.returncode == 0
+            n_killed += not ended
+    assert n_killed > 8
     assert contents(out) == contents(tmp_path / "whole")

@@ -104,9 +104,7 @@ def make(args: argparse.Namespace) -> Record:
     identity = identity_of(args, source, tokenizer)
     for record in records.values():
         check_identity(folder, record, identity)
-    for pattern in (f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*"):  # left by a start that was killed
-        for path in folder.glob(pattern):
-            path.unlink()
+    remove_leftovers(folder, f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*")
 
     revision = next((record.get("revision") for record in records.values()), None)  # all parts have the same one
     record = records.get(part.record) or {**identity, "revision": revision, "files": {}}
@@ -133,6 +131,13 @@ def make(args: argparse.Namespace) -> Record:
     if stream is None:
         print(f"{folder}: already prepared")
     return record
+
+
+def remove_leftovers(folder: Path, *patterns: str) -> None:
+    """Remove the temporary files of starts that were killed."""
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def identity_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
@@ -211,6 +216,7 @@ def merge(folder: Path, n_parts: int, tokens: float) -> None:
     meta = {key: value for key, value in first.items() if key not in ("files", CHECKSUM)}
     for other in others:
         check_identity(folder, other, meta)
+    remove_leftovers(folder, "meta.json*.tmp*")
     meta["files"] = {name: entry for record in records.values() for name, entry in record["files"].items()}
     write_meta(folder, meta)
     finish(folder, meta)
