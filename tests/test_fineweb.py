@@ -1,4 +1,4 @@
-"""data/fineweb_edu/prepare.py: the same bytes however it is stopped, in one sequence or in parts."""
+"""data/fineweb_edu/prepare.py makes the same bytes however it is stopped, in one sequence or in parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, contents, needs_bpe
+from conftest import ROOT, contents
 from fineweb import PREPARE, SMALL, UNTIL_RENAME, Script, as_bytes, fails, made, tokens, write_documents
 
 from data.dataset import Checksums
@@ -36,19 +36,6 @@ def test_tokens_are_the_documents_each_after_an_end_of_text(tmp_path, documents)
     assert sizes[:-1] == [50_000] + [250_000] * (len(sizes) - 2)
     names = ["meta.json", *(f"train_{n:06}.bin" for n in range(1, len(sizes))), "val_000000.bin"]
     assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == names
-
-
-@needs_bpe
-def test_gpt2_tokens_are_tiktokens_and_special_strings_are_text(tmp_path, documents):
-    import tiktoken
-
-    documents = [documents[0] + "a\n \n  b\n" * 150_000, *documents[-9:]]
-    made(
-        "--source", write_documents(tmp_path / "a.parquet", documents), "--shard_tokens=1e5", "--out", tmp_path / "out"
-    )
-    encoding = tiktoken.get_encoding("gpt2")
-    expected = [[encoding.eot_token, *encoding.encode_ordinary(text)] for text in documents]
-    assert tokens(tmp_path / "out").tolist() == [token for ids in expected for token in ids]
 
 
 # ---- stopped, harmed and started again -----------------------------------------------------------------------
@@ -120,37 +107,39 @@ def source(texts, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole(source, tmp_path_factory) -> Path:
+def undisturbed(source, tmp_path_factory) -> Path:
     """Three parts of source, made undisturbed."""
-    out = tmp_path_factory.mktemp("whole")
+    out = tmp_path_factory.mktemp("undisturbed")
     for number in range(3):
         made("--source", source, *PARTS, f"--part={number}/3", "--out", out)
     return out
 
 
-def test_parts_are_every_third_file_and_the_first_begins_with_val(whole, texts):
+def test_parts_are_every_third_file_and_the_first_begins_with_val(undisturbed, texts):
     for number in range(3):
-        of_part = [read_tokens(path) for path in sorted(whole.glob(f"*_{number:06}_*.bin"), key=lambda p: p.stem[-6:])]
+        of_part = [
+            read_tokens(path) for path in sorted(undisturbed.glob(f"*_{number:06}_*.bin"), key=lambda p: p.stem[-6:])
+        ]
         expected = as_bytes([*itertools.chain(*texts[number::3])])
         assert np.concatenate(of_part).astype(np.uint8).tobytes() == expected
-    files = read_record(whole)["files"]
-    assert set(files) == {path.name for path in whole.glob("*.bin")}
-    splits = [Split(whole, split, 64, 256) for split in ("train", "val")]
-    assert Checksums(whole, splits).state.startswith("checksums verified")
+    files = read_record(undisturbed)["files"]
+    assert set(files) == {path.name for path in undisturbed.glob("*.bin")}
+    splits = [Split(undisturbed, split, 64, 256) for split in ("train", "val")]
+    assert Checksums(undisturbed, splits).state.startswith("checksums verified")
     assert splits[1].tokens == 50_000
 
 
-def test_any_order_makes_the_same_bytes_and_tokens_can_be_raised_later(tmp_path, source, whole):
+def test_any_order_makes_the_same_bytes_and_tokens_can_be_raised_later(tmp_path, source, undisturbed):
     for tokens_, order in (("--tokens=120_001", "201"), ("--tokens=1e9", "120")):
         for number in order:
             made("--source", source, *PARTS, tokens_, f"--part={number}/3", "--out", tmp_path)
         if order == "201":
             made_of_each = [entry["tokens"] for entry in read_record(tmp_path)["files"].values()]
             assert sum(made_of_each) == 50_000 + 3 * 40_001
-    assert contents(tmp_path) == contents(whole)
+    assert contents(tmp_path) == contents(undisturbed)
 
 
-def test_what_is_missing_or_harmed_is_made_by_its_part_and_nobody_elses(tmp_path, script: Script, source, whole):
+def test_what_is_missing_or_harmed_is_made_by_its_part_and_nobody_elses(tmp_path, script: Script, source, undisturbed):
     prepare = (PREPARE, "--source", source, *PARTS, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
     with files.if_free(tmp_path / "parts", ".000001") as is_free:  # as another process holds it
@@ -162,10 +151,10 @@ def test_what_is_missing_or_harmed_is_made_by_its_part_and_nobody_elses(tmp_path
     assert "--part=1/3" in script(*prepare, "--part=2/3").out
     assert not (tmp_path / "meta.json").exists()
     assert script(*prepare, "--part=1/3").code == 0
-    assert contents(tmp_path) == contents(whole)
+    assert contents(tmp_path) == contents(undisturbed)
 
 
-def test_other_settings_and_other_layouts_are_refused_and_nothing_changes(tmp_path, script: Script, texts):
+def test_other_settings_and_other_layouts_are_errors_and_change_nothing(tmp_path, script: Script, texts):
     for i in range(2):
         write_documents(tmp_path / "in" / f"{i}.jsonl", texts[i][:50])
     out = ("--out", tmp_path / "out")
@@ -191,7 +180,7 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
     options = ("--tokenizer=bytes", "--shard_tokens=90_000", "--val_tokens=50_000", "--source", source)
     commands = [(*options, *filter(None, [part])) for part in parts]
     for command in commands:
-        made(*command, "--out", tmp_path / "whole")
+        made(*command, "--out", tmp_path / "undisturbed")
     out = tmp_path / "killed"
     renames = itertools.cycle(itertools.product("123", ("before", "after")))
     n_killed = 0
@@ -207,4 +196,4 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
             ended = done.returncode == 0
             n_killed += not ended
     assert n_killed > 8
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "undisturbed")
