@@ -73,6 +73,8 @@ class Part(NamedTuple):
 
     def is_made(self, folder: Path, record: Record, tokens: float) -> bool:
         """Return whether folder holds all shards of this part, by their sizes; none if its files hold no text."""
+        if not record:
+            return False
         entries = record["files"]
         harmed = [name for name, entry in entries.items() if not has_size(folder / name, entry["tokens"])]
         to_make = missing_shards(self.shards(record, tokens), entries, harmed)
@@ -203,21 +205,20 @@ def hub_source(subset: str, text_column: str, revision: str | None) -> Source:
 
 def merge(folder: Path, n_parts: int, tokens: float) -> None:
     """List the shards of all parts in the folder's meta.json, once all of them are made."""
-    records = earlier_records(folder)
-    records.pop("meta.json", None)
     parts = [Part(number, n_parts) for number in range(n_parts)]
-    made = [part for part in parts if part.record in records and part.is_made(folder, records[part.record], tokens)]
-    missing = [part for part in parts if part not in made]
+    records = [read_record(folder, part.record) for part in parts]
+    missing = []
+    for part, record in zip(parts, records, strict=True):
+        if not part.is_made(folder, record, tokens):
+            missing.append(f"--part={part.number}/{n_parts}")
     if missing:
-        first_missing = f"--part={missing[0].number}/{n_parts}"
-        print(f"{folder}: {len(missing)} of {n_parts} parts are still to be made, {first_missing} among them")
+        print(f"{folder}: {len(missing)} of {n_parts} parts are still to be made, {missing[0]} among them")
         return
-    first, *others = records.values()
-    meta = {key: value for key, value in first.items() if key not in ("files", CHECKSUM)}
-    for other in others:
-        check_identity(folder, other, meta)
+    meta = {key: value for key, value in records[0].items() if key not in ("files", CHECKSUM)}
+    for record in records:
+        check_identity(folder, record, meta)
     remove_leftovers(folder, "meta.json*.tmp*")
-    meta["files"] = {name: entry for record in records.values() for name, entry in record["files"].items()}
+    meta["files"] = {name: entry for record in records for name, entry in record["files"].items()}
     write_meta(folder, meta)
     finish(folder, meta)
 
