@@ -14,7 +14,7 @@ from tqdm import tqdm
 from data.meta_files import read_nanogpt, read_record, to_json
 from data.token_files import MASK_SUFFIX, listed_with_masks, read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta, short_name
-from deskgpt.system.files import file_sha256, if_free, replacing, sha256
+from deskgpt.system.files import TEMPORARY, file_sha256, if_free, replacing, sha256
 
 
 def write_dataset(
@@ -42,6 +42,7 @@ def write_dataset(
     contents["meta.json"] = to_json(meta)
     with locked(folder):
         print_other_vocabulary(folder, tokenizer)
+        remove_leftovers(folder, *(f"{name}." for name in contents))
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
                 for name, content in sorted(contents.items(), reverse=True):
@@ -82,6 +83,13 @@ def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
         if not path.is_file() or file_sha256(path) != entry["sha256"]:
             names.append(name)
     return names
+
+
+def remove_leftovers(folder: Path, *names: str) -> None:
+    """Remove the temporary files of starts that were killed, by the beginnings of their names."""
+    for name in names:
+        for path in folder.glob(f"{name}*{TEMPORARY}"):
+            path.unlink()
 
 
 @contextmanager

@@ -65,10 +65,9 @@ def made(*options: str | Path) -> None:
     main(arguments([*map(str, options)]))
 
 
-# prepare.py, ended at once before or after one of its renames.
+# Put before code, this ends the process at once before or after one of its renames.
 UNTIL_RENAME = """
 import itertools, os, sys
-from data.fineweb_edu.prepare import arguments, main
 at, after, *options = sys.argv[1:]
 rename, calls = os.replace, itertools.count(1)
 def rename_or_end(old, new):
@@ -79,5 +78,4 @@ def rename_or_end(old, new):
     if is_last:
         os._exit(9)
 os.replace = rename_or_end
-main(arguments(options))
 """

@@ -189,7 +189,8 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
         while not ended:
             finished = {name for path in out.rglob("*.json") for name in json.loads(path.read_text())["files"]}
             before = {name: (out / name).stat().st_mtime_ns for name in finished}
-            words = [python, "-c", UNTIL_RENAME, *next(renames), *command, "--out", out]
+            code = f"{UNTIL_RENAME}from data.fineweb_edu.prepare import *; main(arguments(options))"
+            words = [python, "-c", code, *next(renames), *command, "--out", out]
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
             assert done.stderr == ""
             assert {name: (out / name).stat().st_mtime_ns for name in before} == before

@@ -3,13 +3,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
-from fineweb import fails
+from fineweb import UNTIL_RENAME, fails
 
+from data.meta_files import read_record
+from data.prepared import damaged
 from data.shakespeare_char.prepare import SHA256, download
 from data.token_files import read_meta, read_tokens
 from data.tokenizer import from_meta
@@ -132,6 +135,23 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
         done = script("data/text/prepare.py", tmp_path / "b.txt", "--name", own)
     fails(done, own, "disk")
     assert {p.name: p.read_bytes() for p in own.iterdir()} == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, python, script, when):
+    prepare = ["data/text/prepare.py", "--tokenizer=bytes", "--out", tmp_path / "own"]
+    for text in ("old ", "new "):
+        (tmp_path / text.strip()).write_text(text * 50)
+    for at in "123":
+        assert script(*prepare, tmp_path / "old").code == 0
+        code = f"{UNTIL_RENAME}import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
+        subprocess.run([python, "-c", code, at, when, *prepare, tmp_path / "new"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        if (tmp_path / "own" / "val.bin").exists():
+            assert not damaged(tmp_path / "own", read_record(tmp_path / "own")["files"])
+        assert script(*prepare, tmp_path / "new").code == 0
+        assert decoded(tmp_path / "own", "train").startswith("new ")
+        assert {path.name for path in (tmp_path / "own").glob("[!.]*")} == {"train.bin", "val.bin", "meta.json"}
 
 
 # ---- downloads -----------------------------------------------------------------------------------------------

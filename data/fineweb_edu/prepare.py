@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.meta_files import CHECKSUM, read_record, write_meta
-from data.prepared import damaged, document_tokenizer, locked
+from data.prepared import damaged, document_tokenizer, locked, remove_leftovers
 from data.shards import Source, TokenStream, first_line, local_source, missing_shards, write_shard
 from data.text.prepare import add_folder, whole_number
 from data.token_files import HEADER_BYTES, TOKEN_BYTES
@@ -106,7 +106,7 @@ def make(args: argparse.Namespace) -> Record:
     identity = identity_of(args, source, tokenizer)
     for record in records.values():
         check_identity(folder, record, identity)
-    remove_leftovers(folder, f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*")
+    remove_leftovers(folder, f"*_{part.prefix}*.bin.", f"{part.record}.")
 
     revision = next((record.get("revision") for record in records.values()), None)  # all parts have the same one
     record = records.get(part.record) or {**identity, "revision": revision, "files": {}}
@@ -133,13 +133,6 @@ def make(args: argparse.Namespace) -> Record:
     if stream is None:
         print(f"{folder}: already prepared")
     return record
-
-
-def remove_leftovers(folder: Path, *patterns: str) -> None:
-    """Remove the temporary files of starts that were killed."""
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            path.unlink()
 
 
 def identity_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
@@ -217,7 +210,7 @@ def merge(folder: Path, n_parts: int, tokens: float) -> None:
     meta = {key: value for key, value in records[0].items() if key not in ("files", CHECKSUM)}
     for record in records:
         check_identity(folder, record, meta)
-    remove_leftovers(folder, "meta.json*.tmp*")
+    remove_leftovers(folder, "meta.json.")
     meta["files"] = {name: entry for record in records for name, entry in record["files"].items()}
     write_meta(folder, meta)
     finish(folder, meta)
