@@ -101,7 +101,7 @@ class InitState:
     def choose_variant(self, config: Config, dist: DistContext) -> Variant:
         """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
         hardware.keep_freed_memory()
-        hardware.forbid_spilling(dist.device)
+        hardware.limit_threads()
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
 
         def predicted_s(dtype: str) -> float:
