@@ -114,6 +114,13 @@ def test_halved_micro_batch_is_the_same_training_or_the_settings_to_type(capsys)
     assert_one_line(error.value, "--block_size=32")
 
 
+def test_micro_batch_that_surely_does_not_fit_is_refused_before_it_is_tried(chars, tmp_path, script):
+    settings = TINY | {"batch_size": 1 << 19, "n_embd": 256, "block_size": 256}
+    done = script("train.py", *flags(**settings, dataset=chars, out_dir=tmp_path))
+    assert done.code == 1
+    assert_one_line(done.err, "batch_size=524288", "--batch_size=262144 --gradient_accumulation_steps=2")
+
+
 def test_larger_micro_batch_divides_the_step_and_fits(monkeypatch):
     batching = Batching(batch_size=1, accumulation=96, block_size=64)
     for limit_bytes, expected in ((1 << 40, 96), (50 << 20, 48), (1, 1)):

@@ -14,6 +14,7 @@ from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
 
+SURELY = 0.7  # a step takes at least this share of its predicted peak
 ENOUGH_TOKENS = 1 << 14  # auto_batch enlarges a micro-batch up to this size; assumed, no card has measured it
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 
@@ -45,6 +46,20 @@ def described(device: torch.device) -> str:
     """Return a sentence such as "NVIDIA GeForce RTX 4070 has 10.9 GiB free (12.0 in all)"."""
     has = hardware.memory_in_words(hardware.usable_memory_bytes(device), hardware.memory_bytes(device))
     return f"{hardware.device_name(device)} has {has}"
+
+
+def refuse_large_batch(
+    config: GPTConfig, device: torch.device, shards: int, batching: Batching, variant: Variant
+) -> None:
+    """Raise ValueError, naming a smaller micro-batch, if a CPU surely lacks the memory to train with this one.
+
+    Only on a CPU, where the system ends a process that takes too much; GPUs raise an error. shards: as above.
+    """
+    if device.type != "cpu":
+        return
+    needed = SURELY * sum(memory(Step(config, batching.batch_size, variant, "cpu", shards=shards)).values())
+    if needed > hardware.usable_memory_bytes(device):
+        halved_batch(device, False, batching)
 
 
 def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> Batching:

@@ -19,7 +19,7 @@ from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory
+from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
@@ -130,9 +130,12 @@ class InitState:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
 
         A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
-        a user who asks for it.
+        a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
         """
         batching = batching_of(config, dist)
+        if not config.eval_only:
+            shards = sharding.shards_of(config.dp_shard, dist.world)
+            refuse_large_batch(self.model_config, dist.device, shards, batching, variant)
         wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
         if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
