@@ -57,6 +57,7 @@ def refuse_large_batch(
     """
     if device.type != "cpu":
         return
+    refuse_beyond_memory(config, device, True, shards)  # no micro-batch helps a model that is too large
     needed = SURELY * sum(memory(Step(config, batching.batch_size, variant, "cpu", shards=shards)).values())
     if needed > hardware.usable_memory_bytes(device):
         halved_batch(device, False, batching)
