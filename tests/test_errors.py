@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import sys
@@ -13,7 +12,7 @@ from conftest import assert_one_line, assert_refused, files_of_at_most, shell
 
 from deskgpt.system import cache
 from deskgpt.system.errors import ConfigError, OneLineParser, is_out_of_memory, one_line_errors
-from deskgpt.system.files import note_once, replacing, sync_folder, write_atomically
+from deskgpt.system.files import replacing, write_atomically
 
 
 @pytest.mark.parametrize(
@@ -137,19 +136,6 @@ def test_block_or_disk_that_fails_leaves_the_old_content_and_nothing_else(tmp_pa
     assert_one_line(e.value, path, "free some disk space")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_file_system_that_cannot_flush_folders_is_named_once(tmp_path, monkeypatch, capsys):
-    """SMB and sshfs answer EINVAL, others EIO. The files themselves are on the disk."""
-    note_once.cache_clear()
-
-    def fsync(fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    sync_folder(tmp_path)
-    sync_folder(tmp_path)
-    assert_one_line(capsys.readouterr().err, tmp_path, "cannot flush")
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------
