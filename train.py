@@ -185,7 +185,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     make_optimizer = functools.partial(build_optimizer, config)
     if config.plans:
-        return print_plan(config, init, make_optimizer, dist)
+        return print_plan(config, init, data, make_optimizer, dist)
     data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
 
@@ -351,11 +351,15 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 # ---- set-up and end ------------------------------------------------------------------------------------------
 
 
-def print_plan(config: TrainConfig, init: InitState, make_optimizer: MakeOptimizer, dist: DistContext) -> float:
-    """Print what a run of config needs and, on this machine, check its model."""
+def print_plan(
+    config: TrainConfig, init: InitState, data: Dataset, make_optimizer: MakeOptimizer, dist: DistContext
+) -> float:
+    """Print what a run of config needs and, on this machine, check its model. Raises ValueError if that is wrong."""
     from deskgpt.estimate import plan
 
-    plan.dry_run(config, init.model_config, make_optimizer, dist)
+    fits = plan.dry_run(config, init.model_config, make_optimizer, dist)
+    if fits and not config.plan_for and dist.world == 1:
+        init.check_model(config, data, dist)
     return math.inf
 
 

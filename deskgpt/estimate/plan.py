@@ -46,8 +46,8 @@ LONGEST_TIMED = 2e12  # FLOPs of a micro-batch that is timed: some seconds on a 
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
-def dry_run(config: Config, model_config: GPTConfig, make_optimizer: MakeOptimizer, dist: DistContext) -> None:
-    """Print what a run needs, here or on the cards that plan_for names."""
+def dry_run(config: Config, model_config: GPTConfig, make_optimizer: MakeOptimizer, dist: DistContext) -> bool:
+    """Print what a run needs, here or on the cards that plan_for names. Return whether it fits into the memory."""
     ranks, card = peaks.find_cards(config.plan_for) if config.plan_for else (dist.world, None)
     plan = Plan(config, model_config, make_optimizer, ranks, dist)
     plan.print_size()
@@ -56,7 +56,7 @@ def dry_run(config: Config, model_config: GPTConfig, make_optimizer: MakeOptimiz
         total_bytes = card.memory_gb[0] * 2**30  # a maker's GB of memory is a GiB; AMD's cards count as CUDA's
         fits = plan.print_memory("cuda", dtype, card.name, total_bytes, total_bytes)
         plan.print_time(fits, card.peak(dtype), card)
-        return
+        return fits
     device = dist.device
     dtype = peaks.fast_dtype(device) if config.dtype == "auto" else config.dtype
     free_bytes = hardware.usable_memory_bytes(device)
@@ -68,6 +68,7 @@ def dry_run(config: Config, model_config: GPTConfig, make_optimizer: MakeOptimiz
         plan.print_time(fits, peaks.peak_flops(device, dtype))
     if device.type != "cuda":
         dist.print0('on a card that you do not have here: --plan_for="RTX 4070", on eight: --plan_for="8x H100"')
+    return fits
 
 
 def usual_mfu(card: peaks.Card | None) -> tuple[float, float, str]:

@@ -17,6 +17,7 @@ from data.dataset import Dataset
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
+from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
@@ -161,6 +162,22 @@ class InitState:
             model = sharding.sharded_copy(model, mesh, dist.device, variant.dtype)
         apply_variant(model, variant)
         return model
+
+    def check_model(self, config: Config, data: Dataset, dist: DistContext) -> None:
+        """Check the model, and how this run computes it, on a short text; print the result (compute/check.py).
+
+        Raises ValueError if something is wrong.
+        """
+        variant = self.choose_variant(config, dist)
+        model = self.build_model(config, Variant(), dist)
+        idx, targets = data.short_text(model.config.block_size, model.config.vocab_size)
+        problems = check_model(model, variant, idx.to(dist.device), targets.to(dist.device))
+        if problems:
+            raise ValueError(f"model.py: {'; '.join(problems)}")
+        dist.print0(
+            f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the cross-entropy of the logits, "
+            f"gradients reach all parameters; {variant} agrees with eager float32"
+        )
 
     def _build(self, block_size: int, reads: bool = True) -> GPT:
         """Return the model on the CPU, with its context shortened to block_size. Raises ValueError.
