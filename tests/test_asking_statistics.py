@@ -99,13 +99,6 @@ def test_bayes_factor_is_a_ratio_of_likelihoods(k: float, nu: int) -> None:
     assert found == pytest.approx(mixture / stats.t.pdf(t, nu), rel=1e-4)
 
 
-def test_four_arms_use_what_their_seeds_share() -> None:
-    x = questions("normal", (4000, 4, 30), correlation=0.9)
-    best = x[:, 0] - 1.0
-    ends = [decided_after(x[:, i], best, own.alpha_of_each(6)) for i in (1, 2, 3)]
-    assert np.median(np.max(ends, axis=0)) <= 10
-
-
 def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
     draw = np.random.default_rng(4)
     for _ in range(20):
@@ -127,19 +120,15 @@ def test_identical_training_is_the_same_and_an_arm_that_always_diverges_is_worse
     assert own.verdict(own.difference(trained, [4.17] * 5), 0.0) == "worse"
 
 
-@pytest.mark.parametrize(
-    ("estimate", "min_effect", "verdict"),
-    [
-        (Estimate(0.001, -0.02, 0.02, 5), 0.01, "open"),
-        (Estimate(3.0, -16.9, 22.9, 50), 20, "open"),
-        (Estimate(0.001, -0.004, 0.006, 50), 0.01, "same"),
-        (Estimate(0.005, 0.002, 0.008, 50), 0.01, "same"),  # real, and too small to matter
-        (Estimate(0.02, 0.015, 0.025, 50), 0.01, "better"),
-        (Estimate(-0.02, -0.025, -0.015, 50), 0.01, "worse"),
-    ],
-)
-def test_no_difference_is_an_equivalence_test(estimate, min_effect, verdict) -> None:
-    assert own.verdict(estimate, min_effect) == verdict
+def test_no_difference_is_an_equivalence_test() -> None:
+    for low, high, expected in (
+        (-0.02, 0.02, "open"),
+        (-0.004, 0.006, "same"),
+        (0.002, 0.008, "same"),  # real, and too small to matter
+        (0.015, 0.025, "better"),
+        (-0.025, -0.015, "worse"),
+    ):
+        assert own.verdict(Estimate((low + high) / 2, low, high, 50), 0.01) == expected
 
 
 def test_cost_falls_with_the_effect_and_a_budget_tells_the_effect_that_it_costs() -> None:

@@ -22,8 +22,7 @@ close together hide how much their arm scatters. So the larger of the two varian
 factor, and E is divided by the cube of the ratio of the arms' standard deviations, which only ever lowers E.
 docs/asking.md has the rates that simulations measure.
 
-`interval`, `welch` and `error_of_text` are ordinary 95% intervals, for programs that do not know how often their user
-has looked.
+`interval` and `welch` are ordinary 95% intervals, for programs that do not know how often their user has looked.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between
 LEAST = 4  # runs of each arm before anything is decided
 PILOT = 3  # runs of each arm, after which the cost is estimated
 MOST = 1000  # runs of each arm; costs go no further
-FEWEST_BATCHES = 8  # of an evaluation, for an error of the text
 SIMULATED = 500  # questions that a cost is read from
 CHECKED = 40  # numbers of runs at which simulated questions are checked
 TINY = 1e-30  # variance of runs that do not differ
@@ -242,20 +240,14 @@ def interval(values: Values) -> tuple[float, float | None]:
     return mean, t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def welch(
-    a: Values, b: Values, error: float = ALPHA, noise: tuple[float, int] | None = None
-) -> tuple[float, float | None]:
+def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:
     """Return (mean of b - mean of a, half the width of its 1 - error interval), of arms whose variances may differ.
 
-    noise: (variance between runs, its degrees of freedom), as known from elsewhere, for an arm of a single run. The
-    half width is None if such an arm has none. Welch, Biometrika 34 (1947).
+    The half width is None if an arm has a single run. Welch, Biometrika 34 (1947).
     """
     gap = statistics.fmean(b) - statistics.fmean(a)
     if len(a) < 2 or len(b) < 2:
-        if noise is None:
-            return gap, None
-        variance, freedom = noise
-        return gap, t_quantile(freedom, error) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
+        return gap, None
     variance_a = statistics.variance(a) / len(a)  # of a's mean
     variance_b = statistics.variance(b) / len(b)
     variance = variance_a + variance_b
@@ -263,16 +255,3 @@ def welch(
         return gap, 0.0
     exact = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
     return gap, t_quantile(max(1, int(exact)), error) * math.sqrt(variance)
-
-
-def error_of_text(a: Sequence[Values], b: Sequence[Values]) -> float | None:
-    """Return half the 95% interval that another text of this size would leave to the difference of two arms.
-
-    a, b: by run, the loss of each batch of its evaluation; a[i] and b[i] have the same seed. From the differences batch
-    by batch; None if the runs' batches are not the same, or too few.
-    """
-    sizes = {len(losses) for losses in (*a, *b)}
-    if len(sizes) != 1 or min(sizes) < FEWEST_BATCHES:
-        return None
-    gaps = np.array(a) - np.array(b)
-    return interval(gaps.mean(axis=0).tolist())[1]
