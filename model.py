@@ -1,8 +1,7 @@
 """GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation.
 
-Training, sampling and export are defined by the code in this file. Faster kernels replace the functions under
-`overridable` where a run has found that they compute the same (deskgpt/kernels/). A change here needs no other: a run
-does not use a kernel that then disagrees, and prints that (docs/hacking.md).
+What you read here is what runs, in training, evaluation, sampling and export. Where something is faster than plain
+torch, this file calls it (deskgpt/kernels/): write something else in its place, and that runs (docs/hacking.md).
 
 With GPT-2's choices, the names, order and shapes of the parameters are those of nanoGPT's `GPT`, so its checkpoints
 (weights and AdamW state) load here unchanged. This file reads and writes no files, prints nothing and picks no device.
@@ -23,14 +22,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from deskgpt.kernels import causal_attention, chunked_cross_entropy, gelu_tanh, masked_attention, recomputed, relu2
 from deskgpt.kernels.kv_cache import KVCache
-from deskgpt.kernels.overridable import overridable
 from deskgpt.system.settings import AtLeast1, Fraction, Range, check_fields
 
 # ---- settings ------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """What a user chooses about the model. train.py has these among its settings. Raises ValueError."""
 
@@ -66,7 +65,7 @@ NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size
 MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NANOGPT_ARGS)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelSettings):
     vocab_size: Annotated[int, Range(1, 2**31)] = 50304  # GPT-2's 50257 rounded up: whole tiles in matmuls
 
@@ -76,7 +75,7 @@ class GPTConfig(ModelSettings):
 
     @classmethod
     def from_args(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
-        """The configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
+        """Return the configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
         try:
             return cls(**model_args)
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
@@ -85,7 +84,7 @@ class GPTConfig(ModelSettings):
             raise ValueError(f"{source}: model_args={found} do not describe a GPT-2 ({why})") from None
 
     def as_args(self) -> dict[str, Any]:
-        """What `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
+        """Return what `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
         gpt2 = GPTConfig()
         return {k: v for k, v in asdict(self).items() if k in NANOGPT_ARGS or v != getattr(gpt2, k)}
 
@@ -93,23 +92,14 @@ class GPTConfig(ModelSettings):
 # ---- attention -----------------------------------------------------------------------------------------------
 
 
-def causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    """True where a query may look at a key, by their positions: at itself and all before it.
-
-    Training, evaluation and sampling with a cache all ask this function.
-    """
-    return key <= query
-
-
-@overridable
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, key_positions: Tensor, dropout: float
-) -> Tensor:
-    """Causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D); their positions are (T,) and (S,)."""
-    scores = q @ k.mT * q.size(-1) ** -0.5  # (B, H, T, S)
-    scores = scores.float().masked_fill(~causal_mask(query_positions[:, None], key_positions), -torch.inf)
-    weights = F.dropout(scores.softmax(-1), dropout)
-    return weights.type_as(v) @ v  # (B, H, T, D)
+def attention(q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, dropout: float) -> Tensor:
+    """Causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D), in training and with a cache."""
+    T = q.size(2)
+    if k.size(2) == T:  # a whole text
+        return causal_attention(q, k, v, dropout)
+    # New tokens after those in the cache; a single one may look at all of them.
+    mask = None if T == 1 else context.key_positions <= context.positions[:, None]  # (T, S)
+    return masked_attention(q, k, v, mask, dropout)
 
 
 def rotary_table(T: int, D: int) -> Tensor:
@@ -131,10 +121,11 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 @dataclass
 class ForwardContext:
-    """What all blocks share in one forward pass: token ids, positions, rotary table, KV cache."""
+    """What all blocks share in one forward pass."""
 
-    tokens: Tensor  # (B, T)
-    positions: Tensor  # (T,)
+    tokens: Tensor  # ids (B, T)
+    positions: Tensor  # of the tokens (T,)
+    key_positions: Tensor  # of these and of all tokens in the cache (S,)
     rotary: Tensor | None  # (2, T, D / 2) cosines and sines of rotary positions
     cache: KVCache | None = None
 
@@ -145,15 +136,13 @@ def make_norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
-@overridable
 def activation(x: Tensor, name: str) -> Tensor:
     """gelu_tanh (GPT-2's), gelu (nanoGPT's) or relu2 of x, elementwise."""
     if name == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
+        return gelu_tanh(x)
     if name == "gelu":
         return F.gelu(x)
-    x = F.relu(x)
-    return x * x  # Primer, arXiv:2109.08668; x.square() is a power to CUDA's autocast, which takes float32 for it
+    return relu2(x)
 
 
 class TokenShift(nn.Module):
@@ -199,12 +188,11 @@ class CausalSelfAttention(nn.Module):
         if context.rotary is not None:
             q = rotate(q, context.rotary)
             k = rotate(k, context.rotary)
-        key_positions = context.positions
         if context.cache is not None:
-            k, v, key_positions = context.cache.append(self, k, v)
+            k, v = context.cache.append(self, k, v)  # (B, H, S, D)
 
         dropout = self.dropout if self.training else 0.0
-        y = attention(q, k, v, context.positions, key_positions, dropout)  # (B, H, T, D)
+        y = attention(q, k, v, context, dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -233,7 +221,6 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    @overridable
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         x = x + self.attn(self.ln_1(x), context)
         return x + self.mlp(self.ln_2(x), context)
@@ -258,6 +245,9 @@ class Transformer(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
+        # How it is computed; train.py sets these (deskgpt/compute/variant.py) and logs them.
+        self.residual_dtype: torch.dtype | None = None  # of the residual stream; None: the embedding's, float32
+        self.recompute = "none"  # activations that the backward pass computes again: none, full or selective
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of token ids idx (B, T), which follow those in the cache."""
@@ -266,20 +256,24 @@ class Transformer(nn.Module):
         if length > self.block_size:
             raise ValueError(f"{length} tokens do not fit into block_size={self.block_size}")
 
-        positions = torch.arange(T, device=idx.device) if cache is None else cache.begin(T, idx.device)  # (T,)
+        key_positions = torch.arange(length, device=idx.device)  # (S,)
+        positions = key_positions[length - T :]  # (T,)
         x = self.wte(idx)  # (B, T, C)
         if self.embedding_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=1e-5)
         if self.rotary is None:
             x = x + self.wpe(positions)
         rotary = None if self.rotary is None else self.rotary[:, positions]
-        context = ForwardContext(idx, positions, rotary, cache)
-        x = self.drop(x)
+        context = ForwardContext(idx, positions, key_positions, rotary, cache)
+        x = self.drop(x).to(self.residual_dtype or x.dtype)
         for block in self.h:
-            x = block(x, context)
+            if self.recompute != "none" and torch.is_grad_enabled():
+                x = recomputed(block, x, context, self.recompute, self.drop.p)
+            else:
+                x = block(x, context)
 
         if cache is not None:
-            cache.end(T, idx.device)
+            cache.length = length
         return self.ln_f(x)
 
 
@@ -287,6 +281,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.compile_loss = False  # the softmax of the loss as one graph of torch.compile; whoever compiles sets it
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -322,24 +317,21 @@ class GPT(nn.Module):
         """(..., V) of hidden states x (..., C). The loss and generation both call this."""
         return self.lm_head(x)
 
-    @overridable
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy, in float32, of what follows hidden states x (B, T, C); 0 if all targets are -1."""
-        logits = self.logits(x).flatten(0, 1).float()  # (B * T, V)
-        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
-        return loss.masked_fill((targets < 0).all(), 0.0)  # torch's mean of no targets is NaN
+        """F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, never keeping all logits; 0 of none."""
+        return chunked_cross_entropy(self.logits, x, targets, self.config.vocab_size, self.compile_loss)
 
     # ---- making and counting -----------------------------------------------------------------------------
 
     @classmethod
     def without_storage(cls, config: GPTConfig) -> GPT:
-        """A model whose parameters have shapes but no memory: of any size, at once."""
+        """Return a model whose parameters have shapes but no memory: of any size, at once."""
         with torch.device("meta"):
             return cls(config)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:
-        """A model with the weights `state`. Raises ValueError, naming `source`, where they do not fit the config."""
+        """Return a model with the weights `state`. Raises ValueError, naming `source`, if they do not fit."""
         try:
             cls.without_storage(config).load_state_dict(state, assign=True)  # compares before memory is taken
             model = cls(config)
@@ -370,7 +362,7 @@ class GPT(nn.Module):
     def estimate_flops(self) -> int:
         """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B).
 
-        N counts the parameters of matmuls: an embedding only if it is also the head.
+        MFU rests on it. N counts the parameters of matmuls: an embedding only if it is also the head.
         """
         tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)} - {self.lm_head.weight}
         n = sum(p.numel() for p in self.parameters()) - sum(table.numel() for table in tables)
@@ -379,11 +371,15 @@ class GPT(nn.Module):
 
     # ---- generation --------------------------------------------------------------------------------------
 
-    @overridable
-    def next_logits(self, idx: Tensor) -> Tensor:
-        """The logits (B, V) of the token that follows idx (B, T), of its last block_size tokens."""
-        x = self.transformer(idx[:, -self.config.block_size :])
-        return self.logits(x[:, -1])
+    def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return the logits (B, V) of the token that follows idx (B, T), of its last block_size tokens.
+
+        cache: of the call before. Where idx continues that call's, only the new tokens are computed.
+        """
+        idx = idx[:, -self.config.block_size :]
+        if cache is not None:
+            idx = cache.new_tokens(idx)
+        return self.logits(self.transformer(idx, cache)[:, -1])
 
     @torch.inference_mode()
     def generate(
@@ -396,19 +392,20 @@ class GPT(nn.Module):
         top_p: float = 1.0,
         seed: int = 0,
         vocab_size: int | None = None,
+        cache: KVCache | None = None,
         watch: Callable[[Tensor], None] | None = None,
     ) -> Iterator[Tensor]:
         """Yields the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >= 1.
 
         Row i draws from a random stream of its own, seeded with seed + i: its text does not depend on how many others
         are generated with it. temperature 0 takes the likeliest token. Ids from vocab_size on are padding and are never
-        drawn. Each token costs a whole forward pass, unless it is drawn with a cache (compute/inference.py).
+        drawn. Without a cache each token costs a whole forward pass; so it does beyond block_size tokens.
 
         watch is called before each draw with the logits (B, vocab_size) in float32, which it must leave as they are.
         """
         streams = [torch.Generator().manual_seed(seed + i) for i in range(idx.size(0))]
         for _ in range(max_new_tokens):
-            logits = self.next_logits(idx).float()[:, :vocab_size]
+            logits = self.next_logits(idx, cache).float()[:, :vocab_size]
             if watch is not None:
                 watch(logits)
             u = torch.stack([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])  # (B, 1)

@@ -34,44 +34,56 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn as nn
+from torch import Tensor
 
 from configurator import build, read_settings
 from data.dataset import Dataset
-from data.loader import Loader, eval_batches, first_micro_batch
+from data.loader import Loader, eval_batches
 from data.splits import mix
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.distributed import DistContext, dist_env, init_distributed
+from deskgpt.compute.distributed import (
+    DistContext,
+    data_parallel,
+    dist_env,
+    gradient_norms,
+    gradients_exchanged,
+    init_distributed,
+    leave_ranks,
+)
+from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.optimizer import step_if_finite
+from deskgpt.compute.variant import Variant
+from deskgpt.estimate.fit import halved_batch
 from deskgpt.run.health import Health
-from deskgpt.run.init_state import choose_runner, initial_state, prepare_machine
+from deskgpt.run.init_state import InitState, initial_state
 from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
+from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
 from deskgpt.run.settings import settings_of_start
-from deskgpt.run.timer import TimeBudget
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
-from deskgpt.system.errors import one_line_errors
+from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
-from deskgpt.system.hardware import seed_all
+from deskgpt.system.hardware import autocast, seed_all
 from deskgpt.system.peaks import find_card
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
-from model import GPT, GPTConfig, ModelSettings
+from model import GPT, ModelSettings
 
 if TYPE_CHECKING:
-    from deskgpt.compute.runner import Runner
+    from deskgpt.estimate.memory import MakeOptimizer
     from deskgpt.sampling.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
     # input and output
-    out_dir: FilePath = "out"  # checkpoints and log.jsonl; to resume from another checkpoint in it, out/ckpt_best.pt
+    out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
     init_from: FilePath = "scratch"  # scratch, resume, auto (resume if there is one), gpt2..., a checkpoint, a folder
     eval_interval: AtLeast1 = 2000  # steps between evaluations, each followed by a checkpoint
@@ -79,56 +91,51 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     eval_tokens: int = 0  # tokens per split instead, the same ones with any micro-batch; 0 = eval_iters
     eval_only: bool = False  # evaluate once, write nothing
     sample_interval: int = 0  # evaluations between samples: short texts in log.jsonl, which report.py shows; 0 = none
-    dry_run: bool = False  # only say what the run needs: FLOPs, memory, time
-    plan_for: str = ""  # a dry run for a card that is not here: "RTX 4070", "A100 80GB"
+    dry_run: bool = False  # print the estimate of FLOPs, memory and time, check the model, then exit
+    plan_for: str = ""  # print the estimate for a card that is not here: "RTX 4070", "8x A100 80GB"
     log_interval: AtLeast1 = 1  # steps per log line
     always_save_checkpoint: bool = True  # False: an evaluation saves only if the validation loss has improved
     # saving and stopping
-    save_interval: int = 0  # steps between checkpoints, beside those of evaluations; 0 = none
     save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
-    save_async: bool = True  # False: training waits until a checkpoint is on the disk
-    keep_checkpoints: AtLeast1 = 1  # the latest ones that are kept, beside the best
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after this many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule have changed
-    max_bad_steps: int = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run; 0 = never
-    on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: back to the last checkpoint, past the batches since then
+    on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: reload the last checkpoint and skip the batches since
     # batch
     batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: Literal["auto", True, False] = "auto"  # same training, batch_size that fits and is fast; auto: on CUDA
-    align_documents: bool = False  # move training windows to the first document that begins within them
+    auto_batch: Literal["auto", True, False] = (
+        "auto"  # find the micro-batch that fits, same tokens per step; auto: CUDA
+    )
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
     max_iters: int = 600000  # steps
     max_minutes: float = 0.0  # fewer max_iters, so that the run ends in about this time, evaluation included; 0 = all
     weight_decay: float = 1e-1  # of matrices and embeddings
-    beta1: Fraction = 0.9  # how much AdamW's mean of gradients keeps per step
-    beta2: Fraction = 0.95  # the same of its mean of squares
+    beta1: Fraction = 0.9  # AdamW: decay of the first moment
+    beta2: Fraction = 0.95  # AdamW: decay of the second moment
     momentum: Fraction = 0.95  # of Muon
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # after the warm-up; trapezoid: constant first
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = (
+        "cosine"  # after the warm-up; trapezoid: constant, then a fifth down
+    )
     warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
-    cooldown_iters: int = 0  # steps of trapezoid's decay, which is linear; 0 = a fifth of lr_decay_iters
     min_lr: float | None = None  # None = learning_rate / 10
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    attention: Literal["auto", "flash", "explicit", "kernels"] = "auto"  # kernels: ours, on a CPU; auto: the faster
-    compile: Literal["auto", True, False] = "auto"  # a slow start, faster steps; auto: on CUDA, and on a CPU if it pays
+    cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
+    compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
     activation_checkpoint: Literal["none", "full", "selective"] = "none"  # compute activations again: less memory
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
     dp_shard: Annotated[int, Range(-1)] = 1  # ranks that share one copy of the weights (FSDP); -1 = all; 1 = DDP
-    reshard_after_forward: bool = True  # sharded: gather weights again for the backward pass; False: keep them
-    sync_each_batch: bool = True  # sharded: reduce gradients after each micro-batch; False: once, 4 bytes per parameter
     dist_timeout_s: Annotated[float, Range(1)] = 600.0  # the longest that ranks wait for each other; then the run ends
-    world: Annotated[int, Range(0, MOST_SEQUENCES)] = 0  # plan a run of this many ranks; 0 = torchrun's
     # Weights & Biases
     wandb_log: bool = False  # WANDB_MODE=offline needs no account
     wandb_project: str = "owt"  # the project that shows the run
@@ -147,152 +154,170 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
                 find_card(self.plan_for)
             except ValueError as e:
                 raise ValueError(f"plan_for={e}") from None
-        if self.plan_for or self.world:  # whoever asks for a plan does not want to train
-            self.dry_run = True
+
+    @property
+    def plans(self) -> bool:
+        """Return whether the run ends after its estimate."""
+        return self.dry_run or bool(self.plan_for)
 
 
 def main(config: TrainConfig, started: float | None = None) -> float:
-    """Trains as config says; returns the best validation loss (nats per token), math.inf if none was taken.
+    """Train as config says; return the best validation loss in nats per token, math.inf if none was taken.
 
-    The micro-batch and the steps that this machine allows are put into config. started: when time limits begin.
+    started: when time limits begin.
     """
     started = started or time.perf_counter()
-    # ---- data and model --------------------------------------------------------------------------------------
+    # ---- what, on what, from where ---------------------------------------------------------------------------
     dist = init_distributed("cpu" if config.plan_for else config.device, config.backend, config.dist_timeout_s)
-    prepare_machine(config, dist)
-    data = Dataset(DATA / config.dataset, needed=not config.dry_run)
-    init = initial_state(config, GPTConfig.from_settings(config, data.vocab_size), dist)
-    if config.dry_run:
-        dry_run(config, init.model_config, dist)
-        return math.inf
-    data.open(config, init.model_config.vocab_size, init.tokenizer, dist.is_first)
-    init.check_experiment(config, data, learning_rate, dist)
+    seed_all(config.seed, dist.device)
+    data = Dataset(DATA / config.dataset, needed=not config.plans)
+    init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     make_optimizer = functools.partial(build_optimizer, config)
-    model = init.build_model(config, dist)
+    if config.plans:
+        return print_plan(config, init, make_optimizer, dist)
+    data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
+    init.check_experiment(config, data, learning_rate, dist)
 
-    # ---- how it runs here: choose, verify, print -------------------------------------------------------------
-    first_batch = functools.partial(first_micro_batch, data.train, batching_of(config, dist), dist.device)
-    runner = choose_runner(config, init, model, make_optimizer, first_batch, dist)
-    optimizer = make_optimizer(runner.model, runner.variant.dtype)
-    state = TrainState(config, runner, optimizer, data, dist)
-    code = code_versions(runner)
-    init.restore(state, config, code)
-    budget = TimeBudget(config, started, state)
-    batching = budget.plan(batching_of(config, dist), data.eval_windows, first_batch(config.batch_size))
-    state.metadata = data.metadata | code | data.eval_metadata(batching)
+    # ---- how it is computed here: by rule, printed -----------------------------------------------------------
+    variant = init.choose_variant(config, dist)
+    batching = init.fitting_batch(config, variant, make_optimizer, dist)
+    model = init.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
+    net = data_parallel(model, dist)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer(model, variant.dtype)
+    scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
+    budget = TimeBudget(config, started, init.step, dist)
+    step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
+    schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s, config.eval_interval)
 
-    # ---- log, saves, stops -----------------------------------------------------------------------------------
-    report = Report(config, state, batching)
-    saver = Saver.of(config, state)
-    health = Health(config, state, report, saver)
-    stops = StopController(config, dist, started, runner.sharded)
-    sampler = sampler_for(config, runner, dist, data.tokenizer)
+    state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)
+    state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
+    init.restore(state, trains=not config.eval_only)
+    report = Report(config, state, init.forgets_best)
+    saver = Saver(config.out_dir, init.best_val_loss, config.dist_timeout_s, state, report)
+    health = Health(state, report, saver, config.on_spike)
+    stops = StopController(dist, started, config.max_hours, config.save_minutes, config.patience)
+    sampler = sampler_for(config, model, variant, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
-    report.start(time.perf_counter() - started)
+    report.start(started)
+    evaluated_at = -1
 
-    while True:
-        # ---- evaluate ----------------------------------------------------------------------------------------
-        lr = float(learning_rate(config, state.step))
-        is_last = state.step >= config.max_iters or config.eval_only
-        evaluates = is_last or state.step % config.eval_interval == 0
-        save_is_due = stops.check(state.step, state.step > state.first_step, evaluates)
-        data.checksums.check()
-        if evaluates or save_is_due or stops.reason:
-            health.flush()
-        if health.rewind_if_spiked():
-            loader.seek(state.position)
-            continue
+    try:
+        while True:
+            lr = learning_rate(state.schedule, state.step)
+            is_last = state.step >= state.schedule.max_iters or config.eval_only
+            evaluates = (is_last or state.step % config.eval_interval == 0) and state.step != evaluated_at
+            save_is_due = stops.poll(state.step > state.first_step, evaluates)
+            if evaluates or save_is_due or stops.reason:
+                health.flush()
+            spike = health.must_rewind()
+            if spike and saver.rewind(spike.step, spike.position):
+                health.forget()
+                loader.seek(state.position)
+                continue
 
-        improved = False
-        if evaluates and not stops.reason:
-            report.warn(data.changes())
-            with report.evaluating():
-                with stops.catching():
-                    train = runner.evaluate(stops.until_signal(eval_batches(data.train, batching, dist.device)), dist)
-                    val = runner.evaluate(stops.until_signal(eval_batches(data.val, batching, dist.device)), dist)
+            # ---- evaluate ------------------------------------------------------------------------------------
+            is_best = False
+            if evaluates and not stops.reason:
+                report.warn(data.changes())
+                with report.evaluating():
+                    train_batches = eval_batches(data.train, state.batching, dist.device)
+                    train = evaluate(model, variant, stops.until_signal(train_batches), dist)
+                    val_batches = eval_batches(data.val, state.batching, dist.device)
+                    val = evaluate(model, variant, stops.until_signal(val_batches), dist)
                     number = state.step // config.eval_interval
                     texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
-                if not stops.reason:
-                    report.warn(runner.verify_again(state.step, dist, is_last))  # in at most 1% of the time
-            if not stops.interrupted():
-                improved = state.add_evaluation(train, val)
-                report.evaluation(train, val, lr, texts)
-                health.check_val_loss(val.loss)
-                save_is_due = save_is_due or improved or config.always_save_checkpoint
-                stops.check_patience(state.evaluations)
+                if not stops.is_interrupted():
+                    evaluated_at = state.step
+                    is_best = saver.is_best(val.loss)
+                    state.add_evaluation(train, val)
+                    report.evaluation(train, val, lr, texts)
+                    health.check_val_loss(val.loss)
+                    save_is_due = save_is_due or is_best or config.always_save_checkpoint
+                    stops.check_patience(state.evaluations)
 
-        # ---- save --------------------------------------------------------------------------------------------
-        if save_is_due:
-            saver.save_if_new(state, report, best=improved)
-            stops.saved()
-        saver.report_ended(state, report)
-        if is_last or stops.reason:
-            break
+            # ---- save ----------------------------------------------------------------------------------------
+            if save_is_due and not health.bad_in_a_row and not config.eval_only:
+                saver.save_if_new(val.loss if is_best else None)
+                stops.saved()
+            saver.report_ended()
+            if is_last or stops.reason:
+                break
 
-        # ---- one optimizer step ------------------------------------------------------------------------------
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        numbers: defaultdict[str, Any] = defaultdict(float)  # losses by name: sums over micro-batches
-        with stops.catching():
-            for batch in loader.step():
-                # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
-                seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
-                with runner.micro_batch(batch.is_last):
-                    loss, parts = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
-                    runner.backward(loss)
-                for name, part in parts.items():
-                    numbers[name] += part
-        seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
-        if stops.reason:  # a token file is damaged: the step is not taken
-            health.flush()
-            break
+            # ---- one optimizer step --------------------------------------------------------------------------
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            losses: defaultdict[str, Any] = defaultdict(float)  # by name, still on the device
+            tokens = 0
+            try:
+                for batch in loader.step():
+                    # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
+                    seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
+                    with gradients_exchanged(net, now=batch.is_last):
+                        with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
+                            parts = named_losses(*net(batch.x, batch.y))
+                            total = sum(parts.values()) * batch.weight
+                        scaler.scale(total).backward()
+                    for name, part in parts.items():
+                        losses[name] += part.detach() * batch.weight
+                    tokens += batch.x.numel() * dist.world
+            except torch.OutOfMemoryError:  # only cards raise it
+                may_halve = bool(config.auto_batch) and dist.world == 1 and state.step == state.first_step
+                state.batching = halved_batch(dist.device, may_halve, state.batching)
+                loader.seek(state.position, state.batching)
+                optimizer.zero_grad(set_to_none=True)
+                continue
+            seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
 
-        runner.scaler.unscale_(optimizer)
-        grad_norms = runner.gradient_norms()
-        grad_norm = torch.linalg.vector_norm(grad_norms)
-        torch.nn.utils.clip_grads_with_norm_(runner.parameters, config.grad_clip or math.inf, grad_norm)
-        health.record(numbers["loss"], grad_norms, grad_norm)
-        step_if_finite(optimizer, runner.scaler, grad_norm)
-        optimizer.zero_grad(set_to_none=True)
+            scaler.unscale_(optimizer)
+            grad_norms = gradient_norms(parameters)
+            grad_norm = torch.linalg.vector_norm(grad_norms)
+            torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip or math.inf, grad_norm)
+            step_if_finite(optimizer, scaler, grad_norm)
+            optimizer.zero_grad(set_to_none=True)
 
-        report.step(lr, grad_norm=grad_norm, **numbers)
-        state.step += 1
-        budget.replan(report.timer)
-
-    # ---- end -------------------------------------------------------------------------------------------------
-    saver.finish(state, report, stops.reason)
-    report.end(stops.reason)
-    loader.close()
-    data.checksums.check()
-    report.log.close()
-    runner.leave_ranks()
-    dist.close()
-    saver.raise_if_last_failed()
-    stops.leave()
-    return state.best_val_loss
+            # ---- log -----------------------------------------------------------------------------------------
+            health.record(state.step, losses["loss"], grad_norms, grad_norm)
+            report.step(state.step, lr, tokens, grad_norm=grad_norm, **losses)
+            state.step += 1
+            state.schedule = budget.replan(state.schedule, state.step, report.timer, config.eval_interval)
+    except DataError as e:  # a damaged token file: the state is that of the last whole step
+        stops.fail(e)
+    return finish(state, saver, report, health, loader, net, stops)
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
+def learning_rate(schedule: Schedule, step: int) -> float:
     """Linear warm-up to learning_rate, then down to min_lr at lr_decay_iters as lr_schedule says, then min_lr."""
-    if not config.decay_lr:
-        return config.learning_rate
-    low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
-    end = config.lr_decay_iters or config.max_iters
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    if step >= end:
+    high = schedule.learning_rate
+    if not schedule.decay_lr:
+        return high
+    low = high / 10 if schedule.min_lr is None else schedule.min_lr
+    if step < schedule.warmup_iters:
+        return high * (step + 1) / (schedule.warmup_iters + 1)
+    if step >= schedule.end:
         return low
-    left = (end - step) / (end - config.warmup_iters)
-    if config.lr_schedule == "cosine":
+    left = (schedule.end - step) / (schedule.end - schedule.warmup_iters)
+    if schedule.lr_schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
-    elif config.lr_schedule == "trapezoid":
-        cooldown = min(config.cooldown_iters or math.ceil(end / 5), end - config.warmup_iters)
-        left = min(1.0, (end - step) / cooldown)
-    return low + left * (config.learning_rate - low)
+    elif schedule.lr_schedule == "trapezoid":
+        decay_steps = min(math.ceil(schedule.end / 5), schedule.end - schedule.warmup_iters)
+        left = min(1.0, (schedule.end - step) / decay_steps)
+    return low + left * (high - low)
+
+
+def named_losses(logits: None, loss: Tensor, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the losses of GPT.forward by name. Raises ValueError if a further one cannot be added."""
+    for name, part in (further or {}).items():
+        if name == "loss" or not isinstance(part, Tensor) or part.numel() != 1:
+            raise ValueError(
+                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, under another name "
+                "than loss"
+            )
+    return {"loss": loss, **(further or {})}
 
 
 def random_stream(seed: int, *numbers: int) -> int:
-    """A seed for torch's generators, below 2^63: another stream for each step and micro-batch of a run."""
+    """Return a seed for torch's generators, below 2^63: another stream for each step and micro-batch of a run."""
     mixed = mix(np.array([seed], np.uint64))
     for number in numbers:
         mixed = mix(mixed + np.uint64(number + 1))
@@ -300,7 +325,7 @@ def random_stream(seed: int, *numbers: int) -> int:
 
 
 def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
-    """The run's optimizer. dtype: of the model's matmuls.
+    """Return the run's optimizer. dtype: of the model's matmuls.
 
     Muon uses it on a CPU, and the GPU's fastest dtype elsewhere.
     """
@@ -312,33 +337,54 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
     )
 
 
-# ---- set-up --------------------------------------------------------------------------------------------------
+# ---- set-up and end ------------------------------------------------------------------------------------------
 
 
-def batching_of(config: TrainConfig, dist: DistContext) -> Batching:
-    """How the settings split a step and an evaluation into micro-batches and ranks."""
-    return Batching.of(asdict(config), dist.rank, dist.world)
-
-
-def dry_run(config: TrainConfig, model_config: GPTConfig, dist: DistContext) -> None:
-    """Prints what a run of config with this model needs."""
+def print_plan(config: TrainConfig, init: InitState, make_optimizer: MakeOptimizer, dist: DistContext) -> float:
+    """Print what a run of config needs and, on this machine, check its model."""
     from deskgpt.estimate import plan
 
-    plan.dry_run(config, model_config, functools.partial(build_optimizer, config), dist)
+    plan.dry_run(config, init.model_config, make_optimizer, dist)
+    return math.inf
 
 
-def sampler_for(config: TrainConfig, runner: Runner, dist: DistContext, tokenizer: dict[str, Any]) -> Sampler | None:
-    """What writes short texts after evaluations, where this run wants them."""
+def sampler_for(
+    config: TrainConfig, model: GPT, variant: Variant, dist: DistContext, tokenizer: dict[str, Any]
+) -> Sampler | None:
+    """Return the sampler of --sample_interval; None without it."""
     if config.eval_only or not config.sample_interval:
         return None
     from deskgpt.sampling import training_samples
 
-    return training_samples.sampler_for(config.sample_interval, runner, dist, tokenizer)
+    return training_samples.sampler_for(config.sample_interval, model, variant, dist, tokenizer)
+
+
+def finish(
+    state: TrainState,
+    saver: Saver,
+    report: Report,
+    health: Health,
+    loader: Loader,
+    net: nn.Module,
+    stops: StopController,
+) -> float:
+    """Save what was not saved, if the run is to be resumed; print the end screen; raise what the run ends with.
+
+    Returns the best validation loss.
+    """
+    saver.finish(saves=bool(stops.reason) and not health.bad_in_a_row and not state.settings["eval_only"])
+    best_val_loss = report.end(stops.reason)
+    loader.close()
+    report.log.close()
+    leave_ranks(net, state.dist)
+    saver.raise_if_last_failed()
+    stops.leave()
+    return best_val_loss
 
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
-    """Keeps other runs out of out_dir, where this process is one that writes there."""
-    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"] or settings["world"]
+    """Keep other runs out of out_dir, if this process is one that writes there."""
+    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
     if reads_only or dist_env(os.environ).rank > 0:
         return nullcontext()
     restarts = settings["init_from"] == "auto" and dist_env(os.environ).distributed

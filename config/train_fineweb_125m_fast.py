@@ -41,7 +41,6 @@ lr_schedule = "trapezoid"  # a run stopped before the decay can resume with anot
 min_lr = 0.0
 max_iters = 5000  # 2.6B tokens
 warmup_iters = 100
-cooldown_iters = 1500
 weight_decay = 1e-1
 beta1 = 0.9
 beta2 = 0.95

@@ -8,11 +8,12 @@ import math
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from data.batching import Batching
 from data.meta_files import CHECKSUM, read_record
 from data.splits import SCANNED, Split
 from data.token_files import (
@@ -25,11 +26,6 @@ from data.token_files import (
     token_files,
 )
 from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_size
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.distributed import DistContext
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
@@ -57,29 +53,25 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Of a new model."""
+        """Return the vocabulary of a new model."""
         return padded_vocab_size(self.tokenizer, self.meta["vocab_size"])
 
-    def open(self, config: TrainConfig, vocab_size: int, tokenizer: dict[str, Any] | None, on_rank0: bool) -> None:
-        """Opens both splits for a model with this vocabulary and tokenizer, None if that is not known.
+    def open(
+        self, block_size: int, seed: int, vocab_size: int, tokenizer: dict[str, Any] | None, compares_checksums: bool
+    ) -> None:
+        """Open both splits for a model with this vocabulary and tokenizer, None if that is not known.
 
-        On rank 0 their checksums are compared with meta.json's. Raises ValueError if they do not belong to the model,
-        are damaged or cannot be aligned.
+        Raises ValueError if they do not belong to the model or are damaged.
         """
         check_vocabulary(self.folder, self.meta, vocab_size, tokenizer)
-        document_start = self.meta["end_of_text"] if config.align_documents else None
-        if config.align_documents and document_start is None:
-            raise ValueError(
-                f"{self.folder} does not say which token documents begin with; try --align_documents=False"
-            )
-        of_run = (config.block_size, vocab_size, config.seed, document_start)
-        self.train = Split(self.folder, "train", *of_run)
-        self.val = Split(self.folder, "val", *of_run)
-        self.checksums = Checksums(self.folder, (self.train, self.val) if on_rank0 else ())
+        self.train = Split(self.folder, "train", block_size, vocab_size, seed)
+        self.val = Split(self.folder, "val", block_size, vocab_size, seed)
+        self.checksums = Checksums(self.folder, (self.train, self.val) if compares_checksums else ())
+        self.train.check = self.checksums.check
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
-        """What tells data of the same size apart, under the names of checkpoints."""
+        """Return what tells data of the same size apart, under the names of checkpoints."""
         found = {}
         for name, split in zip(SPLITS, (self.train, self.val), strict=True):
             listed = listed_sha256(self.folder, name)
@@ -87,11 +79,11 @@ class Dataset:
         return found
 
     def changes(self) -> list[str]:
-        """A warning for each file that somebody has written into since this was last asked."""
+        """Return a warning for each file that was written into since the last call."""
         return self.train.changes() + self.val.changes()
 
     def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
-        """Where the windows of a global batch of this many sequences begin, by token file."""
+        """Return where the windows of a global batch of this many sequences begin, by token file."""
         begins: dict[str, list[int]] = {}
         places = self.train.places(position, np.arange(sequences), sequences)
         for shard, first in zip(*places, strict=True):
@@ -101,15 +93,15 @@ class Dataset:
     # ---- evaluations -----------------------------------------------------------------------------------------
 
     def eval_windows(self, batching: Batching) -> list[int]:
-        """How many windows an evaluation reads of each split."""
+        """Return how many windows an evaluation reads of each split."""
         return [split.n_eval_windows(batching.eval_windows) for split in (self.train, self.val)]
 
     def eval_metadata(self, batching: Batching) -> dict[str, int]:
-        """What tells evaluations apart, under the name of checkpoints."""
+        """Return what tells evaluations apart, under the name of checkpoints."""
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
 
     def eval_digest(self, batching: Batching) -> tuple[int, str]:
-        """(number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
+        """Return (number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
         n = self.val.n_eval_windows(batching.eval_windows)
         if n not in self._digests:  # the same at every evaluation of a run
             self._digests[n] = self.val.eval_digest(n)
@@ -117,12 +109,12 @@ class Dataset:
 
     # ---- for the log -----------------------------------------------------------------------------------------
 
-    def lines(self, batching: Batching, dist: DistContext) -> list[str]:
-        """What a run prints about its data, whose text it reads for bits per byte."""
+    def lines(self, batching: Batching, reads_text: bool) -> list[str]:
+        """Return what a run prints about its data. reads_text: read the text behind the tokens, for bits per byte."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
         found += [f"warning: {assumption}" for assumption in assumptions(self.folder)]
-        if dist.is_first:
+        if reads_text:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
                 self.text = text_statistics(self.val, windows, from_meta_offline(self.tokenizer))
@@ -131,14 +123,14 @@ class Dataset:
         return found
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """A val loss (nats per token) in bits per byte of its text (The Pile, arXiv:2101.00027, 3.1), if that is known.
+        """Return a val loss (nats per token) in bits per byte of its text (The Pile, arXiv:2101.00027, 3.1), if known.
 
         The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
         """
         return val_loss / self.text["bytes_per_token"] / math.log(2) if self.text else None
 
     def log_metadata(self) -> dict[str, Any]:
-        """What log.jsonl records of the data."""
+        """Return what log.jsonl records of the data."""
         found = {
             "tokenizer": self.tokenizer.get("name"),
             "train_tokens": self.train.tokens,
@@ -194,7 +186,7 @@ class Checksums:
 
 
 def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What log.jsonl records of the text of a split whose evaluation reads n windows. end_of_text has no bytes.
+    """Return what log.jsonl records of the text of a split whose evaluation reads n windows. end_of_text has no bytes.
 
     Raises ValueError if the tokenizer lacks one of the tokens, or no text is evaluated, and as Split.
     """
@@ -219,14 +211,14 @@ def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> dict[str, Any
 
 
 def total_bytes(ids: npt.NDArray[Any], lengths: Lengths) -> int:
-    """Bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
+    """Return the bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
     if len(ids) and ids.max() >= len(lengths):  # the model's vocabulary may be padded
         raise ValueError(f"the data holds token {ids.max()}, which its tokenizer does not have")
     return int(lengths[ids].sum())
 
 
 def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> bytes:
-    """The first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
+    """Return the first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
     text = b""
     for shard in split.shards:
         for first in range(0, len(shard), BEGINNING):  # each token of text has a byte at least

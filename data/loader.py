@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data.batching import Batching
 from data.splits import I64, Split
-from deskgpt.compute.batching import Batching
+from deskgpt.system.errors import DataError
 
 THREADS = 4  # several, since a disk answers several requests as fast as one
 AHEAD = 8  # micro-batches
@@ -28,7 +30,7 @@ class MicroBatch(NamedTuple):
 
     x: Tensor  # inputs (batch_size, block_size) int64
     y: Tensor  # targets, the same
-    weight: float | None  # what its mean loss counts in the step's, if that is not 1 / micro_steps; see Loader.step
+    weight: float  # of its mean loss in the step's: 1 / micro-batches, or its share of the learned targets
     number: int  # of this micro-batch in its step, counted over all ranks
     is_last: bool  # of the step
 
@@ -37,7 +39,7 @@ class MicroBatch(NamedTuple):
 
 
 def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
-    """A batch as tensors on the device; on CUDA without waiting for the work queued there."""
+    """Return a batch as tensors on the device; on CUDA without waiting for the work queued there."""
     x = torch.from_numpy(batch[0])
     y = torch.from_numpy(batch[1])
     if device.type == "cuda":
@@ -45,31 +47,33 @@ def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
     return x.to(device), y.to(device)  # on MPS, a copy in the background may read memory that is already freed
 
 
-def first_micro_batch(split: Split, batching: Batching, device: torch.device, rows: int) -> Batch:
-    """The first sequences of the first step's global batch, (rows, block_size) each.
-
-    With a loss mask, they begin with the first sequence that has something to learn.
-    """
-    first = split.first_learned_row()
-    return to_device(split.train_batch(0, first + np.arange(rows), batching.sequences), device)
-
-
 def eval_batches(split: Split, batching: Batching, device: torch.device) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """This rank's batches of a fixed set of windows: inputs, targets, number of targets that are learned, in windows.
+    """Yield this rank's batches of a fixed set of windows: inputs, targets, number of learned targets, in windows.
 
-    The last batch may hold fewer windows than rows. A terminal shows a progress bar.
+    The last batch may hold fewer windows than rows. A terminal shows a progress bar. Raises DataError.
     """
     n = split.n_eval_windows(batching.eval_windows)
     batches = list(batching.eval_rows(n))
     for rows in tqdm(batches, "evaluating", leave=False, disable=True if batching.rank else None):
-        batch = split.eval_batch(rows, n)
+        with damage_of_data():
+            batch = split.eval_batch(rows, n)
         yield *to_device(batch, device), float((batch[1] >= 0).sum() / split.block_size)
+
+
+@contextmanager
+def damage_of_data() -> Iterator[None]:
+    """Raise DataError for what is wrong with token files."""
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        raise DataError(str(e)) from None
 
 
 class Loader:
     """The training micro-batches of one rank, from a position in the order of `Split.train_batch` on.
 
-    Threads read the token files, pin and, on CUDA, copy in a stream of their own. What they raise is raised by `step`.
+    Threads read the token files, pin and, on CUDA, copy in a stream of their own. `step` raises DataError if a file
+    turns out to be damaged.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class Loader:
         position: int = 0,
         waited: Callable[[float], object] = lambda seconds: None,
     ) -> None:
-        """waited: is told how long training waited for a micro-batch."""
+        """waited: is called with the seconds that training waited for a micro-batch."""
         self.split = split
         self.batching = batching
         self.device = device
@@ -91,8 +95,10 @@ class Loader:
         self._ahead: deque[Future[MicroBatch]] = deque()
         self.seek(position)
 
-    def seek(self, position: int) -> None:
-        """Goes on from the global batch at this position."""
+    def seek(self, position: int, batching: Batching | None = None) -> None:
+        """Continue from the global batch at this position, perhaps in another cut."""
+        if batching is not None:
+            self.batching = batching
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
@@ -101,14 +107,16 @@ class Loader:
             self._submit()
 
     def step(self) -> Iterator[MicroBatch]:
-        """The micro-batches of the next step.
+        """Yield the micro-batches of the next step, whose losses times their weights make the step's.
 
-        With a loss mask, their weight is the micro-batch's share of the targets that are learned in the whole global
-        batch, times the ranks over which gradients are averaged: the step's loss is the mean over these targets.
+        With a loss mask, the weight is the micro-batch's share of the learned targets in the global batch, times the
+        ranks over which gradients are averaged: the step's loss is the mean over these targets.
         """
         for _ in range(self.batching.micro_steps):
             t0 = time.perf_counter()
-            batch = self._ahead.popleft().result()
+            with damage_of_data():
+                batch = self._ahead.popleft().result()
+                self.split.check()
             self.waited(time.perf_counter() - t0)
             self._submit()
             if self._stream is not None:
@@ -129,7 +137,7 @@ class Loader:
     def _make(self, position: int, micro_step: int) -> MicroBatch:
         rows = self.batching.rows(micro_step)
         batch = self.split.train_batch(position, rows, self.batching.sequences)
-        weight = None
+        weight = 1 / self.batching.micro_steps
         if self.split.masks:
             n_learned = self._n_learned(position)
             weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
@@ -139,5 +147,5 @@ class Loader:
         return MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
 
     def _learned_of_rows(self, position: int) -> I64:
-        """The targets that are learned in each row of a global batch, of all ranks."""
+        """Return the learned targets in each row of a global batch, of all ranks."""
         return self.split.n_learned(position, np.arange(self.batching.sequences), self.batching.sequences)

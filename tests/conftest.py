@@ -89,7 +89,7 @@ TINY: dict[str, Any] = {
     "compile": False,
     "device": "cpu",
     "dtype": "float32",
-    "attention": "flash",
+    "cpu_kernels": False,
 }
 
 

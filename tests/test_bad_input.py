@@ -15,10 +15,10 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
 
+import train
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
-from deskgpt.compute import implementation
 from deskgpt.system import hardware
 from train import TrainConfig, main
 
@@ -122,7 +122,7 @@ def test_model_larger_than_the_memory(chars, run, assert_fails):
 def test_micro_batch_larger_than_the_memory_is_refused_before_any_is_taken(run, assert_fails, monkeypatch):
     """Of a stranger's checkpoint; one of the command line goes the same way."""
     monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr(implementation.Runner, "forward_backward", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr(train, "named_losses", lambda *_: pytest.fail("it was tried"))
     found = torch.load(run / "ckpt.pt")
     found["config"]["batch_size"] = 1 << 20
     del found["format"]  # or its checksum would be missed
@@ -145,8 +145,8 @@ def test_full_disk_while_training(chars, run, script):
         done = script("train.py", *flags(**settings))
     assert done.code == 1
     assert_one_line(done.err, "error: ", "ckpt.pt", "free some disk space")
-    # It went on after the first failure.
-    assert len(re.findall(r"^cannot write .*ckpt.*the run goes on", done.out, re.M)) == 2
+    # It continued after the first failure.
+    assert len(re.findall(r"^cannot write .*ckpt.*the run continues", done.out, re.M)) == 2
     assert "iter 11: loss" in done.out
     after = contents(run)
     assert after.keys() == before.keys()

@@ -19,17 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
+from data.batching import Batching
 from data.chat.prepare import pack, prepare, read_dialogues
 from data.chat.talk import fitting, talk
 from data.chat.template import Message, Template
-from data.loader import Loader, eval_batches, first_micro_batch
+from data.loader import Loader, eval_batches
 from data.meta_files import read_record
 from data.splits import Split
 from data.text.prepare import prepare as prepare_text
 from data.tokenizer import BytesTokenizer, Tokenizer, named
-from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.evaluation import evaluate
+from deskgpt.compute.variant import Variant
 from model import GPT, GPTConfig
 from train import main as train
 
@@ -136,7 +137,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
     prepare([write(folder / "d.jsonl", dialogues)], folder / "data", BytesTokenizer(), 16)
     template = Template(BytesTokenizer())
     for name, of_split in (("train", dialogues[:-1]), ("val", dialogues[-1:])):
-        split = Split(folder / "data", name, 16, 256, document_start=255)  # packed data is not aligned
+        split = Split(folder / "data", name, 16, 256)  # packed data is not aligned
         learned = [template.encode(dialogue) for dialogue in of_split]
         expected = Counter(token for encoded in learned for token in encoded.ids[encoded.mask == 1].tolist())
         rows = np.arange(split.n_windows)
@@ -225,30 +226,29 @@ def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line
 # ---- the loss ------------------------------------------------------------------------------------------------
 
 
-def small() -> Runner:
+def small() -> GPT:
     torch.manual_seed(0)
-    return Runner(GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=16)), Variant())
+    return GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=16))
 
 
-def by_hand(runner: Runner, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
-    """The mean cross-entropy over the targets that are learned."""
-    logits = runner.model(torch.from_numpy(x))[0]
+def by_hand(model: GPT, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
+    """The mean cross-entropy over the learned targets."""
+    logits = model(torch.from_numpy(x))[0]
     return cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten(), ignore_index=-1)
 
 
-def step_of(runner: Runner, split: Split, batchings: list[Batching], step: int) -> tuple[float, list[torch.Tensor]]:
+def step_of(model: GPT, split: Split, batchings: list[Batching], step: int) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of a step: the means over ranks, one after another here, as DDP and Health take them."""
     loss = 0.0
     for batching in batchings:
         loader = Loader(split, batching, CPU, step)
         for batch in loader.step():
-            with runner.micro_batch(batch.is_last):
-                total, parts = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
-                runner.backward(total)
-            loss += parts["loss"].item()
+            total = model(batch.x, batch.y)[1] * batch.weight
+            total.backward()
+            loss += total.item()
         loader.close()
-    gradients = [g / len(batchings) for g in runner.gradients()]
-    runner.model.zero_grad()
+    gradients = [p.grad / len(batchings) for p in model.parameters()]  # type: ignore[operator]
+    model.zero_grad()
     return loss / len(batchings), gradients
 
 
@@ -257,12 +257,12 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
     chat_data, micro, steps, world
 ):
     split = Split(chat_data, "train", T, 256, seed=1)
-    runner = small()
+    model = small()
     batchings = [Batching(micro, steps * world, rank=rank, world=world) for rank in range(world)]
     for step in (0, 5):
-        whole = by_hand(runner, *split.train_batch(step, np.arange(8), 8))
-        expected = torch.autograd.grad(whole, runner.parameters)
-        loss, gradients = step_of(runner, split, batchings, step)
+        whole = by_hand(model, *split.train_batch(step, np.arange(8), 8))
+        expected = torch.autograd.grad(whole, list(model.parameters()))
+        loss, gradients = step_of(model, split, batchings, step)
         assert loss == pytest.approx(whole.item(), rel=1e-5)
         for ours, theirs in zip(gradients, expected, strict=True):
             assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
@@ -283,33 +283,30 @@ def masked(folder: Path, counts: dict[str, list[int]], n: int = 1 + 8 * T) -> Pa
 def test_micro_batches_and_steps_without_anything_to_learn_add_zero(tmp_path):
     """Eight windows, of which one is learned from: one step of two has nothing, the other one micro-batch of four."""
     split = Split(masked(tmp_path / "m", {"train": [3 * T + 5, 3 * T + 6]}), "train", T, 256)
-    runner = small()
+    model = small()
     norms = []
     for step in (0, 1):
-        loss, gradients = step_of(runner, split, [Batching(1, 4)], step)
+        loss, gradients = step_of(model, split, [Batching(1, 4)], step)
         norms.append(sum(g.norm().item() for g in gradients))
         if norms[-1]:
-            assert loss == pytest.approx(by_hand(runner, *split.train_batch(step, np.arange(4), 4)).item(), rel=1e-5)
+            assert loss == pytest.approx(by_hand(model, *split.train_batch(step, np.arange(4), 4)).item(), rel=1e-5)
         else:
             assert loss == 0
     assert min(norms) == 0
     assert max(norms) > 0
-    x, y = first_micro_batch(split, Batching(2, 4), CPU, 1)
-    assert x.shape == (1, T)
-    assert (y >= 0).any()  # a comparison of forms needs a loss
 
 
 def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path):
     split = Split(masked(tmp_path / "m", {"val": [5, 6, 7, 3 * T, 6 * T + 1]}), "val", T, 256)
-    runner = small()
-    expected = by_hand(runner, *split.eval_batch(np.arange(3), 3)).item()
+    model = small()
+    expected = by_hand(model, *split.eval_batch(np.arange(3), 3)).item()
     for world in (1, 2, 4):  # of four, some ranks have padding only
         batchings = [Batching(1, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
-        assert runner.evaluate(chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
+        assert evaluate(model, Variant(), chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
     of_three = eval_batches(split, Batching(3, eval_windows=99), CPU)
-    assert runner.evaluate(of_three, DistContext(CPU)).loss == pytest.approx(expected, 1e-5)
+    assert evaluate(model, Variant(), of_three, DistContext(CPU)).loss == pytest.approx(expected, 1e-5)
     few = eval_batches(split, Batching(1, eval_windows=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
 

@@ -20,7 +20,7 @@ from test_implementation import a_model, batch_of, chosen, plant
 from torch import Tensor
 
 import model as definition
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.variant import Variant
 from deskgpt.kernels import cpu_kernels, replacements
 
 pytestmark = pytest.mark.skipif(

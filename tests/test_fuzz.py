@@ -42,17 +42,18 @@ import train
 from bench.analysis import page, verdict
 from bench.analysis.logs import read_runs
 from configurator import build, configure
+from data.batching import Batching
 from data.dataset import Checksums
 from data.prepared import write_dataset
 from data.splits import Split
 from data.token_files import read_meta, write_tokens
 from data.tokenizer import BytesTokenizer, CharTokenizer, from_meta, padded_vocab_size
 from deskgpt.checkpoint import store
-from deskgpt.compute import implementation
-from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.variant import Variant, saved_variant
+from deskgpt.run.init_state import batching_of
+from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import resumed_settings
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
@@ -388,7 +389,7 @@ changes = st.lists(st.tuples(share, odd_json), max_size=2)
 @fuzzed
 @given(content=st.builds(with_changes, st.sampled_from([PLAIN, OWN]), changes) | odd_json)
 def test_meta_json(folder, content):
-    """Without a checksum, as in older folders: a stranger would make the right one."""
+    """Without a checksum, as in older folders: an attacker would make the right one."""
     for split in ("train", "val"):
         write_tokens(folder / "data" / f"{split}.bin", CHARS.encode(TEXT))
     (folder / "data" / "meta.json").write_text(json.dumps(content))
@@ -408,33 +409,37 @@ odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, od
 
 
 def resume(file: Path) -> None:
-    """What train.py does to go on from a checkpoint, a step of it, and what sample.py does with the tokenizer."""
+    """What train.py does to resume a checkpoint, a step of it, and what sample.py does with the tokenizer."""
     c = build(TrainConfig, resumed_settings(TrainConfig, [], str(file)))
     saved = store.load(file)
     model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
     cpu = torch.device("cpu")
-    runner = Runner(model, Variant("float16" if saved.scaler else "float32"))
     optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
     data: Any = SimpleNamespace(tokenizer=None, chat=None)
-    run = TrainState(c, runner, optimizer, data, DistContext(cpu))
+    cut = batching_of(c, DistContext(cpu))
+    schedule = Schedule.of(c)
+    run = TrainState(
+        asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, data, DistContext(cpu)
+    )
     run.resume(saved, str(file), trains=True)
-    implementation.EarlierVariant.of(saved.form, cpu)
+    saved_variant(saved.variant, cpu)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    train.learning_rate(c, saved.iter_num)
+    train.learning_rate(schedule, saved.iter_num)
     from_meta(saved.tokenizer or {"name": "bytes"})
 
 
 @fuzzed
 @given(how=st.lists(st.tuples(share, odd_parts), min_size=1, max_size=3) | damage)
-def test_checkpoints_of_strangers(folder, finished, how):
-    """Values are changed, or bytes of the file are damaged. Without a checksum: a stranger would make the right one."""
+def test_untrusted_checkpoints(folder, finished, how):
+    """Values are changed, or bytes of the file are damaged. Without a checksum: an attacker would make it right."""
     plain = {key: value for key, value in torch.load(finished / store.NAME).items() if key != "format"}
     is_change = len(how[0]) == 2
     file = io.BytesIO()
     torch.save(with_changes(plain, how) if is_change else plain, file)
-    path = folder / "stranger.pt"
+    path = folder / "untrusted.pt"
     path.write_bytes(file.getvalue() if is_change else damaged(file.getvalue(), how))
     with ends_as_documented():
         resume(path)

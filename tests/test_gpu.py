@@ -23,7 +23,7 @@ from data.loader import Loader
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.kernels import replacements
 from deskgpt.run.saver import Saver

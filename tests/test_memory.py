@@ -13,7 +13,7 @@ from tiny_models import MODERN_SETTINGS
 from torch.profiler import ProfilerActivity, profile
 
 from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import replacing

@@ -13,7 +13,7 @@ from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.variant import Variant
 from deskgpt.export.gpt2_weights import load_gpt2
 from deskgpt.kernels import replacements
 from deskgpt.kernels.overridable import Replacements, replacing

@@ -54,7 +54,7 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_run_goes_on_as_if_nothing_had_happened(chars, tmp_path, script):
+def test_killed_run_resumes_as_if_nothing_had_happened(chars, tmp_path, script):
     settings = {"max_iters": 60, "eval_interval": 5, "dropout": 0.1}
     main(tiny(chars, tmp_path / "whole", **settings))
     out_dir = tmp_path / "killed"
@@ -180,15 +180,15 @@ def test_best_losses_of_other_val_data_are_not_compared(half, out, tmp_path, cap
     other = write_bytes(tmp_path / "other", {"val": 3})
     c = second_half(half, out, dataset=str(other), resume_changed=True, eval_interval=4)
     main(c)
-    said = capsys.readouterr().out
-    changed = re.findall("^changed: (.*?)[,:] ", said, re.M)
+    printed = capsys.readouterr().out
+    changed = re.findall("^changed: (.*?)[,:] ", printed, re.M)
     assert "val data" in changed
     assert "train data" not in changed
     aside = out / "previous-1" / "ckpt_best.pt"
-    assert str(aside.parent) in said
+    assert str(aside.parent) in printed
     assert aside.read_bytes() == best
     assert store.load(out / "ckpt_best.pt").best_val_loss > 0.5
-    evaluations = (store.load(out).health or {})["evaluations"]
+    evaluations = (store.load(out).progress or {})["evaluations"]
     assert [step for step, *_ in evaluations] == [4, 6]
     main(replace(c, resume_changed=False))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
@@ -211,17 +211,17 @@ def test_meta_jsons_checksums_tell_data_apart_that_begin_alike(tmp_path):
     main(c)
 
 
-def test_other_code_and_form_are_only_said(half, out, capsys):
+def test_other_code_and_another_variant_are_printed_and_the_run_resumes(half, out, capsys):
     saved = store.load(out)
-    earlier = {"code": "0123456789ab", "versions": saved.facts["versions"] | {"torch": "1.0"}}  # type: ignore[index]
-    store.save(replace(saved, facts=saved.facts | earlier), out, best=False)  # type: ignore[operator]
+    earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}  # type: ignore[index]
+    store.save(replace(saved, metadata=saved.metadata | earlier), out, best=False)  # type: ignore[operator]
     main(second_half(half, out, max_iters=4, dtype="bfloat16"))
     lines = re.findall("^changed: .*", capsys.readouterr().out, re.M)
     if git_commit():
         assert_one_line(lines.pop(0), "code", "0123456789ab")
-    versions, form = lines
+    versions, variant = lines
     assert_one_line(versions, "torch: 1.0 before", f"{torch.__version__} now")
-    assert_one_line(form, "float32", "bfloat16")
+    assert_one_line(variant, "float32", "bfloat16")
 
 
 def test_permission_for_a_change_is_not_saved_and_a_new_micro_batch_keeps_the_evaluation(half, out):
@@ -255,7 +255,7 @@ def test_run_begins_with_a_checkpoints_weights_and_nothing_else_of_it(name, half
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
         ({"out_dir": "{half}/out/../out"}, ("--out_dir", "--init_from=resume")),
         ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
@@ -263,11 +263,11 @@ def test_run_begins_with_a_checkpoints_weights_and_nothing_else_of_it(name, half
         ({"dataset": "{tmp}/bytes"}, ("256", "tokenizer bytes", "64")),
     ],
 )
-def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path, settings, said):
+def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path, settings, named):
     ids = np.arange(4000, dtype=np.uint16) % 256
     write_dataset(tmp_path / "bytes", {"train": ids, "val": ids}, BytesTokenizer(), "x")
     settings = {k: v.format(half=half, tmp=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
     with pytest.raises(ValueError, match="=") as e:
         main(replace(tiny(half / "data", tmp_path / "out", init_from=str(half / "out" / "ckpt.pt")), **settings))
-    assert_one_line(e.value, *said)
+    assert_one_line(e.value, *named)
     assert not (tmp_path / "out").exists()

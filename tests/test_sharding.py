@@ -11,13 +11,13 @@ import torch.distributed as dist
 from conftest import assert_one_line, tiny
 from gloo import on_ranks
 
+from data.batching import Batching
 from data.loader import Loader, first_micro_batch
 from data.splits import Split
 from deskgpt.compute import sharding
-from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.variant import Variant
 from deskgpt.kernels.verify import whole
 from model import GPT, GPTConfig
 

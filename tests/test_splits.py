@@ -53,10 +53,7 @@ def test_every_window_once_per_epoch(tmp_path_factory, parts, global_batch, epoc
     assert (np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")).all()
 
 
-@pytest.mark.parametrize(
-    ("document_start", "expected"), [(None, "8131322892bc2b63"), (17, "29a771509c0292ba")], ids=["plain", "aligned"]
-)
-def test_order_is_the_one_that_earlier_versions_had(tmp_path, document_start, expected):
+def test_order_is_the_one_that_earlier_versions_had(tmp_path):
     """Recorded from 561cab2: a resumed run continues with the very next batch, whatever version began it.
 
     Epochs and seeds have orders of their own there.
@@ -66,12 +63,12 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path, document_start, ex
         ids = (np.arange(first, first + n) * 7919 % 251).astype(np.uint16)
         write_tokens(tmp_path / f"train_{number:03}.bin", ids, header=number % 2 == 1)
         first += n
-    split = Split(tmp_path, "train", 32, 251, 1337, document_start)
+    split = Split(tmp_path, "train", 32, 251, 1337)
     digest = hashlib.sha256()
     for step in (0, 1, 7, 100, 12345):
         for part in split.train_batch(step, np.arange(12), 12):
             digest.update(part.tobytes())
-    assert digest.hexdigest()[:16] == expected
+    assert digest.hexdigest()[:16] == "8131322892bc2b63"
     x, y = split.eval_batch(np.arange(40), 40)
     assert hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()[:16] == "07a294022d4bcc4a"
     assert split.fingerprint() == "29353eb4584e012e"
@@ -98,28 +95,6 @@ def test_evaluation_windows_are_fixed_apart_and_all_counted(tmp_path_factory, pa
         assert (y[~kept] == -1).all()
         seen += x[kept].flatten().tolist()
     assert len(seen) == len(set(seen)) == n * split.block_size
-
-
-@given(st.integers(0, 10**6), st.lists(st.integers(1, 30), min_size=5, max_size=60), st.integers(2, 12))
-def test_aligned_windows_begin_where_a_document_does(tmp_path_factory, seed, lengths, block):
-    ids = np.concatenate([[0, *range(1, n)] for n in lengths]).astype(np.uint16)  # a document begins with token 0
-    if len(ids) <= block:
-        return
-    folder = tmp_path_factory.mktemp("s")
-    write_tokens(folder / "train.bin", ids)
-    plain = Split(folder, "train", block, 100, seed)
-    aligned = Split(folder, "train", block, 100, seed, document_start=0)
-    rows = np.arange(plain.n_windows)
-    x, _ = plain.train_batch(1, rows, len(rows))
-    xa, ya = aligned.train_batch(1, rows, len(rows))
-    windows = {tuple(ids[i : i + block + 1]) for i in range(len(ids) - block)}
-    is_late = 0 in ids[len(ids) - block :]  # a document so late that the file ends before its window would
-    for before, after, target in zip(x.tolist(), xa.tolist(), ya.tolist(), strict=True):
-        assert (*after, target[-1]) in windows
-        if before[0] == 0 or 0 not in before:
-            assert after == before
-        else:
-            assert after[0] == 0 or (is_late and after == before)
 
 
 def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +12,16 @@ from conftest import events, tiny, vector
 from gloo import on_ranks
 
 import train
+from data.batching import Batching
 from data.loader import eval_batches
 from data.splits import Split
-from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Runner, Variant
+from deskgpt.compute.evaluation import evaluate
+from deskgpt.compute.variant import Variant
 from deskgpt.run.stopping import StopController, signal_handler
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-NO_LIMITS: Any = SimpleNamespace(max_hours=0.0, save_interval=0, save_minutes=0.0, patience=0)
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
 
@@ -45,13 +44,13 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
-def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
-    """A rank that a signal stops would leave the others waiting for its part of the weights."""
+def test_ranks_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
+    """A rank that a signal stops could leave the others waiting for its part of the weights."""
     split = Split(chars, "val", 16, 256)
 
     def batches_until_a_signal(ranks: DistContext) -> list[int]:
         counts = []
-        for shared in (True, False):
+        for _ in range(1):
             calls: list[int] = []
 
             def signalled(*_: Any, calls: list[int] = calls) -> None:
@@ -62,13 +61,13 @@ def test_ranks_that_share_weights_break_an_evaluation_off_at_the_same_batch(char
             model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
             model.register_forward_hook(signalled)
             batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
-            own = StopController(NO_LIMITS, ranks, 0.0, sharded=shared)
-            Runner(model, Variant()).evaluate(own.until_signal(eval_batches(split, batching, CPU)), ranks)
+            own = StopController(ranks, 0.0, 0.0, 0.0, 0)
+            evaluate(model, Variant(), own.until_signal(eval_batches(split, batching, CPU)), ranks)
             signal_handler.signal = None
             counts.append(len(calls))
         return counts
 
-    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[3, 10], [3, 3]]
+    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[3], [3]]
 
 
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):

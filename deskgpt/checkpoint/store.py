@@ -38,7 +38,7 @@ MISSING_FILE = "is missing"
 PREFIX = re.compile(r"^(_orig_mod\.|module\.)+")  # that torch.compile and DDP leave on parameters' names
 MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
 LARGEST_WEIGHT = 1e18  # the square of a larger one overflows float32, so that nothing can be computed with it
-# Names under Checkpoint.facts: losses of two runs can be compared only if both entries are equal.
+# Names under Checkpoint.metadata: losses of two runs can be compared only if both entries are equal.
 VAL_DATA = "val data"
 EVAL_WINDOWS = "windows per evaluation"
 
@@ -56,11 +56,11 @@ class Checkpoint:
     scaler: dict[str, Any] | None = None  # state_dict of float16's GradScaler
     tokenizer: dict[str, Any] | None = None  # its meta()
     chat: str | None = None  # the name of the template of its data (data/chat/template.py)
-    form: dict[str, Any] | None = None  # how the model ran: dtype, compiled, attention, kind of device
+    variant: dict[str, Any] | None = None  # how the model ran: dtype, compiled, attention, kind of device
     wandb_run_id: str | None = None
-    health: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
-    facts: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
-    parts: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
+    progress: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
+    metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
+    extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
     path: Path | None = None  # that it was loaded from; not saved
 
     @property
@@ -330,8 +330,8 @@ def resume(out_dir: str | Path, print0: Callable[[str], object] = str, dist: Dis
 
 def evaluated_on(saved: Checkpoint) -> list[Any]:
     """What two losses must have in common to be compared, as far as older checkpoints know it."""
-    facts = saved.facts or {}
-    return [saved.config.get("dataset"), saved.tokenizer, facts.get(VAL_DATA), facts.get(EVAL_WINDOWS)]
+    metadata = saved.metadata or {}
+    return [saved.config.get("dataset"), saved.tokenizer, metadata.get(VAL_DATA), metadata.get(EVAL_WINDOWS)]
 
 
 def load_checked(path: Path) -> Checkpoint:
@@ -497,7 +497,9 @@ def is_loss(value: Any) -> bool:
 
 
 CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), lambda value: isinstance(value, dict))
-CONTENT |= dict.fromkeys(("optimizer", "scaler", "tokenizer", "form", "health", "facts", "parts"), is_optional(dict))
+CONTENT |= dict.fromkeys(
+    ("optimizer", "scaler", "tokenizer", "variant", "progress", "metadata", "extra_state"), is_optional(dict)
+)
 CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), is_optional(str))
 CONTENT |= {"best_val_loss": is_loss, "iter_num": lambda x: is_number(x) and x < MOST_STEPS}
 

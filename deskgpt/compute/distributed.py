@@ -9,15 +9,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+import torch.nn as nn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.system import hardware
 
@@ -34,37 +36,38 @@ class DistContext:
         return self.rank == 0
 
     def print0(self, line: str) -> None:
-        """Prints a line on the first rank only, at once: others may read it through a file, tee or tail."""
+        """Print a line on the first rank only, at once: others may read it through a file, tee or tail."""
         if self.is_first:
             print(line, flush=True)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks."""
-        if torch.distributed.is_initialized():
-            x = x.to(self.device)  # nccl reduces only what is on the GPU
-            torch.distributed.all_reduce(x)
-        return x
+        """Return the sum of x over all ranks; x stays as it is."""
+        if not torch.distributed.is_initialized():
+            return x
+        total = x.detach().to(self.device, copy=True)  # nccl reduces only what is on the GPU
+        torch.distributed.all_reduce(total)
+        return total
 
     def max(self, x: float) -> float:
-        """The largest x of all ranks, which wait for each other, but not for their GPUs."""
+        """Return the largest x of all ranks, which wait for each other, but not for their GPUs."""
         tensor = torch.tensor(x, dtype=torch.float64)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)  # on the CPU, by gloo
         return tensor.item()
 
     def all(self, yes: bool) -> bool:
-        """Whether `yes` is true on all ranks."""
+        """Return whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0
 
     def gather(self, x: Any) -> list[Any]:
-        """The x of all ranks, in their order. Any small object."""
+        """Return the x of all ranks, in their order. Any small object."""
         everyone = [x] * self.world
         if torch.distributed.is_initialized():
             torch.distributed.all_gather_object(everyone, x)
         return everyone
 
     def close(self) -> None:
-        """Ends the process group. No rank leaves while another works: torchrun would take that for a failure."""
+        """End the process group. No rank leaves while another works: torchrun would take that for a failure."""
         if self.distributed:
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
@@ -91,8 +94,10 @@ class DistEnv(NamedTuple):
 
 
 def dist_env(environ: Mapping[str, str]) -> DistEnv:
-    """Where torchrun has placed this process. Raises ValueError where another launcher started several processes, each
-    of which would train the whole run, or where variables are left over from something else.
+    """Return where torchrun has placed this process.
+
+    Raises ValueError if another launcher started several processes, each of which would train the whole run, or if
+    variables are left over from something else.
     """
     found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     found |= {name: value for name, value in environ.items() if value}
@@ -127,7 +132,7 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files, 1,024 on Linux: gloo connects every rank with every other one."""
+    """Raise this process's limit of open files, 1,024 on Linux: gloo connects every rank with every other one."""
     if sys.platform == "win32":
         return
     import resource
@@ -140,10 +145,10 @@ def allow_open_files() -> None:
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
-    """This process on its device, connected to the other ranks where torchrun started several.
+    """Return this process on its device, connected to the other ranks if torchrun started several.
 
-    timeout_s: the longest that ranks wait for each other. Raises ValueError where device or backend do not fit this
-    machine, OSError where the ranks do not meet.
+    timeout_s: the longest that ranks wait for each other. Raises ValueError if device or backend do not fit this
+    machine, OSError if the ranks do not meet.
     """
     env = dist_env(os.environ)
     device = hardware.resolve_device(device_name, env.local_rank, env.local_world)
@@ -182,3 +187,73 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         if reason:
             dist.print0(f"{reason}; training on the CPU")
     return dist
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------
+
+
+def data_parallel(model: nn.Module, dist: DistContext) -> nn.Module:
+    """Return the model in DDP, which averages gradients over the ranks; itself without ranks, or if it is sharded."""
+    if not dist.distributed or hasattr(next(model.parameters()), "full_tensor"):
+        return model
+    # DDP broadcasts buffers before each forward pass. The rotary table never changes.
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["transformer.rotary"])
+    device_ids = [dist.device.index] if dist.device.type == "cuda" else None
+    # Which parameters get a gradient may depend on the text, as with experts. Without find_unused_parameters, a run
+    # would end at the first step in which one of them has none.
+    net = DDP(model, device_ids=device_ids, find_unused_parameters=True)
+    silence_first_forward(net)
+    return net
+
+
+def leave_ranks(net: nn.Module, dist: DistContext) -> None:
+    """End the averaging, then the process group.
+
+    DDP must not be the last to hold the group: freed under Python's lock, it waits for a thread of gloo that may want
+    that lock, and the process hangs (pytorch issue 56297).
+    """
+    if isinstance(net, DDP):
+        net.reducer = None
+        net.logger = None
+    dist.close()
+
+
+def gradients_exchanged(net: nn.Module, now: bool) -> AbstractContextManager:
+    """Return a context for a backward pass after which ranks exchange gradients only if now. FSDP does at each."""
+    return net.no_sync() if isinstance(net, DDP) and not now else nullcontext()
+
+
+def silence_first_forward(net: nn.Module) -> None:
+    """Drop what the first forward pass writes to stderr: DDP warns there that all parameters have gradients."""
+    kept = os.dup(2)
+
+    def begin(*_: Any) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
+
+    def end(*_: Any) -> None:
+        os.dup2(kept, 2)
+        os.close(kept)
+        for handle in handles:
+            handle.remove()
+
+    handles = [net.register_forward_pre_hook(begin), net.register_forward_hook(end, always_call=True)]
+
+
+def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the norms (parameters,) of all gradients, 0 if there is none; sharded ones count as a whole."""
+    with_gradient = [i for i, p in enumerate(parameters) if p.grad is not None]
+    gradients: list[Any] = [parameters[i].grad for i in with_gradient]
+    is_sharded = hasattr(parameters[0], "full_tensor")
+    if is_sharded:
+        gradients = [g.to_local() for g in gradients]
+    norm_of = dict(zip(with_gradient, torch._foreach_norm(gradients), strict=True))
+    nothing = torch.zeros((), device=parameters[0].device)
+    norms = torch.stack([norm_of.get(i, nothing) for i in range(len(parameters))])
+    if is_sharded:
+        squares = norms.double().square()
+        first: Any = parameters[0]
+        torch.distributed.all_reduce(squares, group=first.device_mesh.get_group("dp_shard"))
+        norms = squares.sqrt().float()
+    return norms

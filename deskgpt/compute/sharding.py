@@ -195,8 +195,20 @@ def group_for_saves(timeout_s: float) -> torch.distributed.ProcessGroup:
     return torch.distributed.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
 
 
+def free_gathered(model: GPT) -> None:
+    """Free the weights that an evaluation has gathered; without shards this does nothing."""
+    if is_sharded(model):
+        for module in (model, *model.transformer.h):
+            module.reshard()  # type: ignore[operator]
+
+
 def is_dtensor(x: Any) -> bool:
     return hasattr(x, "full_tensor")
+
+
+def unsharded(x: Any) -> Tensor:
+    """Return a sharded tensor, gathered from its ranks, all of which must call this; any other tensor itself."""
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 def local(x: Any) -> Tensor:

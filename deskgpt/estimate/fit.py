@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.runner import Variant
+from data.batching import Batching
+from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions
@@ -80,28 +80,25 @@ def memory_ratio(
     return SURELY * needed / limit
 
 
-def smaller_batch(device: torch.device, may_shrink: bool, batching: Batching, ratio: float) -> Batching:
-    """The same training in half the micro-batch, after `batching` did not fit; halved further while it is too large.
+def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> Batching:
+    """Return the same training in half the micro-batch, after `batching` did not fit, and print it.
 
-    ratio: what it takes / the memory there is, at least. Raises ValueError, naming the settings, unless it may shrink;
-    and where there is no smaller one.
+    Raises ValueError, naming the settings, unless it may be halved, and at a micro-batch of one sequence.
     """
-    if batching.batch_size == 1:
+    n = batching.batch_size
+    if n == 1:
         half = max(1, batching.block_size // 2)
         raise ValueError(
             f"out of memory: not even batch_size=1 fits; {described(device)}; "
             f"try --block_size={half} or a smaller model"
         )
-    smaller = batching.batch_size
-    while ratio > 1 and smaller > 1:
-        smaller = 1 if smaller % 2 else smaller // 2
-        ratio /= 2
-    same = batching.with_batch_size(smaller)
-    if not may_shrink:
+    same = batching.with_batch_size(1 if n % 2 else n // 2)
+    if not may_halve:
         raise ValueError(
-            f"out of memory: batch_size={batching.batch_size} does not fit into memory ({described(device)}); try "
-            f"{same.flags()}, which is the same training, or --auto_batch=True"
+            f"out of memory: batch_size={n} does not fit into memory ({described(device)}); try {same.flags()}, which "
+            "is the same training"
         )
+    print(f"out of memory: continuing with {same.flags()}, which is the same training", flush=True)
     return same
 
 

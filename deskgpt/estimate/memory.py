@@ -17,10 +17,9 @@ allocator's gaps come on top: leave a tenth free.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,9 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deskgpt.compute.runner import Variant, parts_of, total_of, with_recompute, with_residual
-from deskgpt.kernels import replacements
-from deskgpt.kernels.overridable import replacing
+from deskgpt.compute.variant import Variant
 from deskgpt.system import hardware
 from deskgpt.system.terminal import reason
 from model import GPT, GPTConfig
@@ -55,14 +52,6 @@ class Step:
     gathers_all: bool = False  # sharded: whole weights of all blocks stay for the backward pass
     keeps_gradients: bool = False  # sharded: whole gradients until the end of a step
 
-    def replacements(self) -> dict[str, Callable[..., Any]]:
-        """What replaces functions of model.py. A compiled step is rehearsed as one that is not."""
-        eager = replace(self.variant, compiled=False)
-        found = with_recompute(eager.replacements("cpu"), eager.checkpoint, self.config.dropout)
-        if self.device_type == "cuda" and "GPT.loss" in found:
-            found["GPT.loss"] = functools.partial(replacements.chunked_loss, loss_logits=replacements.LOGITS_ON_GPU)
-        return with_residual(found, self.variant, self.device_type)
-
 
 def memory(step: Step) -> dict[str, int]:
     """Bytes alive at the peak of the step, by part; their sum is the peak.
@@ -75,7 +64,7 @@ def memory(step: Step) -> dict[str, int]:
     """
     live = Live()
     try:
-        with FakeTensorMode(), AsOnCuda(step), replacing(step.replacements()), live:
+        with FakeTensorMode(), AsOnCuda(step), live:
             seen = rehearse(step, live)
     except RuntimeError as e:
         raise ValueError(
@@ -112,7 +101,7 @@ def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
     of_blocks = GPT.without_storage(step.config).transformer.h.parameters()
     block = sum(p.nbytes for p in of_blocks) // step.config.n_layer
     gathered = block // 2 if step.variant.dtype == "bfloat16" else block
-    if step.variant.dtype == "bfloat16" and step.variant.checkpoint == "none":
+    if step.variant.dtype == "bfloat16" and step.variant.recompute == "none":
         parts["activations"] -= step.config.n_layer * gathered  # autocast's copies, which gathering makes needless
     n_gathered = step.config.n_layer if step.gathers_all else min(2, step.config.n_layer)
     return parts | {"gathered": whole - step.config.n_layer * block + n_gathered * gathered}
@@ -127,6 +116,9 @@ def rehearse(step: Step, live: Live) -> dict[str, int]:
     config, variant = step.config, step.variant
     seen: dict[str, int] = {}
     model = GPT(config)
+    model.transformer.recompute = variant.recompute
+    if variant.residual_dtype != "float32":
+        model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype]
     weights = seen["weights"] = sum(p.nbytes for p in model.parameters())
     idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
     targets = torch.zeros_like(idx)
@@ -140,8 +132,8 @@ def rehearse(step: Step, live: Live) -> dict[str, int]:
 
     hook = model.transformer.register_forward_hook(loss_begins)
     live.peak = 0
-    with hardware.autocast(torch.device("cpu"), variant.dtype, cached=variant.checkpoint == "none"):
-        loss = total_of(parts_of(model(idx, targets)))
+    with hardware.autocast(torch.device("cpu"), variant.dtype, cached=variant.recompute == "none"):
+        loss = model(idx, targets)[1]
     seen["forward"] = live.peak - weights
     live.peak = 0
     # loss.backward() would turn AsOnCuda off, which activations that are computed again need.

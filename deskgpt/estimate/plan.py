@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from deskgpt.compute.batching import Batching
+from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Variant
 from deskgpt.compute.sharding import describe_shards, shards_of
+from deskgpt.compute.variant import Variant
 from deskgpt.estimate.fit import USABLE, largest_batch
 from deskgpt.estimate.memory import MakeOptimizer, Step, memory
 from deskgpt.system import hardware, peaks
@@ -78,7 +78,15 @@ class Plan:
     ) -> None:
         self.config = config
         self.model_config = replace(model_config, block_size=config.block_size)
-        self.batching = Batching.of(asdict(config), 0, config.world or dist.world)  # of one rank of all
+        self.batching = Batching.of(
+            config.batch_size,
+            config.gradient_accumulation_steps,
+            config.block_size,
+            config.eval_iters,
+            config.eval_tokens,
+            0,
+            dist.world,
+        )  # of one rank of all
         self.make_optimizer = make_optimizer
         self.print0 = dist.print0
         self.model = GPT.without_storage(self.model_config)
@@ -101,18 +109,15 @@ class Plan:
     def print_memory(self, device_type: str, dtype: str, name: str, free_bytes: float, total_bytes: float) -> bool:
         """Prints the memory of a step, by part; returns whether it fits."""
         config, batching = self.config, self.batching
-        attention = "explicit" if config.attention == "explicit" else "flash"
         compiled = config.compile is not False and device_type == "cuda"
         step = Step(
             self.model_config,
             batching.batch_size,
-            Variant(dtype, compiled, attention, config.activation_checkpoint),
+            Variant(dtype, compiled, recompute=config.activation_checkpoint),
             device_type,
             accumulates=batching.micro_steps > 1,
             make_optimizer=self.make_optimizer,
             shards=shards_of(config.dp_shard, batching.world),
-            gathers_all=not config.reshard_after_forward,
-            keeps_gradients=not config.sync_each_batch and batching.micro_steps > 1,
         )
         parts = memory(step)
         if batching.world > 1 and step.shards == 1:

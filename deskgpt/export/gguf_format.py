@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deskgpt.export.hugging_face import check_same
 from deskgpt.export.llama_cpp import Llama
-from deskgpt.kernels.verify import SAME_LOGITS
+from deskgpt.compute.check import TOLERANCE
 from model import GPT, GPTConfig
 
 # The settings that each architecture computes: GPT-2's, and those of the fast recipes without token shift.
@@ -42,7 +42,7 @@ NAMES = {
 
 # How far logits may be from ours at any position, as distance() has it, if the model has GELU. That table made 6e-4 in
 # models of up to 24 layers, and 1.6e-3 with weights five times as large. Without GELU the largest was 4e-6, and
-# SAME_LOGITS holds.
+# TOLERANCE["float32"].logits holds.
 SAME_WITH_GELU = 2e-3
 
 
@@ -180,7 +180,7 @@ def compare(path: Path, ours: GPT, tokens: Tensor) -> str:
     llama = Llama(str(path.resolve()), ours.config.block_size)
     logits = ours(tokens)[0]
     assert logits is not None
-    limit = SAME_LOGITS if ours.config.activation == "relu2" else SAME_WITH_GELU
+    limit = TOLERANCE["float32"].logits if ours.config.activation == "relu2" else SAME_WITH_GELU
     check_same("llama.cpp", ours.logits(torch.tensor([llama.hidden_states(tokens[0].tolist())])), logits, limit)
     found = llama.next_tokens(tokens[0].tolist())
     likeliest = torch.tensor(list(found.values()))

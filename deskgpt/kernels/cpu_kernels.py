@@ -1,8 +1,8 @@
 """The kernels of cpu_kernels.cpp as operators of torch, which inductor leaves alone. Compiled once per machine.
 
-Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. A run checks
-their results against model.py (verify.py). Callers ask `takes` first, and the operators assert it: what the library is
-not made for, such as float16 or empty tensors, would write beyond its memory.
+Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own kernels. The library
+is compared with torch once, when it is built (self_test.py); a wrong one is not used. Callers ask `takes` first, which
+the operators assert: what the library is not made for, such as float16 or empty tensors, would write beyond its memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from torch import Tensor
 
@@ -44,9 +43,17 @@ ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 ATTENTION = "deskgpt.causal_attention.default"  # the operator's name
 
-# Set by load:
-_library: ctypes.CDLL | None = None
-_dtypes: tuple[torch.dtype, ...] = ()
+SELF_TEST = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from deskgpt.kernels import cpu_kernels, self_test
+cpu_kernels.open_library(Path(sys.argv[2]))
+self_test.main()
+"""
+
+_library: ctypes.CDLL | None = None  # set by load
+_dtypes: tuple[torch.dtype, ...] = ()  # that `takes` admits: set by load, emptied by unload
 
 
 class Unavailable(RuntimeError):
@@ -57,17 +64,17 @@ class Unavailable(RuntimeError):
 
 
 def may_exist() -> bool:
-    """Whether this is a machine that the kernels are for."""
+    """Return whether this is a machine that the kernels are for."""
     return sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() in ARCHITECTURES
 
 
 def load(print0: Callable[[str], None] = lambda line: None) -> None:
-    """Registers the operators, with the library on disk or, the first time, by compiling it. Raises Unavailable."""
-    global _library, _dtypes
-    if _library is not None:
-        return
+    """Use the library from now on: the one on disk or, the first time, by compiling it. Raises Unavailable."""
     if not may_exist():
         raise Unavailable("the C++ kernels are for Linux on a processor with AVX2 or AVX-512")
+    if _library is not None:
+        admit_dtypes()
+        return
     try:
         library = path()
         # filelock's own fallback, a file that exists, would outlive a crash.
@@ -77,28 +84,45 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
                 compile_to(library)
             if not is_intact(library):
                 raise RuntimeError(f"others can write in {library.parent}: set XDG_CACHE_HOME to a folder of your own")
-            loaded = ctypes.CDLL(str(library))
+            open_library(library)
             os.utime(library)
-        for name in FUNCTIONS:
-            getattr(loaded, name).restype = ctypes.c_char_p
     except Timeout:
         raise Unavailable(f"another process has been compiling them for {COMPILE_S} s") from None
     except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as e:
         raise Unavailable(" ".join(str(e).split())[:200]) from None
+
+
+def open_library(library: Path) -> None:
+    """Load a library and register its operators. Raises OSError, AttributeError."""
+    global _library
+    loaded = ctypes.CDLL(str(library))
+    for name in FUNCTIONS:
+        getattr(loaded, name).restype = ctypes.c_char_p
     _library = loaded
-    _dtypes = tuple(dtype for dtype in (torch.float32, torch.bfloat16) if is_multiplied(dtype))
     register_operators()
+    admit_dtypes()
+
+
+def admit_dtypes() -> None:
+    global _dtypes
+    _dtypes = tuple(dtype for dtype in (torch.float32, torch.bfloat16) if is_multiplied(dtype))
+
+
+def unload() -> None:
+    """Compute with torch's own kernels from now on."""
+    global _dtypes
+    _dtypes = ()
 
 
 def path() -> Path:
-    """The library for this processor, torch, compiler and source. Raises RuntimeError without a home or a compiler."""
+    """Return the library's path by processor, torch, compiler and source. Raises RuntimeError without a compiler."""
     made_of = repr((flags(), torch.__version__, compiler_version())).encode()
     digest = hashlib.sha256(SOURCE.read_bytes() + made_of).hexdigest()[:16]
     return cache.folder() / f"cpu_kernels-{digest}.so"
 
 
 def flags() -> list[str]:
-    """For the compiler, by what ATen uses here and what the processor has."""
+    """Return the compiler's flags, by what ATen uses here and what the processor has."""
     capability = torch.backends.cpu.get_cpu_capability()
     found = [*FLAGS, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     found.append(f"-march={ARCHITECTURES[capability]}")
@@ -108,7 +132,7 @@ def flags() -> list[str]:
 
 
 def compiler_command() -> list[str]:
-    """The compiler's words, since CXX may be "ccache g++". Raises RuntimeError where there is none."""
+    """Return the compiler's words, since CXX may be "ccache g++". Raises RuntimeError if there is none."""
     wanted = os.environ.get("CXX") or "c++"
     command = shlex.split(wanted)
     if not command or shutil.which(command[0]) is None:
@@ -117,7 +141,7 @@ def compiler_command() -> list[str]:
 
 
 def compiler_version() -> str:
-    """What the compiler prints about itself. Raises RuntimeError where there is none or it is clang."""
+    """Return what the compiler prints about itself. Raises RuntimeError if there is none or it is clang."""
     command = compiler_command()
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if "clang" in done.stdout:
@@ -126,7 +150,7 @@ def compiler_version() -> str:
 
 
 def is_intact(library: Path) -> bool:
-    """Whether only this user can have written the file, and it is as it was compiled.
+    """Return whether only this user can have written the file, and it is as it was compiled.
 
     Its last 32 bytes are the SHA-256 of all before them.
     """
@@ -137,7 +161,7 @@ def is_intact(library: Path) -> bool:
 
 
 def compile_to(library: Path) -> None:
-    """Compiles the kernels. A run that is killed leaves no part of a library under this name. Raises RuntimeError."""
+    """Compile the kernels. A run that is killed leaves no part of a library under this name. Raises RuntimeError."""
     command = compiler_command()
     torch_folder = Path(torch.__file__).parent
     unfinished = library.with_suffix(".tmp")
@@ -148,6 +172,7 @@ def compile_to(library: Path) -> None:
         if done.returncode or not unfinished.is_file():
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             raise RuntimeError(f"{shlex.join(command)} fails: {[*errors, f'exit status {done.returncode}'][0]}")
+        check_results(unfinished)
         content = unfinished.read_bytes()
     finally:
         unfinished.unlink(missing_ok=True)
@@ -159,8 +184,21 @@ def compile_to(library: Path) -> None:
             other.unlink()
 
 
+def check_results(library: Path) -> None:
+    """Compare a new library with torch, in a process of its own: a wrong one may crash. Raises RuntimeError.
+
+    Compilers have been wrong before (bench/results/2026-11-22-gcc-dse.md).
+    """
+    root = str(SOURCE.parents[2])
+    words = [sys.executable, "-c", SELF_TEST, root, str(library)]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise RuntimeError(f"the compiled kernels are wrong on this machine: {why}")
+
+
 def is_multiplied(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this type here; it refuses bfloat16 on some processors."""
+    """Return whether oneDNN multiplies this type here; it refuses bfloat16 on some processors."""
     x = torch.zeros(1, 1, 1, 1, dtype=dtype)
     o = torch.empty_like(x)
     lse = torch.empty(1)
@@ -172,7 +210,7 @@ def is_multiplied(dtype: torch.dtype) -> bool:
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
-    """What the kernels are for on this machine; nothing before `load`."""
+    """Return the dtypes that the kernels compute in here; none before `load`."""
     return _dtypes
 
 
@@ -199,7 +237,7 @@ def pointer(x: Tensor | None) -> Any:
 
 
 def call(name: str, dtype: torch.dtype, *args: Any) -> None:
-    """A function of the library. Raises RuntimeError where it fails."""
+    """Call a function of the library. Raises RuntimeError if it fails."""
     sized = [ctypes.c_int64(a) if isinstance(a, int) else a for a in args]
     problem = getattr(_library, name)(dtype == torch.bfloat16, *sized)
     if problem:
@@ -207,7 +245,7 @@ def call(name: str, dtype: torch.dtype, *args: Any) -> None:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the library computes with these: on the CPU, not empty, all of one shape and of a type that it knows."""
+    """Return whether the library computes with these: on the CPU, not empty, of one shape and a dtype that it knows."""
     first = tensors[0]
     if first.dtype not in _dtypes or not first.numel():
         return False
@@ -215,17 +253,17 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension."""
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def empty_like_heads(x: Tensor) -> Tensor:
-    """Room for (B, H, T, D), laid out (B, T, H, D), as the layers before and after attention have it."""
+    """Return room for (B, H, T, D), laid out (B, T, H, D), as the layers before and after attention have it."""
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of q, k, v (B, H, T, D), and the log-sum-exp of each query's scores (B, H, T), for backward."""
+    """Return causal attention of q, k, v (B, H, T, D), and the log-sum-exp (B, H, T) of each query's scores."""
     assert takes(q, k, v)
     o = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -237,7 +275,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v. g: that by o, the result of attention_forward."""
+    """Return the gradients by q, k and v. g: that by o, the result of attention_forward."""
     g = g.to(q.dtype)
     assert takes(q, k, v, g, o)
     inputs = [by_rows(x) for x in (g, q, k, v, o)]
@@ -248,9 +286,7 @@ def attention_backward(
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """One of ACTIVATIONS, elementwise, or the exact GELU, which is torch's and needs no `load`."""
-    if name == "gelu":
-        return F.gelu(x.contiguous())
+    """One of ACTIVATIONS, elementwise."""
     assert takes(x)
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -259,11 +295,9 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
-    """The gradient by x; g: that by activation(x, name)."""
+    """Return the gradient by x; g: that by activation(x, name)."""
     g = g.to(x.dtype).contiguous()
     x = x.contiguous()
-    if name == "gelu":
-        return torch.ops.aten.gelu_backward.default(g, x)
     assert takes(x, g)
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
@@ -271,9 +305,9 @@ def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Turns logits (N, V), which must be contiguous, into probabilities, in place.
+    """Turn logits (N, V), which must be contiguous, into probabilities, in place.
 
-    Returns the logarithms (N,) of the targets', in float32, as replacements.softmax_ does.
+    Return the logarithms (N,) of the targets', in float32.
     """
     assert takes(logits)
     assert logits.is_contiguous()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from deskgpt.kernels import cpu_kernels
@@ -17,7 +18,7 @@ MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def attention_operators() -> tuple[Any, ...]:
-    """Torch's fused attention, by device. Without one of them, selective checkpoints compute its result again."""
+    """Return torch's fused attention, by device. Selective checkpoints compute the result of others again."""
     names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     packets = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None) for name in names]
     return tuple(packet.default for packet in packets if packet is not None)
@@ -26,41 +27,34 @@ def attention_operators() -> tuple[Any, ...]:
 ATTENTION = attention_operators()
 
 
-def recomputed_block(which: str, dropout: float) -> Callable[..., Any]:
-    """The replacement of Block.forward. Gradients stay bit-equal where nothing is compiled.
+def recomputed(block: nn.Module, x: Tensor, context: Any, which: str, dropout: float) -> Tensor:
+    """block(x, context), whose activations the backward pass computes again; gradients stay bit-equal.
 
-    which: full, which keeps each block's input only; selective, which also keeps what takes long to compute, see
-    is_kept. Passes without gradients are left alone. Raises ValueError for a block whose second pass would differ.
+    which: full, which keeps the block's input only; selective, which also keeps what takes long to compute, see
+    is_kept. dropout: of attention. Raises ValueError for a block whose second pass would differ.
     """
-    options: dict[str, Any] = {}
+    context_fn: Callable[[], Any] | None = None
     if which == "selective":
         policy = functools.partial(is_kept, dropout)
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-
-    def computed_again(plain: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(block, *args, **kwargs)
-        before = kept_between_passes(block)
-        out = checkpoint(plain, block, *args, use_reentrant=False, **options, **kwargs)
-        if kept_between_passes(block) != before:
-            raise ValueError(
-                f"activation_checkpoint={which}: blocks that change buffers, or draw from Python's random numbers, "
-                "would compute something else the second time; take --activation_checkpoint=none"
-            )
-        return out
-
-    return computed_again
+        context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    before = state_between_passes(block)
+    out = checkpoint(block, x, context, use_reentrant=False, **options)
+    if state_between_passes(block) != before:
+        raise ValueError(
+            f"activation_checkpoint={which}: blocks that change buffers, or draw from Python's random numbers, "
+            "would compute something else the second time; take --activation_checkpoint=none"
+        )
+    return out
 
 
-def kept_between_passes(block: nn.Module) -> Any:
-    """What a block may change that checkpoints do not set back, to be compared; nothing while it is compiled."""
-    if torch.compiler.is_compiling():  # after a check of what is not compiled
-        return None
+def state_between_passes(block: nn.Module) -> Any:
+    """Return what a block may change and checkpoints do not set back, to be compared."""
     return random.getstate(), [(id(x), x._version) for x in block.buffers()]
 
 
 def is_kept(dropout: float, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether selective checkpointing keeps what op returns: attention and its matmuls, not those of the MLP.
+    """Return whether selective checkpointing keeps the result of op: attention and its matmuls, not the MLP's.
 
     The MLP's first result is its largest, and no gradient needs the last one. Attention with dropout is computed again:
     it draws random numbers, and without it the dropouts after it would draw others than in the forward pass.

@@ -1,54 +1,45 @@
-"""What a run starts from (random weights, a checkpoint, GPT-2's weights), and how the model runs here."""
+"""What a run starts from: random weights, a checkpoint, GPT-2's weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.batching import Batching
+from data.dataset import Dataset
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
-from deskgpt.compute.batching import Batching
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.implementation import EarlierVariant, Tuner, dtype_of_shards
-from deskgpt.compute.runner import Runner
-from deskgpt.estimate.fit import refuse_beyond_memory
+from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
+from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory
 from deskgpt.estimate.memory import MakeOptimizer
+from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
     Change,
-    Metadata,
-    changed_schedule,
+    changed_rate,
+    changes_between,
     check_same_on_all_hosts,
-    compare,
     known_settings,
-    of_experiment,
+    learning_settings,
+    rates_of,
 )
-from deskgpt.run.train_state import TrainState
+from deskgpt.run.train_state import RATES, TrainState
 from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 
-if TYPE_CHECKING:
-    from data.dataset import Dataset
-    from train import TrainConfig
-
-# Where one of these changes, the best loss so far is another quantity than this run's losses.
+# If one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS, "block_size"}
-
-
-def prepare_machine(config: TrainConfig, dist: DistContext) -> None:
-    """What a run sets before anything else. Raises ValueError where settings do not work with sharded weights."""
-    sharding.check_sharding(config.dp_shard, config.world or dist.world, config.dtype, config.sample_interval)
-    hardware.keep_freed_memory()
-    hardware.forbid_spilling(dist.device)
-    hardware.seed_all(config.seed, dist.device)
+OF_CODE = ("code", "versions", "device", "variant")  # what computes: a change is printed
+Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
 @dataclass
@@ -61,67 +52,117 @@ class InitState:
     checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     is_resumed: bool = False
-    earlier: TrainConfig | None = None  # the settings of the resumed run, if its checkpoint has them
+    earlier: Config | None = None  # the settings of the resumed run, if its checkpoint has them
+    step: int = 0  # at which the run starts
+    best_val_loss: float = math.inf  # of the best checkpoint in out_dir, which a resumed run must beat
+    forgets_best: bool = False  # earlier val losses are those of another evaluation
 
-    @property
-    def step(self) -> int:
-        return self.checkpoint.iter_num if self.is_resumed and self.checkpoint else 0
+    def check_experiment(self, config: Config, data: Dataset, rate: Rate, dist: DistContext) -> None:
+        """Print how a resumed run differs from the run before; forget a best loss of other evaluations.
 
-    def check_experiment(
-        self, config: TrainConfig, data: Dataset, rate: Callable[[TrainConfig, int], float], dist: DistContext
-    ) -> None:
-        """Prints how a resumed run differs from the run before; forgets a best loss of other evaluations.
-
-        rate: the learning rate at a step. Raises ValueError where hosts differ, and where a change matters for what is
-        learned or compared, unless resume_changed.
+        Raises ValueError if hosts differ, and if a change matters for what is learned or compared, unless
+        resume_changed.
         """
         check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {self.step}"}, dist)
         if not self.is_resumed:
             return
         assert self.checkpoint is not None
-        changes = compare(self.checkpoint.facts, data.metadata)
-        allowed: list[Change] = []
+        saved: Any = self.checkpoint.metadata or {}
+        changes = changes_between(saved, data.metadata)
+        schedule: list[Change] = []
         if self.earlier:
-            before = of_experiment(self.earlier) | data.eval_metadata(Batching.of(asdict(self.earlier)))
-            now = of_experiment(config) | data.eval_metadata(Batching.of(asdict(config)))
-            changes += compare(before, now)
-            rates, schedule = changed_schedule(self.earlier, config, rate, self.step)
-            if rates:
-                changes += rates + schedule
-            else:
-                allowed = schedule
+            earlier = self.earlier
+            before = learning_settings(earlier) | data.eval_metadata(batching_of(earlier, DistContext(dist.device)))
+            now = learning_settings(config) | data.eval_metadata(batching_of(config, DistContext(dist.device)))
+            changes += changes_between(before, now)
+            old, new = Schedule.of(earlier), Schedule.of(config)
+            rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), self.step)
+            changes += changed_rate(rates, lambda step: rate(new, step))
+            schedule = changes_between(asdict(old), asdict(new))
         if changes and not config.resume_changed and not config.eval_only:
+            keeps_end = ""
+            if self.earlier and schedule and not config.lr_decay_iters:
+                end = self.earlier.lr_decay_iters or self.earlier.max_iters
+                keeps_end = f"; --lr_decay_iters={end} keeps the schedule's end"
             raise ValueError(
-                f"{self.source} belongs to another experiment: {'; '.join(map(str, changes))}. Go on all the same with "
-                f"--resume_changed=True, or begin a new run with its weights: --init_from={self.source}"
+                f"{self.source} belongs to another experiment: {'; '.join(map(str, changes + schedule))}. Continue all "
+                f"the same with --resume_changed=True, or begin a new run with its weights: "
+                f"--init_from={self.source}{keeps_end}"
             )
-        for change in changes + allowed:
+        for change in changes + schedule:
             dist.print0(f"changed: {change}")
         if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
-            self.checkpoint.best_val_loss = math.inf
-            if self.checkpoint.health:  # nor does patience count across them
-                self.checkpoint.health["evaluations"] = []
+            self.forgets_best = True
+            progress = self.checkpoint.progress
+            kept = progress and progress | {"evaluations": []}  # patience does not count across them either
+            self.checkpoint = replace(self.checkpoint, progress=kept)
+            self.best_val_loss = math.inf
 
-    def build_model(self, config: TrainConfig, dist: DistContext) -> GPT:
-        """The model on this rank's device, as a whole or sharded; then only the first rank builds it as a whole.
+    def choose_variant(self, config: Config, dist: DistContext) -> Variant:
+        """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
+        hardware.keep_freed_memory()
+        hardware.forbid_spilling(dist.device)
+        sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
 
-        Raises ValueError, also where the memory cannot hold it, before any of it is taken.
+        def predicted_s(dtype: str) -> float:
+            steps = 0 if config.eval_only else config.max_iters - self.step
+            model = GPT.without_storage(self.model_config)
+            seconds = steps * predicted_step_s(model, batching_of(config, dist), dist.device, dtype)
+            return min(seconds, 60 * config.max_minutes or math.inf)
+
+        earlier: dict[str, Any] = {}
+        if self.is_resumed and self.checkpoint:
+            earlier = saved_variant(self.checkpoint.variant, dist.device)
+        return choose_variant(
+            dist,
+            dtype=config.dtype,
+            kernels=config.cpu_kernels,
+            compile=config.compile,
+            recompute=config.activation_checkpoint,
+            predicted_s=predicted_s,
+            is_sharded=sharding.shards_of(config.dp_shard, dist.world) > 1,
+            earlier=earlier,
+        )
+
+    def fitting_batch(
+        self, config: Config, variant: Variant, make_optimizer: MakeOptimizer, dist: DistContext
+    ) -> Batching:
+        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
+
+        A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
+        a user who asks for it.
+        """
+        batching = batching_of(config, dist)
+        wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
+        if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
+            return batching
+        larger = larger_batch(self.model_config, make_optimizer, dist.device, batching, variant)
+        if larger != batching:
+            dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
+        return larger
+
+    def build_model(self, config: Config, variant: Variant, dist: DistContext) -> GPT:
+        """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.
+
+        Raises ValueError, also if the memory cannot hold it, before any of it is taken.
         """
         shards = sharding.shards_of(config.dp_shard, dist.world)
         builds = dist.is_first or shards == 1
         refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
-        if shards == 1:
-            return self._build(config.block_size).to(dist.device)
         with nullcontext() if builds else torch.device("meta"):
-            built = self._build(config.block_size, reads=builds)
-        mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
-        dtype = dtype_of_shards(config.dtype, self.earlier_variant(dist), dist)
-        return sharding.sharded_copy(built, mesh, config.reshard_after_forward, dist.device, dtype)
+            model = self._build(config.block_size, reads=builds)
+        if shards == 1:
+            model = model.to(dist.device)
+        else:
+            mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
+            model = sharding.sharded_copy(model, mesh, True, dist.device, variant.dtype)
+        apply_variant(model, variant)
+        return model
 
     def _build(self, block_size: int, reads: bool = True) -> GPT:
-        """The model on the CPU, with its context shortened to block_size. Raises ValueError.
+        """Return the model on the CPU, with its context shortened to block_size. Raises ValueError.
 
-        reads: whether the numbers of a checkpoint's folder matter; where a model is sharded, they do not on each rank.
+        reads: read the numbers of a checkpoint's folder; of a sharded model not every rank needs them.
         """
         weights = self.weights
         if self.checkpoint is not None:
@@ -133,38 +174,43 @@ class InitState:
         model.crop_block_size(block_size)
         return model
 
-    def earlier_variant(self, dist: DistContext) -> EarlierVariant:
-        """How the resumed run computed, so that this one goes on bit for bit."""
-        if not self.is_resumed or self.checkpoint is None:
-            return EarlierVariant()
-        batch_size = self.earlier.batch_size if self.earlier else None
-        return EarlierVariant.of(self.checkpoint.form, dist.device, batch_size)
+    def restore(self, state: TrainState, trains: bool) -> None:
+        """Give a resumed run its step, optimizer and progress; free what was loaded. Raises ValueError.
 
-    def restore(self, state: TrainState, config: TrainConfig, code: Metadata) -> None:
-        """Gives a resumed run its step, optimizer and progress; frees what was loaded. Raises ValueError.
-
-        code: what computes now. Where that is not what computed before, a line is printed.
+        If something else computes now than before, a line is printed.
         """
         if self.is_resumed and self.checkpoint:
-            for change in compare(self.checkpoint.facts, code):
+            code = {
+                name: value
+                for name, value in state.metadata.items()
+                if name in ("code", "versions", "device", "variant")
+            }
+            for change in changes_between(self.checkpoint.metadata, code):
                 state.dist.print0(f"changed: {change}")
-            state.resume(self.checkpoint, self.source, trains=not config.eval_only)
+            state.resume(self.checkpoint, self.source, trains)
         self.weights = None
         self.checkpoint = None
 
 
-def initial_state(config: TrainConfig, scratch: GPTConfig, dist: DistContext) -> InitState:
-    """Where init_from says that the run starts. scratch: the model if it is a new one.
+def batching_of(config: Config, dist: DistContext) -> Batching:
+    """Return how the settings cut a step and an evaluation into micro-batches and ranks."""
+    c = config
+    cut = (c.batch_size, c.gradient_accumulation_steps, c.block_size, c.eval_iters, c.eval_tokens)
+    return Batching.of(*cut, dist.rank, dist.world)
 
-    Raises ValueError where the settings describe another model than the source has.
+
+def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState:
+    """Find what init_from names.
+
+    Raises ValueError if the settings describe another model than the source has.
     """
-    writes = not config.eval_only and not config.dry_run
+    writes = not config.eval_only and not config.plans
     if config.init_from != "resume" and writes and store.is_name(Path(config.out_dir).name):
         raise ValueError(
             f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
         )
     if config.init_from == "scratch":
-        return InitState("scratch", scratch)
+        return InitState("scratch", GPTConfig.from_settings(config, data.vocab_size))
     given = RESUMED_SETTINGS
     if config.init_from == "resume" or store.is_checkpoint(config.init_from):
         init = from_checkpoint(config, writes, dist)
@@ -188,10 +234,10 @@ def initial_state(config: TrainConfig, scratch: GPTConfig, dist: DistContext) ->
     return init
 
 
-def from_checkpoint(config: TrainConfig, writes: bool, dist: DistContext) -> InitState:
-    """The last good checkpoint of the run that goes on, or the weights of another run's.
+def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitState:
+    """Return the last good checkpoint of the run that is resumed, or the weights of another run's.
 
-    Raises ValueError where a run that goes on is past max_iters, or a new one would overwrite the other.
+    Raises ValueError if a resumed run is past max_iters, or a new one would overwrite the other.
     """
     is_resumed = config.init_from == "resume"
     source = config.out_dir if is_resumed else config.init_from
@@ -202,40 +248,20 @@ def from_checkpoint(config: TrainConfig, writes: bool, dist: DistContext) -> Ini
             raise ValueError(
                 f"{source} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
             )
-        dist.print0(f"going on from {source}, step {saved.iter_num}")
+        dist.print0(f"resuming {source} at step {saved.iter_num}")
         known = known_settings(type(config), saved.config)
         if "learning_rate" in known:  # nanoGPT's has fewer; a setting that came later has its default
             earlier = type(config)(**known)
     else:
         if writes and store.folder_of(source).resolve() == store.folder_of(config.out_dir).resolve():
             raise ValueError(
-                f"init_from={source} is where the new run would write, too: choose another --out_dir, or go on with "
-                "that run: --init_from=resume"
+                f"init_from={source} is where the new run would write, too: choose another --out_dir, or resume that "
+                "run: --init_from=resume"
             )
         saved = store.load(source, dist=dist)
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
-    return InitState(source, model_config, None, saved, saved.tokenizer, is_resumed, earlier)
-
-
-def choose_runner(
-    config: TrainConfig,
-    init: InitState,
-    model: GPT,
-    make_optimizer: MakeOptimizer,
-    first_batch: Callable[[int], tuple[Tensor, Tensor]],
-    dist: DistContext,
-) -> Runner:
-    """The fastest variant that computes as model.py does here, in a micro-batch that fits, which config gets.
-
-    first_batch: the first micro-batch of a number of sequences. Raises ValueError where no such variant is allowed.
-    """
-    batching = Batching.of(asdict(config), dist.rank, dist.world)
-    steps = 0 if config.eval_only else config.max_iters - init.step
-    tuner = Tuner(model, config, batching, dist, first_batch, make_optimizer, init.earlier_variant(dist), steps)
-    runner, fitting = tuner.choose()
-    if fitting.batch_size != config.batch_size:
-        for name, value in fitting.settings().items():
-            setattr(config, name, value)
-    if dist.distributed and not config.eval_only:
-        runner.distribute(*first_batch(config.batch_size))
-    return runner
+    init = InitState(source, model_config, None, saved, saved.tokenizer, is_resumed, earlier)
+    if is_resumed:
+        init.step = saved.iter_num
+        init.best_val_loss = saved.best_val_loss
+    return init

@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.settings import SCHEDULE, SETTINGS
+from deskgpt.run.settings import NOT_LEARNING
 from model import ModelSettings
 
 FOLDER = Path(__file__).resolve().parents[2] / "config" / "loss_bands"
-# Settings that make runs repeats of one experiment, besides those of its batch, its evaluation and its seed.
-NAMES = sorted({*(f.name for f in fields(ModelSettings)), *SETTINGS, *SCHEDULE, "optimizer"} - {"seed"})
 DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by rounding only.
 LEAST = 1e-3  # nats
@@ -38,14 +36,14 @@ class Band:
         return len(next(iter(self.losses.values())))
 
     def limits(self, step: int) -> tuple[float, float]:
-        """(lowest, highest) usual val loss at one of its steps: the interval that decides."""
+        """Return (lowest, highest) usual val loss at one of its steps: the interval that decides."""
         runs = self.losses[step]
         mean = statistics.fmean(runs)
         half = max(LEAST, self.deviations * statistics.stdev(runs))
         return mean - half, mean + half
 
     def verdict(self, val_losses: Mapping[int, float]) -> str:
-        """A sentence about a run with these val losses by step: as usual, or where it first left the band.
+        """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
         "" if they share no step.
         """
@@ -64,7 +62,7 @@ class Band:
 
 
 def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
-    """What runs that differ only in their seed, their variant and their machine have in common, as plain values.
+    """Return what runs have in common that differ only in their seed, variant and machine, as plain values.
 
     config: the settings of a run, or a log's by name. val_sha256: Split.fingerprint of the val data; train_tokens: of
     the train data. None where that is not known, and for runs that do not begin with new weights.
@@ -73,7 +71,7 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
     if settings.get("init_from") not in ("scratch", "resume"):
         return None
     try:
-        found = {name: settings[name] for name in NAMES}
+        found = {name: value for name, value in settings.items() if name not in NOT_LEARNING | {"seed"}}
         found["sequences per step"] = settings["batch_size"] * settings["gradient_accumulation_steps"]
         windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
         found["windows per evaluation"] = windows or settings["eval_iters"] * settings["batch_size"]
@@ -83,7 +81,7 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
 
 
 def band_of(config: Any, val_sha256: Any, train_tokens: Any) -> Band | None:
-    """The band that a run belongs to, if there is one. The arguments are those of `experiment`."""
+    """Return the band that a run belongs to, if there is one. The arguments are those of `experiment`."""
     own = experiment(config, val_sha256, train_tokens)
     for path in sorted(FOLDER.glob("*.json")) if own else []:
         record = json.loads(path.read_text(encoding="utf-8"))

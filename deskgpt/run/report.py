@@ -7,30 +7,27 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deskgpt.checkpoint import store
-from deskgpt.compute import sharding
-from deskgpt.compute.batching import Batching
-from deskgpt.compute.runner import Evaluation
-from deskgpt.kernels.verify import whole
-from deskgpt.run.diagnosis import overfit, without_improvement
+from deskgpt.compute import compiling, sharding
+from deskgpt.compute.evaluation import Evaluation
+from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
+from deskgpt.run.schedule import Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions, not_silent
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 
 class Report:
@@ -40,69 +37,71 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(self, config: TrainConfig, state: TrainState, batching: Batching) -> None:
+    def __init__(self, config: Config, state: TrainState, forgets_best: bool) -> None:
+        """forgets_best: earlier val losses come from another evaluation, and are not compared."""
         self.config = config
         self.state = state
         self.data = state.data
-        self.log = open_log(config, state)
         self.dist = state.dist
         self.print0 = state.dist.print0
-        self.batching = batching
-        self.timer = StepTimer(self.dist.device)
+        self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
+        self.log = open_log(config, state, forgets_best)
         self.counts = dict.fromkeys(("bad_step", "spike", "rewind"), 0)  # in this process, for the end of the run
         self.warm_up_s = 0.0
-        self.flops_per_token = state.runner.flops_per_token
-        self.grad_norms: list[float] = []  # of the steps since the last log line, which health.py adds
-        dtype = state.runner.variant.dtype
+        self.flops_per_token = state.model.estimate_flops()
+        self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
+        dtype = state.variant.dtype
         peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
         measured = peaks.measured_matmul_flops(self.dist.device, dtype)
         of_all_ranks = self.dist.sum(torch.tensor([peak, measured], dtype=torch.float64))
         self.peak_flops, self.measured_flops = of_all_ranks.tolist()
 
+    @property
+    def wandb_run_id(self) -> str | None:
+        """Return the id of the Weights & Biases run, which a resumed run continues."""
+        return self.log.wandb_run.id if self.log.wandb_run else self.state.wandb_run_id
+
     # ---- the beginning -----------------------------------------------------------------------------------
 
-    def start(self, warm_up_s: float) -> None:
-        """Prints and logs what runs, and on what; from here on, steps are timed."""
+    def start(self, started: float) -> None:
+        """Print and log what runs, and on what; from here on, steps are timed. started: when the run began."""
         state = self.state
         device = self.dist.device
-        variant = state.runner.variant
-        model = state.runner.model
-        compiler = None
-        if variant.compiled:
-            from deskgpt.compute.compiling import compiler_name
-
-            compiler = compiler_name(device)
+        variant = state.variant
+        batching = state.batching
+        compiler = compiling.compiler_name(device) if variant.compiled else None
         by = f" by {compiler}" if compiler else ""
         name = hardware.device_name(device)
-        self.warm_up_s = warm_up_s
-        for line in self.data.lines(self.batching, self.dist):
+        for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
-        parameters = millions(model.num_params())
+        parameters = millions(state.model.num_params())
         self.print0(f"number of parameters: {parameters}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
         self.print0(f"device: {self.dist.world} x {name}, {variant}{by}{shards}")
         peak = f"{self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})"
-        self.print0(f"mfu refers to {peak}; warm-up took {warm_up_s:.1f}s")
-        self.print0(f"tokens per iteration will be: {self.batching.tokens_per_step:,}")
+        self.warm_up_s = time.perf_counter() - started
+        self.print0(f"mfu refers to {peak}; warm-up took {self.warm_up_s:.1f}s")
+        self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
         self.log.write(
             "start",
-            settings=asdict(state.config),
+            settings=state.settings_now(),
             iter=state.step,
-            model_args=asdict(model.config),
-            parameters=model.num_params(),
+            model_args=asdict(state.model.config),
+            parameters=state.model.num_params(),
             flops_per_token=self.flops_per_token,
-            tokens_per_step=self.batching.tokens_per_step,
+            tokens_per_step=batching.tokens_per_step,
             **self.data.log_metadata(),
             device=name,
             world_size=self.dist.world,
             dtype=variant.dtype,
+            residual_dtype=variant.residual_dtype,
             compiled=variant.compiled,
-            attention=variant.attention_in_use(device.type),
+            cpu_kernels=variant.cpu_kernels,
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
             measured_flops=self.measured_flops,
-            warm_up_s=warm_up_s,
+            warm_up_s=self.warm_up_s,
             versions=state.metadata["versions"],
             git_commit=state.metadata["code"],
         )
@@ -110,36 +109,35 @@ class Report:
 
     # ---- steps -------------------------------------------------------------------------------------------
 
-    def is_due(self) -> bool:
-        """Whether this step has a line."""
-        step = self.state.step
-        return step % self.config.log_interval == 0 or step == self.config.max_iters - 1
+    def is_due(self, step: int) -> bool:
+        """Return whether this step has a line."""
+        return step % self.config.log_interval == 0 or step == self.state.schedule.max_iters - 1
 
-    def step(self, lr: float, loss: Tensor | float, grad_norm: Tensor | float, **numbers: Tensor | float) -> None:
-        """A step is done: prints and logs its line, if it has one.
+    def step(
+        self, step: int, lr: float, tokens: int, loss: Tensor, grad_norm: Tensor, **numbers: Tensor | float
+    ) -> None:
+        """Print and log the line of a step that is done, if it has one.
 
-        loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are averaged over ranks.
+        tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are
+        averaged over ranks.
         """
-        self.timer.step_done(self.state.runner.take_tokens() * self.dist.world)
-        if not self.is_due():
+        self.timer.step_done(tokens)
+        self._grad_norms.append(grad_norm.detach())
+        if not self.is_due(step):
             return
         step_s, tokens_per_s, data_wait = self.timer.end_window()
-        step = self.state.step
         mean_loss = self._mean(loss)
-        mean_norm = self._mean(grad_norm)
+        norms, self._grad_norms = torch.stack(self._grad_norms).tolist(), []
         own = {name: self._mean(value) for name, value in numbers.items()}
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
         has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops
         on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
-        grad_clip = self.config.grad_clip or math.inf
-        norms = [norm for norm in self.grad_norms if math.isfinite(norm)]
-        self.grad_norms = []
         self.print0(
             f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {mean_norm:.3f}, "
-            f"data wait {data_wait * 100:.1f}%, eta {clock(self._left_s(step_s))}{more}"
+            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {norms[-1]:.3f}, "
+            f"data wait {data_wait * 100:.1f}%, eta {clock(self._left_s(step, step_s))}{more}"
         )
         known = {
             "iter": step,
@@ -150,32 +148,30 @@ class Report:
             "tokens_per_s": tokens_per_s,
             "data_wait": data_wait,
             "lr": lr,
-            "grad_norm": mean_norm,
-            "clip_rate": sum(norm > grad_clip for norm in norms) / len(norms)
-            if norms and grad_clip < math.inf
-            else None,
-            "tokens": (step + 1) * self.batching.tokens_per_step,
+            "grad_norm": norms[-1],
+            "clip_rate": share_above(self.config.grad_clip, norms),
+            "tokens": (step + 1) * self.state.batching.tokens_per_step,
             "train_s": self.timer.train_s(),
             "peak_memory_bytes": hardware.peak_memory_bytes(self.dist.device),
         }
         self.log.write("iter", **own, **known)  # a name of `numbers` that is taken is a TypeError
 
     def _mean(self, value: Tensor | float) -> float:
-        """A tensor's mean over the ranks; a float as it is."""
+        """Return a tensor's mean over the ranks; a float as it is."""
         if not isinstance(value, Tensor):
             return float(value)
-        value = whole(value.detach()).cpu().to(torch.float64, copy=True)  # mps has no float64
+        value = sharding.unsharded(value.detach()).cpu().double()  # mps has no float64
         return self.dist.sum(value).item() / self.dist.world
 
-    def _left_s(self, step_s: float) -> float:
-        config = self.config
-        step = self.state.step
-        evaluations = math.ceil(config.max_iters / config.eval_interval) - step // config.eval_interval
+    def _left_s(self, step: int, step_s: float) -> float:
+        end = self.state.schedule.max_iters
+        interval = self.config.eval_interval
+        evaluations = math.ceil(end / interval) - step // interval
         between_s = sum(self.timer.last_s.values())
-        return (config.max_iters - step - 1) * step_s + evaluations * between_s
+        return (end - step - 1) * step_s + evaluations * between_s
 
     def event(self, kind: str, text: str, /, **fields: Any) -> None:
-        """Prints a line, if there is a text, and logs an event of this kind, such as a spike."""
+        """Print a line, if there is a text, and log an event of this kind, such as a spike."""
         if text:
             self.print0(text)
         self.log.write(kind, **fields)
@@ -186,7 +182,7 @@ class Report:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Times an evaluation, and prints now and then that it goes on where no terminal shows a progress bar."""
+        """Time an evaluation, and print now and then that it runs if no terminal shows a progress bar."""
         waiting = nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", self.print0)
         with self.timer.spent_on("evaluation"), waiting:
             yield
@@ -196,7 +192,7 @@ class Report:
             self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
-        """Prints and logs an evaluation. texts: samples of the model."""
+        """Print and log an evaluation. texts: samples of the model."""
         step = self.state.step
         eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)
@@ -211,42 +207,35 @@ class Report:
             val_se=val.standard_error,
             val_bpb=val_bpb,
             lr=lr,
-            tokens=step * self.batching.tokens_per_step,
+            tokens=step * self.state.batching.tokens_per_step,
             train_s=self.timer.train_s(),
             eval_s=eval_s,
             eval_windows=val.windows,
-            eval_digest=self.data.eval_digest(self.batching)[1],
+            eval_digest=self.data.eval_digest(self.state.batching)[1],
             val_batches=val.batch_losses,
         )
         if texts:
             self.log.write("sample", iter=step, texts=texts)
-        evaluations = self.state.evaluations
-        found = overfit(evaluations)
-        if found is not None and overfit(evaluations[:-1]) is None:  # it is printed once
-            best_step, rise = found
-            text = (
-                f"overfitting: the val loss has risen by {rise:.4f} since step {best_step}, while the train loss has "
-                "fallen; more data, --dropout or a smaller model may help"
-            )
-            self.event("overfit", text, iter=step, best_iter=best_step, rise=rise)
 
     # ---- the end -----------------------------------------------------------------------------------------
 
-    def end(self, stop: str | None) -> None:
-        """Prints the screen and logs the "end" event; nothing after eval_only.
+    def end(self, stop: str | None) -> float:
+        """Print the screen and log the "end" event, unless eval_only. Return the best val loss, inf without one.
 
         stop: why the run ends before max_iters, such as a signal's name.
         """
         config, state, timer = self.config, self.state, self.timer
         bad, spikes, rewinds = self.counts["bad_step"], self.counts["spike"], self.counts["rewind"]
+        best = min(state.evaluations, key=lambda e: e.val_loss, default=None)
+        best_val_loss = best.val_loss if best else math.inf
         if config.eval_only:
-            return
+            return best_val_loss
         if stop == "patience":
             n = without_improvement(state.evaluations)
-            best = min(state.evaluations, key=lambda e: e.val_loss)
+            at = best.step if best else 0
             self.print0(
                 f"patience={config.patience}: the last {n} evaluations improved by no more than the standard error; "
-                f"the lowest val loss was {best.val_loss:.4f} at step {best.step}"
+                f"the lowest val loss was {best_val_loss:.4f} at step {at}"
             )
         elif stop and state.step > 0:
             self.print0(f"stopped by {stop} at step {state.step}")
@@ -256,14 +245,13 @@ class Report:
             f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training ({clock(timer.wait_s)} "
             f"waiting for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} "
             f"of saving; warm-up {clock(self.warm_up_s)}; peak memory {memory_gib}; best val loss "
-            f"{state.best_val_loss:.4f}"
+            f"{best_val_loss:.4f}"
         )
         if bad or spikes:
             self.print0(f"{bad} steps without an update, {spikes} loss spikes, {rewinds} rewinds")
         verdict = compare_with_band(state)
         if verdict:
             self.print0(verdict)
-        found = [e.step for e in state.evaluations if e.val_loss == state.best_val_loss]
         self.log.write(
             "end",
             iter=state.step,
@@ -273,35 +261,42 @@ class Report:
             eval_s=timer.total_s["evaluation"],
             save_s=timer.total_s["saving"],
             peak_memory_bytes=memory,
-            best_val_loss=state.best_val_loss,
-            best_iter=found[0] if found else None,  # unknown where an older checkpoint has only the loss
+            best_val_loss=best_val_loss,
+            best_iter=best.step if best else None,
             bad_steps=bad,
             spikes=spikes,
             rewinds=rewinds,
         )
         if self.dist.is_first:
             print_next_commands(config, state)
+        return best_val_loss
 
 
-def open_log(config: TrainConfig, state: TrainState) -> RunLog:
-    """The log of this run; an earlier run in out_dir is moved aside. Other ranks and eval_only write no file."""
+def share_above(limit: float, norms: list[float]) -> float | None:
+    """Return the share of the finite gradient norms that were clipped; None without any, or without a limit (0)."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    if not finite or not limit:
+        return None
+    return sum(norm > limit for norm in finite) / len(finite)
+
+
+def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
+    """Return the log of this run; move an earlier run in out_dir aside. Other ranks and eval_only write no file."""
     dist = state.dist
     if not dist.is_first or config.eval_only:
         return RunLog(None)
     wandb_run = None
     if config.wandb_log:
-        settings = asdict(config)
-        wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, settings, state.wandb_run_id)
-        state.wandb_run_id = wandb_run.id
+        wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, asdict(config), state.wandb_run_id)
     out_dir = store.folder_of(config.out_dir)
     if config.init_from != "resume":
         found = tuple(path.name for path in store.candidates(out_dir))
         old = store.set_aside(out_dir, (*found, "log.jsonl"))
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
-    elif math.isinf(state.best_val_loss) and state.first_step > 0:
+    elif forgets_best:
         best = store.best_of(out_dir)
-        is_last = best in store.candidates(out_dir)[:1]  # a folder, which the run goes on from
+        is_last = best in store.candidates(out_dir)[:1]  # a folder, from which the run resumes
         old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
         kept = f"; {best.name} is now in {old}" if best and old else ""
         dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
@@ -309,16 +304,16 @@ def open_log(config: TrainConfig, state: TrainState) -> RunLog:
 
 
 def compare_with_band(state: TrainState) -> str:
-    """Whether the val losses are those of other runs like this one; "" where no such runs are known."""
+    """Compare the val losses with those of other runs like this one; return "" if no such runs are known."""
     from deskgpt.run.loss_band import band_of  # at the end of a run only
 
     data = state.metadata
-    band = band_of(state.config, data["val data"]["fingerprint"], data["train data"]["tokens"])
+    band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
     return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
 
 
-def print_next_commands(config: TrainConfig, state: TrainState) -> None:
-    """The best model on the disk, and the commands to sample from it, to go on and to compare."""
+def print_next_commands(config: Config, state: TrainState) -> None:
+    """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
     best = store.best_of(out_dir)
@@ -332,8 +327,8 @@ def print_next_commands(config: TrainConfig, state: TrainState) -> None:
     print0("sample:  " + command("python", "sample.py", f"--out_dir={model}", *chat))
     # The settings that the checkpoint does not give, and those without which a resumed run would have nothing to do.
     more = [f"--{name}={value}" for name, value in sensitive(asdict(config)).items()]
-    is_longer = state.step >= config.max_iters
-    has_other_end = is_longer and config.decay_lr and not config.lr_decay_iters  # of its schedule
+    is_longer = state.step >= state.schedule.max_iters
+    has_other_end = is_longer and config.decay_lr and not state.schedule.lr_decay_iters
     if is_longer:
         more.append(f"--max_iters={2 * state.step}")
     elif 0 < config.patience <= without_improvement(state.evaluations):
@@ -354,6 +349,6 @@ def print_next_commands(config: TrainConfig, state: TrainState) -> None:
 
 
 def command(*words: str | Path) -> str:
-    """A line to type in this system's shell."""
+    """Return a line to type in this system's shell."""
     texts = [str(word) for word in words]
     return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)

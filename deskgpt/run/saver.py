@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -16,16 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.sharding import group_for_saves, is_dtensor, local
+from deskgpt.compute.sharding import group_for_saves, is_dtensor, is_sharded, local
 from deskgpt.run.report import Report
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 
-if TYPE_CHECKING:
-    from train import TrainConfig
-
 MEMORY_FACTOR = 1.5  # how much of a copy's size must be free: the system needs some, too
+MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
 
 
 @dataclass(eq=False)
@@ -35,104 +31,118 @@ class Saved:
     step: int
     best: bool
     save_s: float = 0.0  # what it cost the training loop
-    write_s: float | None = None  # until the files were durable; None while it goes on
+    write_s: float | None = None  # until the files were durable; None while it is written
     error: BaseException | None = None
 
 
 class Kept(NamedTuple):
-    """The latest checkpoint on the disk, to which a run can go back."""
+    """The latest checkpoint on the disk, to which a run can return."""
 
     path: Path  # of the file or its folder
     step: int
 
 
-@dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of a run into out_dir, one after the other, and knows the latest one.
+    """Writes the checkpoints of a run into out_dir, one after the other, and knows the latest and the best one there.
 
-    A save that fails is printed, and the run goes on. With a group, which is for saves alone, its ranks write their
-    shards together, at the same step: their threads wait for each other, and a save succeeds or fails for all.
+    A save that fails is printed, and the run continues. Ranks that share weights write their shards together, at the
+    same step: a save succeeds or fails for all.
     """
 
-    out_dir: Path
-    print0: Callable[[str], None]
-    best_val_loss: float  # of the best checkpoint on the disk
-    keep: int = 1
-    in_background: bool = True
-    group: distributed.ProcessGroup | None = None
-    kept: Kept | None = None  # the latest checkpoint; at first the one that the run goes on from
-
-    def __post_init__(self) -> None:
-        self.latest_step = self.kept.step if self.kept else 0  # that was saved, or that the run began with
-        self.last: Saved | None = None
+    def __init__(self, out_dir: str, best_val_loss: float, timeout_s: float, state: TrainState, report: Report) -> None:
+        """best_val_loss: of the best checkpoint on the disk. timeout_s: the longest that ranks wait for each other."""
+        self.out_dir = store.folder_of(out_dir)
+        self.state = state
+        self.report = report
+        self.print0 = state.dist.print0
+        self.group = group_for_saves(timeout_s) if is_sharded(state.model) else None
+        self.kept = Kept(Path(out_dir), state.step) if state.first_step > 0 else None
+        # Weights that were trained elsewhere can stay the best: they are saved, too.
+        self._is_trained_elsewhere = state.settings["init_from"] not in ("scratch", "resume")
+        self._latest_step = -1 if self._is_trained_elsewhere else state.step  # saved, or that the run began with
+        self._best_val_loss = best_val_loss  # set by the thread, once the file is durable
+        self._last: Saved | None = None
         self._reported: Saved | None = None
         self._thread: threading.Thread | None = None
         self._has_taken_over = False
 
-    @classmethod
-    def of(cls, config: TrainConfig, state: TrainState) -> Saver:
-        """For a run of these settings."""
-        group = group_for_saves(config.dist_timeout_s) if state.runner.sharded else None
-        kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
-        out_dir = store.folder_of(config.out_dir)
-        print0 = state.dist.print0
-        saver = cls(out_dir, print0, state.best_val_loss, config.keep_checkpoints, config.save_async, group, kept)
-        if config.init_from not in ("scratch", "resume"):
-            saver.latest_step = -1  # weights that were trained elsewhere can stay the best: they are saved, too
-        return saver
-
     # ---- in a run ----------------------------------------------------------------------------------------
 
-    def save_if_new(self, state: TrainState, report: Report, best: bool) -> None:
-        """Saves the run as it is now, unless its step was saved already. All ranks call this.
+    def is_best(self, val_loss: float) -> bool:
+        """Return whether a model with this val loss, evaluated now, is better than the best checkpoint on the disk.
 
-        best: whether its val loss is the best so far. That of random weights is not worth a file. While gradients are
-        not finite nothing is saved: the weights may be the cause, and the last good checkpoint stays.
+        Random weights are never the best: they are not worth a file.
         """
-        is_new_best = best and state.step > 0
-        is_saved = state.step == self.latest_step and not is_new_best
-        if is_saved or state.bad_in_a_row or state.config.eval_only:
+        self.wait()
+        return val_loss < self._best_val_loss and (self.state.step > 0 or self._is_trained_elsewhere)
+
+    def save_if_new(self, best_val_loss: float | None = None) -> None:
+        """Save the run as it is now, unless its step was saved already. All ranks call this.
+
+        best_val_loss: the model's, if it is_best.
+        """
+        state = self.state
+        if state.step == self._latest_step and best_val_loss is None:
             return
         if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
-            with report.timer.spent_on("saving"):
+            with self.report.timer.spent_on("saving"):
                 self.wait()
-                best_val_loss = state.best_val_loss
-                self.report_ended(state, report)
-                if best:  # whatever came of the save before, this one holds the best loss
-                    state.best_val_loss = best_val_loss
-                saving = self.save(state.checkpoint(), best)
-            saving.save_s = report.timer.last_s["saving"]
-        self.latest_step = state.step
+                self.report_ended()
+                on_disk = self._best_val_loss if best_val_loss is None else best_val_loss
+                checkpoint = state.checkpoint(on_disk, self.report.wandb_run_id)
+                saving = self._begin(checkpoint, best_val_loss is not None)
+            saving.save_s = self.report.timer.last_s["saving"]
+        self._latest_step = state.step
 
-    def report_ended(self, state: TrainState, report: Report) -> None:
-        """Reports the last save, once, when it has ended. After one that failed, an earlier loss is the best."""
-        saved = self.last
+    def report_ended(self) -> None:
+        """Report the last save, once, when it has ended."""
+        saved = self._last
         if saved is None or saved.write_s is None or saved is self._reported:
             return
         self._reported = saved
         if saved.error is None:
-            report.event("save", "", iter=saved.step, best=saved.best, save_s=saved.save_s, write_s=saved.write_s)
+            times = {"save_s": saved.save_s, "write_s": saved.write_s}
+            self.report.event("save", "", iter=saved.step, best=saved.best, **times)
             return
-        if not isinstance(saved.error, OSError | ValueError):  # no user's
+        if not isinstance(saved.error, OSError | ValueError):  # a defect, not the user's
             raise saved.error
-        self.latest_step = -1  # so that the same step is tried again
-        state.best_val_loss = self.best_val_loss
+        self._latest_step = -1  # so that the same step is tried again
 
-    def finish(self, state: TrainState, report: Report, stop: str | None) -> None:
-        """At the end of a run: saves what was not saved yet if something stopped it, and waits for the last save."""
-        if stop:
-            self.save_if_new(state, report, best=False)
+    def finish(self, saves: bool) -> None:
+        """End: save what was not saved yet, if the run is to be resumed, and wait for the last save."""
+        if saves:
+            self.save_if_new()
         self.wait()
-        self.report_ended(state, report)
+        self.report_ended()
 
-    def latest(self, dist: DistContext) -> Kept | None:
-        """The latest checkpoint, once the save that goes on has ended. All ranks call this and get the same."""
+    def rewind(self, step: int, position: int) -> bool:
+        """Return the state to the latest checkpoint, to continue after the batch of a step, which is at `position`.
+
+        All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
+        """
         self.wait()
-        return dist.gather(self.kept)[0]
+        state = self.state
+        kept = state.dist.gather(self.kept)[0]
+        if kept is None:
+            self.print0("on_spike=rewind: no checkpoint was saved yet, so the run continues")
+            return False
+        with self.report.timer.spent_on("saving"):
+            if state.rewound_to == kept.step and state.rewinds_there >= MAX_REWINDS:
+                raise ValueError(
+                    f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
+                    f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
+                )
+            state.rewind(store.load(kept.path, dist=state.dist), kept.path, position)
+            state.dist.all(True)  # no rank replaces the file while another reads it
+        text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
+        self.report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
+        self._latest_step = -1  # what is skipped must be saved
+        self.save_if_new()
+        return True
 
     def kept_text(self) -> str:
-        """What an error says about the checkpoints."""
+        """Return what an error says about the checkpoints."""
         self.wait()
         if self.kept is None:
             return "no checkpoint was saved yet"
@@ -140,20 +150,18 @@ class Saver:
 
     # ---- writing -----------------------------------------------------------------------------------------
 
-    def save(self, checkpoint: Checkpoint, best: bool) -> Saved:
-        """Begins to write, after the save before has ended. What it holds may change afterwards."""
-        self.wait()
-        self.last = Saved(checkpoint.iter_num, best)
-        if self.in_background and has_room_for(checkpoint):
+    def _begin(self, checkpoint: Checkpoint, best: bool) -> Saved:
+        """Begin to write, after the save before has ended. What it holds may change afterwards."""
+        self._last = Saved(checkpoint.iter_num, best)
+        if has_room_for(checkpoint):
             # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
             copy = snapshot(checkpoint)
-            self._thread = threading.Thread(target=self._write, args=(copy, self.last), name="saver")
+            self._thread = threading.Thread(target=self._write, args=(copy, self._last), name="saver")
             self._thread.start()
-            return self.last
-        if self.in_background:
-            self.print0("little memory is free: training waits while the checkpoint is written")
-        self._write(checkpoint, self.last)
-        return self.last
+            return self._last
+        self.print0("little memory is free: training waits while the checkpoint is written")
+        self._write(checkpoint, self._last)
+        return self._last
 
     def _write(self, checkpoint: Checkpoint, saved: Saved) -> None:
         t0 = time.perf_counter()
@@ -161,34 +169,34 @@ class Saver:
             if not self._has_taken_over:
                 agreed(self.group, lambda: self._take_over(saved.step))
                 self._has_taken_over = True
-            store.save(checkpoint, self.out_dir, saved.best, self.keep, self.group)
+            store.save(checkpoint, self.out_dir, saved.best, group=self.group)
             self.kept = Kept(self.out_dir / store.NAME if self.group is None else self.out_dir, saved.step)
             if saved.best:
-                self.best_val_loss = checkpoint.best_val_loss
+                self._best_val_loss = checkpoint.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
             saved.error = e
         saved.write_s = time.perf_counter() - t0
         if isinstance(saved.error, OSError | ValueError):
-            self.print0(f"{saved.error}; the run goes on and tries again at the next save")
+            self.print0(f"{saved.error}; the run continues and tries again at the next save")
 
     def _take_over(self, step: int) -> None:
         if self.group is None or distributed.get_rank(self.group) == 0:
             store.take_over(self.out_dir, self.print0, step)
 
     def wait(self) -> None:
-        """Returns when the last save has ended."""
+        """Return when the last save has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def raise_if_last_failed(self) -> None:
-        """Raises what the last save failed with."""
-        if self.last is not None and self.last.error is not None:
-            raise self.last.error
+        """Raise what the last save failed with."""
+        if self._last is not None and self._last.error is not None:
+            raise self._last.error
 
 
 def snapshot(state: Checkpoint) -> Checkpoint:
-    """A copy in the machine's memory, made when this returns. Tensors that share their numbers share them in it too."""
+    """Return a copy in the machine's memory. Tensors that share their numbers share them in it too."""
     copies: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def copied(tensor: Tensor) -> Tensor:
@@ -209,7 +217,7 @@ def snapshot(state: Checkpoint) -> Checkpoint:
 
 
 def has_room_for(state: Checkpoint) -> bool:
-    """Whether the memory for a snapshot is free, as far as the system tells."""
+    """Return whether the memory for a snapshot is free, as far as the system tells."""
     tensors = [local(x) for x in tree_leaves(vars(state)) if isinstance(x, Tensor)]
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     free_bytes = hardware.free_memory_bytes()

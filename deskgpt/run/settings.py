@@ -6,28 +6,56 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext, dist_env
 from deskgpt.run.log import git_commit, versions
+from deskgpt.run.schedule import Config, Schedule
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local
 from deskgpt.system.terminal import shortened
 from model import GPTConfig, ModelSettings
 
-if TYPE_CHECKING:
-    from train import TrainConfig
+# ---- what a setting is about -----------------------------------------------------------------------------------
+
+# The one classification of train.py's settings. A setting belongs to learning unless it is listed here: a resumed run,
+# a band of losses, bench/ask.py and bench/compare.py compare all others.
+OUTPUT = {"out_dir", "log_interval", "always_save_checkpoint", "save_minutes", "sample_interval"}
+OUTPUT |= {"wandb_log", "wandb_project", "wandb_run_name"}
+EVALUATION = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}  # how many windows it reads is compared apart
+START = {"init_from", "resume_changed", "dry_run", "plan_for"}
+END = {"max_hours", "max_minutes", "patience", "on_spike"}
+SPLIT = {"batch_size", "gradient_accumulation_steps", "auto_batch"}  # the sequences per step are compared apart
+MACHINE = {
+    "device",
+    "dtype",
+    "cpu_kernels",
+    "compile",
+    "activation_checkpoint",
+    "backend",
+    "dp_shard",
+    "dist_timeout_s",
+}
+DATA = {"dataset"}  # a path; what is in it is compared apart
+NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | DATA)
+# Of learning too, but compared by the rates of the steps so far: with the same past, it is the same experiment.
+SCHEDULE = tuple(f.name for f in fields(Schedule))
 
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
-# What max_minutes settles. A run that goes on keeps it.
-PLANNED = ("max_iters", "warmup_iters", "lr_decay_iters", "cooldown_iters")
+# What max_minutes settles. A run that resumes keeps it.
+PLANNED = ("max_iters", "warmup_iters", "lr_decay_iters")
+ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ between hosts
+RATES_COMPARED = 64  # steps, evenly spread
 
 
-def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]:
-    """All settings of the run that argv starts, by name, after init_from is followed. Raises ConfigError.
+# ---- the settings of a start ---------------------------------------------------------------------------------
+
+
+def settings_of_start(cls: type, argv: list[str]) -> dict[str, Any]:
+    """Return all settings of the run that argv starts, by name, after init_from is followed. Raises ConfigError.
 
     A resumed run begins with the settings of its checkpoint, a finetuned one with those of the model; config files and
     the command line override them.
@@ -52,8 +80,8 @@ def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]
     return read_settings(cls, argv, settings_of_model(exported, source)) if exported else settings
 
 
-def resumed_settings(cls: type[TrainConfig], argv: list[str], out_dir: str) -> dict[str, Any]:
-    """The settings of the run in out_dir, overridden by config files and command line, but for the model's size."""
+def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]:
+    """Return the settings of the run in out_dir, overridden by files and command line, but for the model's size."""
     saved = store.load(out_dir, checksums=False)
     of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
     known = known_settings(cls, saved.config)
@@ -88,20 +116,20 @@ def resumed_settings(cls: type[TrainConfig], argv: list[str], out_dir: str) -> d
     return settings
 
 
-def known_settings(cls: type[TrainConfig], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a checkpoint that there still are; nanoGPT has others, too."""
+def known_settings(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
     names = {f.name for f in fields(cls)}
     return {name: value for name, value in saved.items() if name in names}
 
 
 def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:
-    """The settings of a saved model, without dropout, which may change."""
+    """Return the settings of a saved model, without dropout, which may change."""
     found = asdict(GPTConfig.from_args(model_args, source))
     return {name: found[name] for name in RESUMED_SETTINGS}
 
 
 def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that a user must type again to have them in a resumed one.
+    """Return the settings of a run that a user must type again to have them in a resumed one.
 
     wandb_log sends data away, and Windows logs in to the host that a path names.
     """
@@ -116,13 +144,6 @@ def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 Metadata = dict[str, Any]
 
-SETTINGS: tuple[str, ...] = ("block_size", "seed", "dropout", "align_documents")
-SETTINGS += ("weight_decay", "beta1", "beta2", "momentum", "grad_clip")
-SCHEDULE: tuple[str, ...] = ("max_iters", "learning_rate", "min_lr", "decay_lr")
-SCHEDULE += ("lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters")
-RATES_COMPARED = 500  # steps, evenly spread
-ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ between hosts
-
 
 @dataclass(frozen=True)
 class Change:
@@ -136,13 +157,16 @@ class Change:
         return f"{self.name}: {self.before} before, {self.now} now"
 
 
-def compare(before: Any, now: Metadata) -> list[Change]:
-    """What both know and what differs, in the order of `now`. before: a checkpoint's may be of any type."""
+def changes_between(before: Any, now: Metadata) -> list[Change]:
+    """Return the keys that both have and whose values differ, in `now`'s order.
+
+    before: of a checkpoint, so it may be of any type.
+    """
     found = []
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None
         if isinstance(value, dict):
-            found += [replace(change, name=f"{name}, {change.name}") for change in compare(old, value)]
+            found += [replace(change, name=f"{name}, {change.name}") for change in changes_between(old, value)]
         elif isinstance(old, str | float | int) and value is not None and old != value:
             found.append(Change(name, as_text(old), as_text(value)))
     return found
@@ -155,39 +179,36 @@ def as_text(value: Any) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def of_experiment(config: TrainConfig) -> Metadata:
-    """What the settings say about the experiment. A global batch in other micro-batches is the same one."""
-    found: Metadata = {name: getattr(config, name) for name in SETTINGS}
+def learning_settings(config: Config) -> Metadata:
+    """Return what the settings say about learning, without the schedule. The cut of a global batch does not count."""
+    found = {name: value for name, value in asdict(config).items() if name not in NOT_LEARNING | {*SCHEDULE}}
     if config.optimizer != "muon":
         del found["momentum"]
     return found | {"sequences per step": config.batch_size * config.gradient_accumulation_steps}
 
 
-def changed_schedule(
-    before: TrainConfig, now: TrainConfig, rate: Callable[[TrainConfig, int], float], done: int
-) -> tuple[list[Change], list[Change]]:
-    """(where the learning rates of the steps so far differ most, or nothing; the schedule's settings that differ).
-
-    Schedules may differ in what comes later: with the same past, it is the same experiment. done: steps so far.
-    """
-    schedules = [{"schedule": {name: getattr(config, name) for name in SCHEDULE}} for config in (before, now)]
-    of_schedule = compare(*schedules)
+def rates_of(rate: Callable[[int], float], done: int) -> dict[str, float]:
+    """Return the learning rates at up to RATES_COMPARED of the steps done, evenly spread, by step."""
     n = min(done, RATES_COMPARED)
     steps = [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
-    rates = {step: (rate(before, step), rate(now, step)) for step in steps}
-    apart = {step: abs(old - new) / max(old, new, 1e-30) for step, (old, new) in rates.items()}
+    return {str(step): rate(step) for step in steps}
+
+
+def changed_rate(before: Any, rate: Callable[[int], float]) -> list[Change]:
+    """Return where today's learning rate differs most from those of the steps done (rates_of), or nothing."""
+    apart: dict[str, float] = {}
+    for step, old in before.items() if isinstance(before, dict) else ():
+        if isinstance(step, str) and step.isdecimal() and isinstance(old, float):
+            now = rate(int(step))
+            apart[step] = abs(old - now) / max(abs(old), abs(now), 1e-30)
     worst = max(apart, key=apart.__getitem__, default=None)
     if worst is None or apart[worst] <= 1e-9:
-        return [], of_schedule
-    old, new = rates[worst]
-    end = before.lr_decay_iters or before.max_iters
-    has_other_end = end != (now.lr_decay_iters or now.max_iters)
-    remedy = f" (--lr_decay_iters={end} keeps the schedule's end)" if has_other_end else ""
-    return [Change(f"learning rate at step {worst:,}", f"{old:.6g}", f"{new:.6g}{remedy}")], of_schedule
+        return []
+    return [Change(f"learning rate at step {int(worst):,}", f"{before[worst]:.6g}", f"{rate(int(worst)):.6g}")]
 
 
 def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dist: DistContext) -> None:
-    """Raises ValueError, on all ranks, where settings, data or code are not the same on all hosts."""
+    """Raises ValueError, on all ranks, if settings, data or code are not the same on all hosts."""
     if dist.world == 1:
         return
     own: Metadata = {name: str(value) for name, value in settings.items() if name not in ON_A_HOST}
@@ -195,7 +216,7 @@ def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dis
     everyone = dist.gather((platform.node(), own))
     first_host, first = everyone[0]
     for rank, (host, theirs) in enumerate(everyone):
-        for change in compare(first, theirs):
+        for change in changes_between(first, theirs):
             raise ValueError(
                 f"{change.name} is {change.before} on rank 0 (host {first_host}), but {change.now} on rank {rank} "
                 f"(host {host}): all hosts need the same code, data and settings"

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +18,6 @@ from deskgpt.run.diagnosis import EvalRecord, without_improvement
 
 if TYPE_CHECKING:
     from deskgpt.compute.distributed import DistContext
-    from train import TrainConfig
 
 T = TypeVar("T")
 
@@ -46,9 +45,9 @@ class SignalHandler:
         self._heard_at = 0.0
 
     def install(self) -> None:
-        """From now on the signals end this process at once, also in the middle of a call that takes minutes.
+        """Let the signals end this process at once, also in the middle of a call that takes minutes.
 
-        But for those that are ignored (nohup, jobs in the background).
+        Ignored signals (nohup, background jobs) stay ignored.
         """
         self.signal = None
         self.installed_at = time.perf_counter()
@@ -57,7 +56,7 @@ class SignalHandler:
             signal.signal(number, signal.SIG_DFL)
 
     def listen(self) -> None:
-        """From now on there is work to save: the signals are handled here, a second one ends the process."""
+        """Handle the signals here from now on, since there is work to save; a second one ends the process."""
         numbers, self._numbers = self._numbers, []
         for number in numbers:
             signal.signal(number, self._handle)
@@ -80,7 +79,7 @@ signal_handler = SignalHandler()
 
 
 def print_to_stderr(line: str) -> None:
-    """A line on stderr, of the first rank only. Not through print(), which the signal may have interrupted."""
+    """Write a line to stderr, on the first rank only. Not through print(), which the signal may have interrupted."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, f"{line}\n".encode())
@@ -90,46 +89,44 @@ def print_to_stderr(line: str) -> None:
 
 AGREE_S = 1.0  # ranks agree about this often: at each step all would wait for the slowest of them once more
 ERROR = "an error"
-REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR)  # where ranks differ, the last one
+REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR)  # if ranks differ, the last one
 
 
 class StopController:
-    """Decides when to save and stop; all ranks agree. `reason` is why the run ends, None while it goes on.
+    """Decides when to save and stop; all ranks agree. `reason` is why the run ends, None while it trains.
 
     A rank alone decides at each step. Several agree after so many steps as take about a second, and before an
     evaluation.
     """
 
-    def __init__(self, config: TrainConfig, dist: DistContext, started: float, sharded: bool) -> None:
-        """started: the instant of the run's start. sharded: whether ranks share weights."""
+    def __init__(self, dist: DistContext, started: float, max_hours: float, save_minutes: float, patience: int) -> None:
+        """started: the instant of the run's start."""
         self.reason: str | None = None
         self.dist = dist
-        self.config = config
-        self._ends_at = started + (3600 * config.max_hours or math.inf)
-        self._sharded = sharded
+        self.save_minutes = save_minutes
+        self.patience = patience
+        self._ends_at = started + (3600 * max_hours or math.inf)
         self._failure: Exception | None = None
         self._saved_at = time.perf_counter()
         self._agreed_at = self._saved_at
-        self._steps_since = -1  # since the ranks last agreed; the first call of `check` comes before the first step
+        self._steps_since = -1  # since the ranks last agreed; the first call of `poll` comes before the first step
         self._steps_between = 1  # steps between two agreements, the same number on all ranks
         signal_handler.signal = None  # an earlier run in the same process may have left one
 
-    def check(self, step: int, has_work: bool, evaluates: bool) -> bool:
-        """Sets `reason` if the run should stop. Returns whether a checkpoint is due that no evaluation asks for.
+    def poll(self, has_work: bool, evaluates: bool) -> bool:
+        """Set `reason` if the run should stop. Return whether a checkpoint is due that no evaluation asks for.
 
-        has_work: whether something would be lost if a signal ended the process at once.
+        has_work: something would be lost if a signal ended the process at once; from now on it is handled here.
         """
         if has_work:
             signal_handler.listen()
-        by_steps = self.config.save_interval > 0 and step % self.config.save_interval == 0
         if self.dist.world > 1:
             self._steps_since += 1
             if self._steps_since < self._steps_between and not evaluates:
-                return by_steps
+                return False
             self._space_agreements()
         now = time.perf_counter()
-        by_time = now >= self._saved_at + (60 * self.config.save_minutes or math.inf)
-        reason = "save" if by_steps or by_time else ""
+        reason = "save" if now >= self._saved_at + (60 * self.save_minutes or math.inf) else ""
         if now >= self._ends_at:
             reason = "max_hours"
         agreed = self._agree(reason)
@@ -138,16 +135,16 @@ class StopController:
         return agreed == "save"
 
     def saved(self) -> None:
-        """A checkpoint was begun just now."""
+        """Count save_minutes from now on: a checkpoint was begun."""
         self._saved_at = time.perf_counter()
 
-    def interrupted(self) -> bool:
-        """Whether an evaluation was interrupted on some rank, which sets `reason`."""
+    def is_interrupted(self) -> bool:
+        """Return whether a signal has broken off an evaluation on some rank, and set `reason`."""
         self.reason = self._agree("") or None
         return self.reason is not None
 
     def _space_agreements(self) -> None:
-        """Chooses after how many steps the ranks agree next, from the time since they last did on the slowest one.
+        """Choose after how many steps the ranks agree next, from the time since they last did on the slowest one.
 
         At most twice as many as before: steps may become slower.
         """
@@ -159,48 +156,37 @@ class StopController:
         self._steps_since = 0
 
     def _agree(self, reason: str) -> str:
-        """The strongest reason on any rank: an error, then a signal, then `reason`."""
+        """Return the strongest reason on any rank: an error, then a signal, then `reason`."""
         if signal_handler.signal:
             reason = signal.Signals(signal_handler.signal).name
-        if self._failure:
-            reason = ERROR
         return REASONS[int(self.dist.max(REASONS.index(reason)))]
 
     def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
-        """Sets `reason` after `patience` evaluations in a row without an improvement."""
-        if 0 < self.config.patience <= without_improvement(evaluations):
+        """Set `reason` after `patience` evaluations in a row without an improvement."""
+        if 0 < self.patience <= without_improvement(evaluations):
             self.reason = "patience"
 
-    # ---- what may be interrupted -------------------------------------------------------------------------
-
     def until_signal(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a signal comes. Ranks that share weights end at the same item."""
+        """Yield the items until a signal comes. Ranks end at the same item: they may need each other."""
         for item in items:
-            goes_on = signal_handler.signal is None
-            if self._sharded:
-                goes_on = self.dist.all(goes_on)
-            if not goes_on:
+            if not self.dist.all(signal_handler.signal is None):
                 return
             yield item
 
-    @contextmanager
-    def catching(self) -> Iterator[None]:
-        """An error of a token file within the block makes the run save and end, and `leave` raises it.
+    # ---- the end -----------------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """End the run because of this error, which `leave` raises after the last save.
 
         With several ranks it is raised at once: the others are in the step.
         """
-        try:
-            yield
-        except (ValueError, OSError) as e:
-            if self.dist.world > 1:
-                raise
-            self._failure = e
-            self.reason = ERROR
-
-    # ---- the end -----------------------------------------------------------------------------------------
+        if self.dist.world > 1:
+            raise error
+        self._failure = error
+        self.reason = ERROR
 
     def leave(self) -> None:
-        """Raises what the run ends with: its error, or SystemExit with the conventional status after a signal."""
+        """Raise what the run ends with: its error, or SystemExit with the conventional status after a signal."""
         if self._failure is not None:
             raise self._failure
         if self.reason and self.reason in signal.Signals.__members__:

@@ -3,147 +3,152 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from data.batching import Batching
+from data.dataset import Dataset
 from deskgpt.checkpoint.ckpt_file import refuse_unreadable
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint, content_of, restore_weights
+from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.implementation import saved_variant
-from deskgpt.compute.runner import Evaluation, Runner
+from deskgpt.compute.evaluation import Evaluation
+from deskgpt.compute.variant import Variant
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
+from deskgpt.run.schedule import Schedule
+from deskgpt.run.settings import rates_of
 from deskgpt.system.files import is_number
 from deskgpt.system.terminal import reason
 from model import GPT
 
-if TYPE_CHECKING:
-    from data.dataset import Dataset
-    from deskgpt.run.health import Step
-    from train import TrainConfig
-
-REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "health" in a checkpoint
+REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "progress" in a checkpoint
+RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps, by which a resumed run is compared
 
 
 class TrainState:
-    """Weights, optimizer, step, best loss, evaluations, and the batches that were skipped.
+    """Weights, optimizer, step, schedule, evaluations, and the batches that were skipped.
 
-    `checkpoint` gives all of it. `resume` and `rewind` take it back into the same tensors, which compiled code and DDP
-    hold.
+    `checkpoint` returns all of it. `resume` and `rewind` take it back into the same tensors, which compiled code and
+    DDP hold. main raises `step` and sets `schedule` and `batching`.
     """
 
     def __init__(
-        self, config: TrainConfig, runner: Runner, optimizer: torch.optim.Optimizer, data: Dataset, dist: DistContext
+        self,
+        settings: dict[str, Any],
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        variant: Variant,
+        batching: Batching,
+        schedule: Schedule,
+        rate: Callable[[Schedule, int], float],
+        data: Dataset,
+        dist: DistContext,
     ) -> None:
-        """config: a checkpoint has the settings as they are when it is taken.
+        """settings: of train.py, by name. rate: the learning rate of a schedule at a step.
 
-        Raises ValueError where a checkpoint would lose something.
+        Raises ValueError if a checkpoint would lose something.
         """
-        self.config = config
-        self.runner = runner
+        self.settings = settings
+        self.model = model
         self.optimizer = optimizer
-        self.optimizer_state = OptimizerState(optimizer, runner.model)
+        self.optimizer_state = OptimizerState(optimizer, model)
+        self.scaler = scaler
+        self.variant = variant
+        self.batching = batching
+        self.schedule = schedule
+        self.rate = rate
         self.data = data
         self.dist = dist
         self.metadata: dict[str, Any] = {}  # of data and code: what a resumed run compares
         self.wandb_run_id: str | None = None
         self.first_step = 0  # of this process
         self.step = 0  # optimizer steps done
-        self.best_val_loss = math.inf
         self.evaluations: list[EvalRecord] = []
         self.spikes = SpikeDetector()
-        self.bad_in_a_row: list[Step] = []  # the last steps, while their gradients were not finite
         self.skipped_batches = 0  # by rewinds
         self.rewound_to = 0  # the step of the checkpoint that the last rewind went to
         self.rewinds_there = 0
         self._extra: dict[str, Any] = {}  # see register_state
         self._saved_extra: dict[str, Any] = {}
-        if not config.eval_only:
+        if not settings["eval_only"]:
             self._check_saves()
 
     @property
     def position(self) -> int:
-        """The number of the next step's global batch in the order of batches."""
+        """Return the number of the next step's global batch in the order of batches."""
         return self.step + self.skipped_batches
 
-    # ---- evaluations -------------------------------------------------------------------------------------
+    def settings_now(self) -> dict[str, Any]:
+        """Return the settings with the micro-batch and the schedule that the run has found."""
+        return self.settings | self.batching.settings() | self.schedule.settings()
 
-    def add_evaluation(self, train: Evaluation, val: Evaluation) -> bool:
-        """Adds an evaluation of this step; returns whether its val loss is the best so far.
-
-        One that is repeated, after a resume or a rewind, replaces the first.
-        """
-        self.best_val_loss = self.dist.max(self.best_val_loss)  # ranks hear of a failed save at different moments
-        improved = val.loss < self.best_val_loss
-        self.best_val_loss = min(self.best_val_loss, val.loss)
+    def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
+        """Add an evaluation of this step. One that is repeated, after a resume or a rewind, replaces the first."""
         self.evaluations = [e for e in self.evaluations if e.step < self.step]
         self.evaluations.append(EvalRecord(self.step, train.loss, val.loss, val.standard_error))
-        return improved
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
     def register_state(self, name: str, part: Any) -> None:
-        """From now on checkpoints keep this too: an object with state_dict and load_state_dict, such as an average of
-        the weights. In a resumed run it gets its state back at once. Raises ValueError in a sharded run, and where a
-        file could not keep the state.
+        """Keep this in checkpoints, too: an object with state_dict and load_state_dict, such as an average of the
+        weights. In a resumed run it gets its state back at once. Raises ValueError in a sharded run, and if a file
+        could not keep the state.
         """
-        if self.runner.sharded:
+        if sharding.is_sharded(self.model):
             raise ValueError(f"{name}: checkpoints of sharded runs keep the model and the optimizer only")
         refuse_unreadable(part.state_dict())
         self._extra[name] = part
         self._restore_extra(name)
 
-    def checkpoint(self) -> Checkpoint:
-        runner = self.runner
+    def checkpoint(self, best_val_loss: float = math.inf, wandb_run_id: str | None = None) -> Checkpoint:
+        """Return all of the state. best_val_loss: of the best checkpoint on the disk, once this one is written."""
+        rates = rates_of(lambda step: self.rate(self.schedule, step), self.step)
         return Checkpoint(
-            model=runner.model.state_dict(),
+            model=self.model.state_dict(),
             optimizer=self.optimizer_state.state(),
-            model_args=runner.model.config.as_args(),
+            model_args=self.model.config.as_args(),
             iter_num=self.step,
-            best_val_loss=self.best_val_loss,
-            config=asdict(self.config),
-            scaler=runner.scaler.state_dict(),
+            best_val_loss=best_val_loss,
+            config=self.settings_now(),
+            scaler=self.scaler.state_dict(),
             tokenizer=self.data.tokenizer,
             chat=self.data.chat,
-            form=saved_variant(runner),
-            wandb_run_id=self.wandb_run_id,
-            health=self._progress(),
-            facts=self.metadata | ({"doubts": runner.doubts} if runner.doubts else {}),
-            parts={name: part.state_dict() for name, part in self._extra.items()} or None,
+            variant=self.variant.saved(self.dist.device),
+            wandb_run_id=wandb_run_id,
+            progress=self._progress(),
+            metadata=self.metadata | {RATES: rates},
+            extra_state={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
 
     def _check_saves(self) -> None:
-        """Raises ValueError, before the first step, where no run could go on from a checkpoint of this one."""
+        """Raises ValueError, before the first step, if no run could resume from a checkpoint of this one."""
         saved = self.checkpoint()
         shapes = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in saved.model.items()}
         try:
             refuse_unreadable(content_of(saved))
-            GPT.without_storage(self.runner.model.config).load_state_dict(shapes, assign=True)
+            GPT.without_storage(self.model.config).load_state_dict(shapes, assign=True)
         except (RuntimeError, ValueError) as e:
-            raise ValueError(f"no run could go on from checkpoints of this one, so it ends: {reason(e)}") from None
+            raise ValueError(f"no run could resume from checkpoints of this one, so it ends: {reason(e)}") from None
 
     def resume(self, saved: Checkpoint, source: str, trains: bool) -> None:
-        """Goes on from a checkpoint, whose weights the model has. trains: whether the optimizer's state matters.
+        """Continue from a checkpoint, whose weights the model has. trains: the optimizer's state matters.
 
         Raises ValueError, naming `source`, if it is damaged.
         """
         self.first_step = saved.iter_num
-        self.best_val_loss = saved.best_val_loss
         self.wandb_run_id = saved.wandb_run_id
-        doubts = (saved.facts or {}).get("doubts", [])  # steps that may be wrong stay marked
-        self.runner.doubts = list(doubts) if isinstance(doubts, list) else []
-        self.runner.right_until = saved.iter_num
         self._restore(saved, source, trains)
 
     def rewind(self, saved: Checkpoint, source: Path, position: int) -> None:
-        """Back to a checkpoint of this run, to go on with the batch after the one at `position`."""
+        """Return to a checkpoint of this run, to continue with the batch after the one at `position`."""
         rewinds = self.rewinds_there if saved.iter_num == self.rewound_to else 0
-        restore_weights(self.runner.model, saved)
+        restore_weights(self.model, saved)
         self._restore(saved, str(source), trains=True)
-        self.bad_in_a_row.clear()
         self.rewound_to = self.step
         self.rewinds_there = rewinds + 1
         self.skipped_batches = position + 1 - self.step
@@ -152,7 +157,7 @@ class TrainState:
         if trains:
             self.optimizer_state.load(saved.optimizer, source, saved.folder)
         self.step = saved.iter_num
-        self._saved_extra = saved.parts or {}
+        self._saved_extra = saved.extra_state or {}
         for name in self._extra:
             self._restore_extra(name)
         self.spikes = SpikeDetector()
@@ -161,13 +166,13 @@ class TrainState:
             if trains and saved.scaler:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
                     raise ValueError
-                self.runner.scaler.load_state_dict(saved.scaler)
-            self._restore_progress(saved.health or {})
+                self.scaler.load_state_dict(saved.scaler)
+            self._restore_progress(saved.progress or {})
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(f"{source}: its loss scale, or its record of past losses, is damaged") from None
 
     def _restore_extra(self, name: str) -> None:
-        """Gives a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
+        """Give a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
         if name not in self._saved_extra:
             if self.step > 0:
                 self.dist.print0(f"{name}: the checkpoint of step {self.step} has none, so it starts anew")
@@ -175,10 +180,10 @@ class TrainState:
         try:
             self._extra[name].load_state_dict(self._saved_extra[name])
         except Exception as e:  # whatever that class raises
-            raise ValueError(f"{self.config.out_dir}: its {name} does not fit this run ({reason(e)})") from None
+            raise ValueError(f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})") from None
 
     def _progress(self) -> dict[str, Any]:
-        """Under "health" in a checkpoint, as plain values."""
+        """Return what is under "progress" in a checkpoint, as plain values."""
         return {name: getattr(self, name) for name in REWINDS} | {
             "losses": list(self.spikes.losses),
             "steps_since_spike": self.spikes.steps_since_spike,
@@ -198,7 +203,7 @@ class TrainState:
 
 
 def count(value: Any) -> int:
-    """A whole number. Raises ValueError for anything else in its place."""
+    """Return a count of at least 0. Raises ValueError for anything else in its place."""
     if not is_number(value):
         raise ValueError
     return int(value)

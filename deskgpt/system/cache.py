@@ -6,8 +6,6 @@ again.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import os
 import stat
@@ -73,13 +71,3 @@ def keep(name: str, key: str, value: Any) -> None:
     path = path_of(name)
     with suppress(OSError), FileLock(f"{path}.lock", timeout=5):  # else the next run measures again
         write_atomically(path, json.dumps(read(name) | {key: value}, indent=1).encode())
-
-
-@functools.cache
-def digest_of_code() -> bytes:
-    """SHA-256 of what decides how a step is computed and predicted: model.py and the files of three rooms."""
-    root = Path(__file__).resolve().parents[2]
-    files = [root / "model.py"]
-    for room in ("compute", "estimate", "kernels"):
-        files += sorted((root / "deskgpt" / room).glob("*.*"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()

@@ -43,6 +43,10 @@ class ConfigError(ValueError):
     """A mistake in the settings, which the user can correct. Scripts end with exit status 2."""
 
 
+class DataError(ValueError):
+    """Token files that a run reads are damaged or gone. The run saves its last whole step and ends."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser of a script's arguments. What is wrong with them becomes a ConfigError, one line with an example."""
 

@@ -1,0 +1,108 @@
+"""How a global batch, and an evaluation, are cut into micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a global batch is cut into micro-batches and ranks. Any two cuts of the same global batch train the same.
+
+    Raises ValueError if the ranks cannot share the micro-batches equally.
+    """
+
+    batch_size: int  # sequences per micro-batch
+    accumulation: int = 1  # micro-batches per optimizer step, over all ranks
+    block_size: int = 1  # tokens per sequence
+    eval_windows: int = 1  # of each split that an evaluation reads, at most
+    rank: int = 0
+    world: int = 1
+    eval_tokens: int = 0  # that the user has asked for, instead of a number of micro-batches
+
+    def __post_init__(self) -> None:
+        if self.accumulation % self.world:
+            nearest = (self.accumulation // self.world + 1) * self.world
+            raise ValueError(
+                f"gradient_accumulation_steps={self.accumulation} does not divide among {self.world} ranks; "
+                f"try --gradient_accumulation_steps={nearest}"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        batch_size: int,
+        accumulation: int,
+        block_size: int,
+        eval_iters: int,
+        eval_tokens: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Batching:
+        """Return what the settings ask for: an evaluation reads eval_tokens or, if 0, eval_iters micro-batches."""
+        eval_windows = math.ceil(eval_tokens / block_size) if eval_tokens else eval_iters * batch_size
+        return cls(batch_size, accumulation, block_size, eval_windows, rank, world, eval_tokens)
+
+    @property
+    def micro_steps(self) -> int:
+        """Return the micro-batches per optimizer step on each rank."""
+        return self.accumulation // self.world
+
+    @property
+    def sequences(self) -> int:
+        """Return the sequences per optimizer step, over all ranks: the global batch."""
+        return self.batch_size * self.accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.block_size
+
+    def with_batch_size(self, batch_size: int) -> Batching:
+        """Return the same training in micro-batches of this size, which must divide the sequences of a step."""
+        assert self.sequences % batch_size == 0
+        eval_tokens = self.eval_tokens or self.eval_windows * self.block_size  # an evaluation keeps its windows
+        accumulation = self.sequences // batch_size
+        return replace(self, batch_size=batch_size, accumulation=accumulation, eval_tokens=eval_tokens)
+
+    def settings(self) -> dict[str, int]:
+        """Return the settings of train.py that ask for this cut, with eval_iters as it was."""
+        return {
+            "batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "eval_tokens": self.eval_tokens,
+        }
+
+    def with_eval_windows(self, n: int) -> Batching:
+        """Return the same training with evaluations of n windows per split."""
+        return replace(self, eval_windows=n, eval_tokens=n * self.block_size)
+
+    def flags(self) -> str:
+        """Return what a user types for this cut."""
+        return " ".join(f"--{name}={value}" for name, value in self.settings().items() if value)
+
+    def number(self, micro_step: int) -> int:
+        """Return the number of this rank's micro-batch within the step, over all ranks."""
+        return micro_step * self.world + self.rank
+
+    def rows(self, micro_step: int) -> I64:
+        """Return this rank's rows (batch_size,) of the global batch in one micro-batch: the same at any world size."""
+        return self.number(micro_step) * self.batch_size + np.arange(self.batch_size)
+
+    def eval_rows(self, n: int) -> Iterator[I64]:
+        """Yield this rank's rows of an evaluation of n windows, a batch at a time. Rows from n on are padding.
+
+        All ranks have equally many batches: where weights are sharded, each needs the others.
+        """
+        for first in range(0, n, self.world * self.batch_size):
+            yield first + self.rank * self.batch_size + np.arange(self.batch_size)
+
+    def eval_batches(self, n: int) -> int:
+        """Return the micro-batches of each rank in an evaluation of n windows."""
+        return math.ceil(n / (self.world * self.batch_size))

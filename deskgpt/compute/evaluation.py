@@ -1,0 +1,71 @@
+"""The loss of a model over many micro-batches, of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deskgpt.compute import sharding
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.variant import Variant
+from deskgpt.system import hardware
+from model import GPT
+
+BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float  # mean, in nats per token
+    standard_error: float | None  # of other text of this length; None if too few batches tell
+    windows: int = 0  # that were read, over all ranks
+    batch_losses: tuple[float, ...] = ()  # the mean loss of each of this rank's batches, to compare runs in pairs
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, variant: Variant, batches: Iterable[tuple[Tensor, Tensor, float]], dist: DistContext
+) -> Evaluation:
+    """Return the mean loss over the batches of all ranks, without dropout and without what training adds to the loss.
+
+    batches: inputs (B, T), targets (B, T) and the number of rows that count; with a loss mask that is a fraction,
+    learned targets / block_size. The standard error comes from the spread of the batches' means.
+    """
+    losses = []
+    counts = []
+    model.eval()
+    try:
+        with without_compiling(variant, dist.device), hardware.autocast(dist.device, variant.dtype):
+            for x, y, rows in batches:
+                loss = model(x, y)[1]  # of padding too: ranks that share weights need each other
+                if rows:
+                    losses.append(loss * rows)
+                    counts.append(rows)
+    finally:
+        model.train()
+        sharding.free_gathered(model)
+
+    sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
+    rows_of = torch.tensor(counts, dtype=torch.float64)
+    own_batches = torch.tensor(len(counts), dtype=torch.float64)
+    totals = dist.sum(torch.stack((sums.sum(), rows_of.sum(), own_batches)))
+    loss_sum, n_rows, n_batches = totals.tolist()
+    mean = loss_sum / n_rows if n_rows else math.nan
+    squares = dist.sum((sums - mean * rows_of).square().sum()).item()
+    error = None
+    if n_batches >= BATCHES_FOR_ERROR:
+        error = math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows
+    batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
+    return Evaluation(mean, error, round(n_rows), batch_losses)
+
+
+def without_compiling(variant: Variant, device: torch.device) -> AbstractContextManager:
+    """On a CPU, evaluate uncompiled: another compilation takes longer than it saves."""
+    if variant.compiled and device.type == "cpu":
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()

@@ -1,0 +1,135 @@
+"""How a model computes on this machine: dtype, kernels, compiled or not. Chosen by rule, printed, and applied.
+
+The choice follows from the settings, the kind of machine and, for compiling, from the predicted length of the run.
+Nothing is timed on the model, so two runs with the same settings on the same machine compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from deskgpt.compute import compiling
+from deskgpt.compute.distributed import DistContext
+from deskgpt.kernels import cpu_kernels
+from deskgpt.system import hardware, peaks
+from model import GPT
+
+# On a card, compiling takes about a minute and saves about a third of a step (docs/figures.md; not measured on a card).
+# A run that is predicted to be shorter than this is not compiled.
+COMPILE_FROM_S = 300.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a micro-batch is computed. The default, eager float32, is what others are compared with."""
+
+    dtype: str = "float32"  # of the matmuls
+    compiled: bool = False  # blocks, and the softmax of the loss
+    cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
+    recompute: str = "none"  # activations that the backward pass computes again: none, full or selective
+    residual_dtype: str = "float32"  # of the residual stream
+
+    def __str__(self) -> str:
+        words = [self.dtype]
+        if self.residual_dtype != "float32":
+            words.append(f"residual stream in {self.residual_dtype}")
+        if self.cpu_kernels:
+            words.append("C++ kernels")
+        return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
+
+    def saved(self, device: torch.device) -> dict[str, Any]:
+        """Return this for a checkpoint, from which saved_variant reads it."""
+        return asdict(self) | {"device": device.type}
+
+
+def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
+    """Return how the run that saved a checkpoint computed, by Variant's fields, as far as it is known here.
+
+    The variant of another kind of device says nothing about this one.
+    """
+    if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
+        return {}
+    if isinstance(saved.get("attention"), str):  # as written until 2026-11-26
+        saved = saved | {"cpu_kernels": saved["attention"] == "kernels"}
+    types = {f.name: type(f.default) for f in fields(Variant)}
+    found = {name: saved[name] for name, kind in types.items() if isinstance(saved.get(name), kind)}
+    if found.get("dtype", "float32") not in hardware.DTYPES:
+        del found["dtype"]
+    return found
+
+
+def choose_variant(
+    dist: DistContext,
+    *,
+    dtype: str,
+    kernels: bool | str,
+    compile: bool | str,
+    recompute: str,
+    predicted_s: Callable[[str], float],
+    is_sharded: bool,
+    earlier: dict[str, Any],
+) -> Variant:
+    """Return what the settings and this machine ask for; "auto" is decided here. All ranks get the same.
+
+    predicted_s: the seconds that the run takes in a dtype, not compiled. earlier: of the run that is resumed
+    (saved_variant), which is kept, so that it continues bit for bit. Raises ValueError if what a setting names cannot
+    be had.
+    """
+    device = dist.device
+    if dtype == "auto":
+        dtype = earlier.get("dtype") or peaks.fast_dtype(device)
+    if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
+        dtype = "float32"
+    if not dist.all(dtype == dist.gather(dtype)[0]):
+        dtype = "float32"
+    if kernels == "auto":
+        kernels = earlier.get("cpu_kernels", True) and device.type == "cpu" and cpu_kernels.may_exist()
+        kernels = load_kernels(dist) if kernels else False
+    elif kernels and not load_kernels(dist):
+        raise ValueError("cpu_kernels=True is not possible here, see above; try --cpu_kernels=auto")
+    if not kernels:
+        cpu_kernels.unload()
+    if compile == "auto":
+        compile = earlier.get("compiled")
+        if compile is None:
+            compile = device.type == "cuda" and recompute != "selective" and hardware.has_triton_code(device)
+            compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
+        compile = dist.all(bool(compile))
+    if compile and recompute == "selective":
+        raise ValueError(
+            "activation_checkpoint=selective works with --compile=False only; compiled, take "
+            "--activation_checkpoint=full"
+        )
+    # In float32 the sums and norms of the residual stream, and their gradients, move up to twice the bytes on a card
+    # (docs/figures.md).
+    in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
+    return Variant(dtype, bool(compile), bool(kernels), recompute, "bfloat16" if in_bfloat16 else "float32")
+
+
+def load_kernels(dist: DistContext) -> bool:
+    """Load the kernels in C++, compiling them if need be. Return whether all ranks have them; else print why not."""
+    problem = ""
+    try:
+        cpu_kernels.load(dist.print0)
+    except cpu_kernels.Unavailable as e:
+        problem = str(e)
+    if dist.all(not problem):
+        return True
+    dist.print0(f"NOT using C++ kernels, so steps may be slower: {problem or 'another rank has none'}")
+    return False
+
+
+def apply_variant(model: GPT, variant: Variant) -> None:
+    """Set up the model to compute in this variant. The dtype is the loop's: hardware.autocast."""
+    in_16_bits = variant.residual_dtype != "float32"
+    model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
+    model.transformer.recompute = variant.recompute
+    model.compile_loss = variant.compiled
+    if variant.compiled:
+        compiling.prepare(next(model.parameters()).device)
+        for block in model.transformer.h:
+            block.compile()

@@ -1,0 +1,156 @@
+"""How long a run is and how its learning rate goes; and how many steps fit into max_minutes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from data.batching import Batching
+from deskgpt.compute.distributed import DistContext
+from deskgpt.run.timer import StepTimer
+from deskgpt.system import peaks
+from model import GPT
+
+Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The settings that say when a run ends and which learning rate a step has, by their names in train.py."""
+
+    max_iters: int
+    learning_rate: float
+    min_lr: float | None
+    decay_lr: bool
+    lr_schedule: str
+    warmup_iters: int
+    lr_decay_iters: int
+
+    @classmethod
+    def of(cls, config: Config) -> Schedule:
+        """Return the schedule that the settings ask for."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
+
+    @property
+    def end(self) -> int:
+        """Return the step at which min_lr is reached."""
+        return self.lr_decay_iters or self.max_iters
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+EXPECTED_MFU = 0.4  # of a step, until the first one is done
+
+
+def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype: str) -> float:
+    """Return the seconds that a step takes here, roughly. model: it may be without storage."""
+    peak, _ = peaks.peak_flops(device, dtype)
+    flops = model.estimate_flops() * batching.tokens_per_step / batching.world
+    return flops / (EXPECTED_MFU * peak) if peak > 0 else 1.0  # NaN: no peak is known
+
+
+EVAL_SHARE = 0.2  # at most this share of the time is spent on evaluation
+LEAST_EVAL_BATCHES = 8  # each split gives at least this many batches: fewer say nothing about their own noise
+WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
+PLANS = 40  # how often the steps are planned again, evenly spread over the run
+FEW_STEPS = 100  # with which hardly any model learns
+
+
+class TimeBudget:
+    """Fits a schedule into max_minutes from the run's start: max_iters, and what is longer in the schedule.
+
+    The schedule ends with max_iters, so it ends on time. Ranks plan together. A run that would end earlier by itself
+    keeps its schedule. Without max_minutes nothing changes.
+    """
+
+    def __init__(self, config: Config, started: float, first_step: int, dist: DistContext) -> None:
+        """started: when the clock began.
+
+        Raises ValueError if max_minutes would change the schedule of a resumed run.
+        """
+        self.wanted = Schedule.of(config)
+        self.max_minutes: float = config.max_minutes
+        self.is_limited = config.max_minutes > 0 and not config.eval_only
+        self.keeps_rates = first_step > 0 and not config.resume_changed  # of the steps so far
+        self.ends_at = started + 60 * config.max_minutes
+        self.first_step = first_step
+        self.dist = dist
+        self._next_step = first_step + 1  # at which the steps are planned again
+        self._planned_at = (first_step, 0.0)  # step, and training time
+        if self.is_limited and self.keeps_rates and self.wanted.decay_lr and not self.wanted.lr_decay_iters:
+            raise ValueError(
+                f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
+                "--resume_changed=True, or keep the schedule with --lr_decay_iters"
+            )
+
+    def first_plan(
+        self, batching: Batching, eval_windows: Sequence[int], step_s: float, eval_interval: int
+    ) -> tuple[Schedule, Batching]:
+        """Return the schedule and the evaluations that a predicted time per step allows.
+
+        eval_windows: how many windows one evaluation reads of each split. Evaluations that would take more than
+        EVAL_SHARE of the time read less.
+        """
+        if not self.is_limited:
+            return self.wanted, batching
+        n_windows = sum(eval_windows)
+        seconds = self._seconds_left()
+        window_s = step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
+        n_evaluations = 2 + int(seconds / step_s) // eval_interval
+        affordable = int(EVAL_SHARE * seconds / (n_evaluations * window_s))
+        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, affordable // len(eval_windows))
+        if n_windows > per_split * len(eval_windows):
+            n_windows = per_split * len(eval_windows)
+            batching = batching.with_eval_windows(per_split)
+        eval_s = n_windows * window_s
+        schedule = self._fitted(self.first_step, step_s, eval_s, eval_interval, n_missing=2, at_least=1)
+        self._next_step = self.first_step + 1  # from then on by what steps took
+        steps = schedule.max_iters - self.first_step
+        few = ", which is too few to learn much" if steps < min(FEW_STEPS, self.wanted.max_iters) else ""
+        self.dist.print0(
+            f"max_minutes={self.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms, as predicted{few}; "
+            "planned again as it runs"
+        )
+        return schedule, batching
+
+    def replan(self, schedule: Schedule, step: int, timer: StepTimer, eval_interval: int) -> Schedule:
+        """Return the schedule that fits after `step` steps: planned PLANS times, from the steps since the last plan."""
+        if not self.is_limited:
+            return schedule
+        if step < self._planned_at[0]:  # after a rewind
+            self._planned_at = (step, timer.train_s())
+        if step < self._next_step or step == self._planned_at[0]:
+            return schedule
+        train_s = timer.train_s()
+        step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))
+        self._planned_at = (step, train_s)
+        between_s = self.dist.max(sum(timer.last_s.values()))
+        return self._fitted(step, step_s, between_s, eval_interval, n_missing=1)
+
+    def _fitted(
+        self, step: int, step_s: float, eval_s: float, eval_interval: int, n_missing: int, at_least: int = 0
+    ) -> Schedule:
+        """n_missing: evaluations besides those after each eval_interval steps: at the end, and at the start."""
+        wanted = self.wanted
+        fit = int((self._seconds_left() - n_missing * eval_s) / (step_s + eval_s / eval_interval))
+        max_iters = min(wanted.max_iters, step + max(at_least, fit))
+        steps = max_iters - self.first_step
+        self._next_step = step + max(1, steps // PLANS)
+        warmup_iters = min(wanted.warmup_iters, math.ceil(steps * WARMUP_SHARE))
+        if self.keeps_rates:
+            return replace(wanted, max_iters=max_iters)
+        return replace(
+            wanted,
+            max_iters=max_iters,
+            warmup_iters=warmup_iters,
+            lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
+        )
+
+    def _seconds_left(self) -> float:
+        return -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
