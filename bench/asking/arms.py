@@ -100,19 +100,22 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     folder = below / label
     code = check_out(folder, commit, patches)
     if commit or patches:
-        settings = settings_of_code(arguments, folder)
+        settings = settings_of_code(arguments, folder, f"--{label} {text}")
     else:
         settings = read_settings(TrainConfig, arguments)
         build(TrainConfig, settings)
     return Arm(label, text, folder, code, settings)
 
 
-def settings_of_code(arguments: list[str], folder: Path) -> dict[str, Any]:
-    """Return all settings as the code in the folder reads them, from its own configs. Raises ConfigError."""
+def settings_of_code(arguments: list[str], folder: Path, what: str) -> dict[str, Any]:
+    """Return all settings as the code in the folder reads them, from its own configs.
+
+    Raises ConfigError, which begins with `what`, if that code cannot read them.
+    """
     words = [word if word.startswith("-") or (folder / word).exists() else os.path.abspath(word) for word in arguments]
     done = subprocess.run([sys.executable, "-c", READ_SETTINGS, *words], cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(f"{' '.join(arguments)}: {last_line(done.stderr)}")
+        raise ConfigError(f"{what}: {last_line(done.stderr)}")
     return dict(json.loads(last_line(done.stdout)))
 
 
