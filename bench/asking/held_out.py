@@ -33,20 +33,11 @@ def set_aside(folder: Path, to: Path) -> Path:
     kept = len(tokens) - min(len(tokens) // 10, MOST_TOKENS)
     write_tokens(to / last.name, tokens[:kept])
     write_tokens(to / "val.bin", tokens[kept:])
-    listed = {path.name: read_record(folder).get("files", {}).get(path.name) or describe(path) for path in uncut}
-    listed |= {name: describe(to / name) for name in (last.name, "val.bin")}
-    write_meta(to, read_meta(folder) | {"files": listed, "source": f"{folder.name}, cut by bench/ask.py"})
+    write_meta(to, read_meta(folder) | {"source": f"{folder.name}, cut by bench/ask.py"})
     return to
 
 
-def describe(path: Path) -> dict[str, object]:
-    """Return what meta.json lists of a token file."""
-    return {"tokens": len(read_tokens(path)), "sha256": file_sha256(path)}
-
-
 def data_digest(folder: Path) -> str:
-    """Return a digest of all files of a folder of token files, by the checksums that its meta.json lists."""
-    record = read_record(folder)
-    listed = record.get("files", {}) | record.get("masks", {})
+    """Return a digest of the content of all files of a folder of token files."""
     paths = sorted([*folder.glob("*.bin"), *folder.glob("*.mask")])
-    return digest([[path.name, listed.get(path.name, {}).get("sha256") or file_sha256(path)] for path in paths])
+    return digest([[path.name, file_sha256(path)] for path in paths])

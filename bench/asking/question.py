@@ -152,17 +152,23 @@ class Question:
             verdict = "not enough yet"
             status = 3
             sentence = "Not enough yet"
-        found = {"verdict": verdict, "status": status, "sentence": f"{sentence}: {self.summary()}."}
-        found |= {"min_effect": self.min_effect, "rounds": self.rounds, "best": best}
         pairs = []
         for (x, y), e in self.estimates.items():
             limits = {} if e.known else {"low": None, "high": None}  # JSON has no infinity
             pairs.append({"first": x, "second": y} | asdict(e) | limits)
-        arms = []
-        for arm in self.arms:
-            own = {"label": arm.label, "text": arm.text, "steps": arm.steps, "diverged": self.diverged(arm.label)}
-            arms.append(own | {"values": self.values(arm.label)})
-        return found | {"pairs": pairs, "arms": arms}
+        return {
+            "verdict": verdict,
+            "status": status,
+            "sentence": f"{sentence}: {self.summary()}.",
+            "min_effect": self.min_effect,
+            "rounds": self.rounds,
+            "best": best,
+            "pairs": pairs,
+            "arms": {arm.label: arm.text for arm in self.arms},
+            "steps": {arm.label: arm.steps for arm in self.arms},
+            "values": {label: self.values(label) for label in self.runs},
+            "diverged": {label: self.diverged(label) for label in self.runs},
+        }
 
     def diverged(self, label: str) -> int:
         """Return how many runs of an arm diverged."""
