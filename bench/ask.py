@@ -8,8 +8,8 @@
     python bench/ask.py --ledger
 
 An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
-Settings outside of arms are those of all arms, which take turns on the same seeds and are judged on the same windows of
-text. @FILE stands for the words of a file. The same command goes on where the last one stopped. docs/asking.md says
+Settings outside of arms are settings of all arms, which take turns on the same seeds and are judged on the same windows
+of text. @FILE stands for the words of a file. The same command resumes a question that was stopped. docs/asking.md says
 more.
 
 Exit status: 0 if another arm is better than a, 1 if it is worse or not different by --min_effect, 3 if the budget was
@@ -69,7 +69,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--vary", metavar="NAME=A,B,...", help="an arm for each value of a setting")
     parser.add_argument("--min_effect", type=float, help="the smallest difference that matters, in nats")
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
-    parser.add_argument("--band", action="store_true", help="of a config: where the val losses of its runs lie")
+    parser.add_argument("--band", action="store_true", help="of a config: write the band of its val losses")
     parser.add_argument("--json", action="store_true", help="a last line of JSON")
     parser.add_argument("--ledger", nargs="?", const="", metavar="FOLDER", help="alone: lists what was asked")
     a, common = parser.parse_known_args(joined(argv))

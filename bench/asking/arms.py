@@ -1,6 +1,6 @@
 """An arm of a question: settings of train.py, and the code that runs: this checkout's, a patched one or a commit.
 
-Each arm has a git worktree of its own, made anew when the question is asked and removed when it ends. So you can go on
+Each arm has a git worktree of its own, made anew when the question is asked and removed when it ends. So you can keep
 working in the checkout while a question runs overnight.
 """
 

@@ -50,7 +50,7 @@ TINY = 1e-30  # variance of runs that do not differ
 
 @dataclass(frozen=True)
 class Estimate:
-    """The difference of two arms: mean loss of the first less that of the second; above 0, the second is better."""
+    """The difference of two arms: mean loss of the first less the second's; above 0, the second is better."""
 
     d: float
     low: float  # of its anytime-valid interval; minus infinity before LEAST runs
@@ -201,7 +201,7 @@ class Cost:
 
 
 def simulated_noise(centred: np.ndarray, runs: int) -> np.ndarray:
-    """Return noise (SIMULATED, 2, runs) that begins with that of the runs so far, `centred` (2, n), around a new mean.
+    """Return noise (SIMULATED, 2, runs), which begins with the runs so far, `centred` (2, n), around a new mean.
 
     Each arm has a scatter of its own. Covariances are drawn from the inverse Wishart distribution with n degrees of
     freedom, so the variance of each arm and of the difference has the chi-squared distribution with n - 1.

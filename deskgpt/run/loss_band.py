@@ -1,4 +1,4 @@
-"""Whether a run's val losses are as usual: like those of earlier runs that differ only in their seed.
+"""Compare a run's val losses with earlier runs that differ only in their seed: as usual or not.
 
 config/loss_bands has a band for a config that the project ships: the val losses of eight runs, which bench/ask.py
 --band has put into a JSON file. A band knows one loss per step and seed, so it finds a run that learns wrongly, not one
@@ -65,7 +65,7 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
     """Return what runs have in common that differ only in their seed, variant and machine, as plain values.
 
     config: the settings of a run, or a log's by name. val_sha256: Split.fingerprint of the val data; train_tokens: of
-    the train data. None where that is not known, and for runs that do not begin with new weights.
+    the train data. None if that is not known, and for runs that do not begin with new weights.
     """
     settings: Mapping[str, Any] = asdict(config) if is_dataclass(config) else config  # type: ignore[arg-type]
     if settings.get("init_from") not in ("scratch", "resume"):
