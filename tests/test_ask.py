@@ -232,7 +232,8 @@ def test_lines_of_a_ledger_that_cannot_be_used_are_left_out(tmp_path):
     ledger.add("answer", **answer)
     ledger.add("run", **run)
     usable = list(ledger.events)
-    lines = [json.dumps({"event": "run"} | run | {"val_loss": value}) for value in (None, "1", True, float("nan"), [])]
+    wrong: list[Any] = [None, "1", True, float("nan"), []]
+    lines = [json.dumps({"event": "run"} | run | {"val_loss": value}) for value in wrong]
     lines += [lines[0].replace("null", number) for number in ("1" + "0" * 400, "-Infinity", "1e999")]
     lines += [
         json.dumps({"event": "answer"} | answer | {"sentence": None}),
@@ -268,7 +269,8 @@ class MadeUp(Question):
     def __init__(self, folder: Path, losses: Sequence[float], min_effect: float | None = None, **given: Any) -> None:
         texts = ["", "--n_layer=2", "x.patch", "commit:HEAD~3"]
         arms = [Arm("abcd"[i], texts[i], folder, f"code {i}", {"max_iters": 100}) for i in range(len(losses))]
-        super().__init__(arms, self, min_effect, **{"budget_s": 3600.0, "first_seed": 1} | given)
+        trainer: Any = self
+        super().__init__(arms, trainer, min_effect, **{"budget_s": 3600.0, "first_seed": 1} | given)
         self.losses = losses
         self.draw = random.Random(0)
 
