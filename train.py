@@ -43,6 +43,7 @@ from data.loader import Loader, eval_batches
 from data.splits import mix
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
+from deskgpt.compute.compiling import explained
 from deskgpt.compute.distributed import (
     DistContext,
     data_parallel,
@@ -412,6 +413,6 @@ if __name__ == "__main__":
     remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
     with one_line_errors(f"with --auto_batch=False, {remedy}", output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
-        with lock_of(settings):
+        with lock_of(settings), explained():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
             main(config, signal_handler.installed_at)

@@ -28,7 +28,7 @@ def chosen(device: torch.device = CUDA, seconds: float = 1e4, **settings: Any) -
 @pytest.fixture(autouse=True)
 def card(monkeypatch):
     """A card with Triton, and a machine without a compiler for our kernels."""
-    monkeypatch.setattr("deskgpt.system.hardware.has_triton_code", lambda device: True)
+    monkeypatch.setattr("deskgpt.system.hardware.has_triton", lambda device: True)
     monkeypatch.setattr("deskgpt.system.peaks.fast_dtype", lambda device: "bfloat16")
     monkeypatch.setattr(cpu_kernels, "may_exist", lambda: False)
 

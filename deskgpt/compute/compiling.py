@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -134,6 +136,17 @@ COMPILE_NEEDS = {
         "there is no working Triton: pip install triton (Windows: triton-windows)"
     ),
 }
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise ValueError, one line with the remedy, for what torch.compile fails with in the block."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise ValueError(f"compiling fails: {why_not_compiled(e)}; or add --compile=False") from None
 
 
 def why_not_compiled(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import platform
 import random
@@ -89,8 +90,10 @@ def unused_gpu() -> str | None:
     return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}"
 
 
-def has_triton_code(device: torch.device) -> bool:
-    """Return whether Triton has code for this GPU. On an older card each start would trace the model in vain."""
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton is installed and has code for this GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return False
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
