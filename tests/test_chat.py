@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 from data.batching import Batching
 from data.chat.prepare import pack, prepare, read_dialogues
-from data.chat.talk import fitting, talk
 from data.chat.template import Message, Template
 from data.loader import Loader, eval_batches
 from data.meta_files import read_record
@@ -31,6 +30,7 @@ from data.tokenizer import BytesTokenizer, Tokenizer, named
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
+from deskgpt.generate.chat import fitting, talk
 from model import GPT, GPTConfig
 from train import main as train
 
@@ -343,13 +343,13 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
         before = [*messages, Message("user", f"question {n}")]
         messages = fitting(template, 160, before)
         prompt = bytes(template.prompt(messages).astype(np.uint8).tolist())
-        assert len(prompt) <= 120  # a quarter is left for the answer
+        assert len(prompt) <= 140  # an eighth is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
         forgotten = len(before) - len(messages)
         assert forgotten % 2 == 0
         if forgotten:  # the last turn of them would not have fitted
-            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 120
+            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 140
         messages.append(Message("assistant", f"answer {n}"))
     assert len(messages) < 19
     for too_long, what in (
@@ -359,6 +359,11 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
         with pytest.raises(ValueError, match="context of 160") as e:
             fitting(template, 160, too_long)
         assert_one_line(str(e.value), what)
+
+
+def test_first_question_fits_into_the_smallest_context_of_the_pages():
+    question = [Message("system", "You are kind."), Message("user", "How are you?")]
+    assert fitting(Template(BytesTokenizer()), 64, question) == question
 
 
 def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypatch, capsys):
@@ -376,7 +381,7 @@ def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypat
 
     *answers, error = talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou")
     assert answers == ["0: hi", "1: you"]
-    assert_one_line(error, "error: ", 107, 48)
+    assert_one_line(error, "error: ", 107, 58)
     assert talked(b"hi\nCtrl+C\nnobody hears this") == ["0: hi"]
     with pytest.raises(ValueError, match="UTF-8"):
         talked(b"\xff\xfe\n")
