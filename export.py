@@ -19,7 +19,6 @@ import math
 import shutil
 import signal
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ class ExportConfig:
 
 
 def main(c: ExportConfig) -> None:
-    """Write c.to and upload it as c says. Raises ValueError and OSError; then nothing is left."""
+    """Write c.to and upload it as c says. Raises ValueError and OSError; nothing half-written is left."""
     to = Path(c.to)
     check_unused(to)
     if c.kind == ".pt":
@@ -91,13 +90,9 @@ def main(c: ExportConfig) -> None:
     repository = hub.full_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     write = write_gguf if c.kind == ".gguf" else write_folder
-    with ExitStack() as undo:  # the two files come together, or neither does
-        if c.ollama:
-            write_atomically(modelfile, modelfile_of(trained, to.name).encode())
-            undo.callback(modelfile.unlink)
-        export = write(trained, to, repository or to.resolve().name)
-        undo.pop_all()
+    export = write(trained, to, repository or to.resolve().name)
     if c.ollama:
+        write_atomically(modelfile, modelfile_of(trained, to.name).encode())
         export.files["Modelfile"] = modelfile
     tokenizer = trained.tokenizer.meta()["name"]
     print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer}, {export.loaded_by}")

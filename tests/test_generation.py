@@ -105,6 +105,18 @@ def test_weights_are_cast_once_for_a_text_in_16_bits_and_logits_are_autocasts_ow
     assert torch.equal(found[0], expected.float())
 
 
+def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
+    engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
+    engine.device = torch.device("cuda")
+    for now in (True, False):  # a setting of torch's that is restored
+        torch.backends.cuda.enable_cudnn_sdp(now)
+        with engine._mode():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == now
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 @pytest.mark.parametrize("T", [30, 1])
 def test_attention_of_apple_gpus_is_torchs(T):
     """Torch's own is wrong there (pytorch issues 181133 and 195910)."""

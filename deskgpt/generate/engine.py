@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deskgpt.compute import compiling
 from deskgpt.compute.check import TOLERANCE, distance, precision_of
@@ -26,6 +28,7 @@ from deskgpt.system.errors import is_out_of_memory
 from deskgpt.system.terminal import reason
 from model import GPT
 
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DRAWN = 8  # tokens that are compared after the prompt, which may be a single one
 
 
@@ -83,7 +86,7 @@ class InferenceEngine:
             watch=watch,
         )
         while not all(sample.done for sample in samples):
-            with hardware.autocast(self.device, self.dtype):  # of this thread; a server has another for each token
+            with self._mode():  # of this thread; a server has another for each token
                 new = next(tokens, None)  # (B,)
             if new is None:
                 break
@@ -92,6 +95,17 @@ class InferenceEngine:
 
     def _new_cache(self) -> KVCache | None:
         return KVCache(self.model.config.block_size) if self.cached else None
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        """Within the block, matmuls are in the dtype, and attention is not cuDNN's.
+
+        On Hopper and Blackwell torch prefers cuDNN, also for a single query. It plans anew for each length of the cache
+        (pytorch issue 193893). To say so once a token costs less than in each layer.
+        """
+        without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if self.device.type == "cuda" else nullcontext()
+        with without_cudnn, hardware.autocast(self.device, self.dtype):
+            yield
 
     @torch.inference_mode()
     def _cache_agrees(self, prompt: Tensor) -> bool:
@@ -104,7 +118,7 @@ class InferenceEngine:
         text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, : c.block_size]
         T = text.size(1)
         cache = KVCache(c.block_size)
-        with hardware.autocast(self.device, self.dtype):
+        with self._mode():
             expected = self.model.next_logits(text)
             try:
                 for end in sorted({T // 2, T - 1, T} - {0}):
@@ -130,7 +144,7 @@ class InferenceEngine:
         compiling.prepare(self.device)
         self.model.transformer.compile(dynamic=True)
         try:
-            with hardware.autocast(self.device, self.dtype):
+            with self._mode():
                 list(self.model.generate(prompts, 2, cache=self._new_cache()))
         except Exception as e:
             if is_out_of_memory(e):

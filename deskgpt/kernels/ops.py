@@ -10,11 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deskgpt.kernels import cpu_kernels
-
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -37,10 +34,6 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropo
     """
     if q.device.type == "mps":
         return matmul_attention(q, k, v, mask, dropout)
-    if q.device.type == "cuda" and q.size(2) == 1:
-        # cuDNN, which torch prefers on Hopper and Blackwell, plans anew for each length of the cache (pytorch 193893).
-        with sdpa_kernel(WITHOUT_CUDNN):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
