@@ -67,7 +67,7 @@ class SampleConfig(GenerationConfig):  # which has max_new_tokens, stop, tempera
 def main(c: SampleConfig) -> list[str]:
     """Print samples as c says; return their texts, prompt included."""
     device = hardware.resolve_device(c.device)
-    hardware.forbid_spilling(device)
+    hardware.limit_threads()
     if c.device == "auto" and device.type == "cpu":
         reason = hardware.unused_gpu()
         if reason:

@@ -145,7 +145,7 @@ def check_failures(out_dir: Path, model: GPT, optimizer: OptimizerState, group: 
         saver.wait()
     assert saver.last is not None
     assert type(saver.last.error) is OSError
-    assert_one_line(*lines, "too large", "the run goes on")
+    assert_one_line(*lines, "too large", "the run continues")
     assert saver.best_val_loss == 4.0
     dist.barrier()
     assert names(out_dir) == before
