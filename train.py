@@ -75,7 +75,7 @@ from model import GPT, ModelSettings
 
 if TYPE_CHECKING:
     from deskgpt.estimate.memory import MakeOptimizer
-    from deskgpt.sampling.training_samples import Sampler
+    from deskgpt.generate.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
@@ -370,7 +370,7 @@ def sampler_for(
     """Return the sampler of --sample_interval; None without it."""
     if config.eval_only or not config.sample_interval:
         return None
-    from deskgpt.sampling import training_samples
+    from deskgpt.generate import training_samples
 
     return training_samples.sampler_for(config.sample_interval, model, variant, dist, tokenizer)
 
