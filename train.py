@@ -260,10 +260,13 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                         losses[name] += part.detach() * batch.weight
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it
-                may_halve = bool(config.auto_batch) and dist.world == 1 and state.step == state.first_step
+                is_early = state.step <= state.first_step + 1  # only the second step has the optimizer's states
+                may_halve = bool(config.auto_batch) and dist.world == 1 and is_early
                 state.batching = halved_batch(dist.device, may_halve, state.batching)
                 loader.seek(state.position, state.batching)
                 optimizer.zero_grad(set_to_none=True)
+                parts = {}  # as total, it held the activations of the pass that failed
+                total = 0.0
                 continue
             seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
 
