@@ -1,0 +1,276 @@
+"""The loss in chunks is the plain cross-entropy of the logits, whatever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import assert_one_line
+from torch import Tensor
+
+from deskgpt.kernels import chunked_cross_entropy, cpu_kernels, loss
+
+B, T, C, V = 3, 20, 8, 50
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Chunks of 16 tokens, also with our kernel, in any dtype."""
+    monkeypatch.setattr(loss, "LOGITS_ON_CPU", 16 * V)
+    monkeypatch.setattr(loss, "BYTES_WITH_KERNEL", 16 * V * 4)
+    monkeypatch.setattr(loss, "WHOLE_TILES", 1)
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def softmax(request, monkeypatch):
+    """The softmax in C++, and torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_kernels, "_dtypes", ())
+    else:
+        if not cpu_kernels.may_exist():
+            pytest.skip("the kernels are for Linux on a processor with AVX2 or AVX-512")
+        cpu_kernels.load()
+        yield
+        cpu_kernels.unload()
+        return
+    yield
+
+
+class Net(nn.Module):
+    """Hidden states of some tokens, and a head with further parameters. `logits` is one of HEADS."""
+
+    def __init__(self, logits: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=draw))
+
+        self.wte = parameter(V, C)
+        self.head = parameter(V, C)
+        self.bias = parameter(V)
+        self.number = parameter(1)
+        self.wide = parameter(4 * C, C)
+        self.narrow = parameter(C, 4 * C)
+        self.function = logits
+        self.calls = 0
+        self.kept: list[Tensor] = []
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        x = F.rms_norm(F.embedding(idx, self.wte), (C,))
+        self.activation = x.mean() * self.number
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.function(self, x)
+
+
+def routed(net: Net, x: Tensor) -> Tensor:
+    """Tokens of the first chunk take another matrix than some of the others."""
+    is_first = x[..., :1] > -0.5
+    return torch.where(is_first, F.linear(x, net.head), F.linear(x, net.head) * net.number)
+
+
+def by_rows(net: Net, x: Tensor) -> Tensor:
+    """Only some tokens use the bias at all."""
+    y = F.linear(x, net.head)
+    chosen = x[..., 0] > 1.5
+    return y.index_put((chosen,), y[chosen] + net.bias) if chosen.any() else y
+
+
+def keeping(net: Net, x: Tensor) -> Tensor:
+    y = F.linear(x, net.head)
+    net.kept.append(y.detach())
+    return y
+
+
+HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "linear": lambda net, x: F.linear(x, net.head),
+    "tied": lambda net, x: F.linear(x, net.wte),
+    "bias": lambda net, x: F.linear(x, net.head, net.bias),
+    "cap with a learned number": lambda net, x: net.number * torch.tanh(F.linear(x, net.head) / net.number),
+    "cap last": lambda net, x: torch.tanh(F.linear(x, net.head)),
+    "float32": lambda net, x: 15 * torch.tanh(F.linear(x, net.head).float() / 15),
+    "mlp": lambda net, x: F.linear(F.linear(F.gelu(F.linear(x, net.wide)), net.narrow) + x, net.head),
+    "sum of matrices": lambda net, x: F.linear(x, net.head + net.wte),
+    "sum of numbers": lambda net, x: F.linear(x, net.head) * net.bias.sum(),
+    "head that is not trained": lambda net, x: F.linear(x, net.head.detach()),
+    "activation": lambda net, x: F.linear(x, net.head) * net.activation,
+    "activation alone": lambda net, x: net.activation * net.bias.expand(*x.shape[:-1], V),
+    "no hidden states": lambda net, x: net.bias.expand(*x.shape[:-1], V),
+    "masked token": lambda net, x: F.linear(x, net.head).index_fill(-1, torch.tensor([0]), -torch.inf),
+    "two matrices": routed,
+    "other parameters": by_rows,
+    "kept": keeping,
+}
+AT_ONCE = {"activation", "activation alone", "no hidden states", "other parameters"}
+
+
+def a_batch(targets: str = "some") -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    idx = torch.randint(1, V, (B, T + 1), generator=draw)
+    y = idx[:, 1:].clone()
+    if targets == "some":
+        y[0, 3:7] = -1
+        y[2] = -1
+    elif targets == "none":
+        y[:] = -1
+    return idx[:, :-1], y
+
+
+def plain(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    value = F.cross_entropy(net.logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    return value if (targets >= 0).any() else value.nan_to_num(0.0)
+
+
+def chunked(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    return chunked_cross_entropy(net.logits, x, targets, V)
+
+
+def results(net: Net, function: Callable[..., Tensor], targets: str = "some", dtype: str = "float32") -> list[Tensor]:
+    """The loss without and with gradients, and all gradients of two micro-batches."""
+    idx, y = a_batch(targets)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        with torch.no_grad():
+            without = function(net, net.hidden(idx), y)
+        values = [without]
+        for ids, of_ids in ((idx, y), (idx.flip(0), y.flip(0))):
+            values.append(function(net, net.hidden(ids), of_ids) * 0.5)
+            values[-1].backward()
+    return [value.detach() for value in values] + [
+        torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()
+    ]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], dtype: str = "float32") -> None:
+    assert all(x.isfinite().all() for x in expected)
+    largest = max(x.norm() for x in expected)
+    for a, b in zip(found, expected, strict=True):
+        limit = 1e-5 if dtype == "float32" else 2e-2
+        assert (a.float() - b.float()).norm() <= limit * max(b.norm(), 1e-2 * largest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", HEADS)
+def test_loss_in_chunks_is_the_plain_one_with_all_gradients(head, dtype, softmax):
+    whole, parts = Net(HEADS[head]), Net(HEADS[head])
+    expected = results(whole, plain, dtype=dtype)
+    found = results(parts, chunked, dtype=dtype)
+    assert_close(found, expected, dtype)
+    assert parts.calls >= 3 * 2 or head in AT_ONCE
+
+
+@pytest.mark.parametrize("targets", ["all", "none"])
+def test_loss_of_all_targets_and_of_none(targets, softmax):
+    found = results(Net(HEADS["mlp"]), chunked, targets)
+    assert_close(found, results(Net(HEADS["mlp"]), plain, targets) if targets == "all" else [0 * x for x in found])
+    if targets == "none":
+        assert not any(x.any() for x in found)
+
+
+def test_small_loss_is_the_plain_one_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_ON_CPU", 1 << 25)
+    for a, b in zip(results(Net(HEADS["mlp"]), chunked), results(Net(HEADS["mlp"]), plain), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(softmax):
+    net = Net(keeping)
+    results(net, chunked)
+    idx, _ = a_batch()
+    first = F.linear(net.hidden(idx), net.head).flatten(0, 1).detach()
+    assert torch.equal(torch.cat([y.flatten(0, 1) for y in net.kept[:4]]), first)
+
+
+def test_hooks_of_parameters_get_each_gradient_once_and_whole():
+    kept: dict[str, list[Tensor]] = {"plain": [], "chunked": []}
+    for function in (plain, chunked):
+        net = Net(HEADS["tied"])
+
+        def hook(g: Tensor, gradients: list[Tensor] = kept[function.__name__]) -> Tensor:
+            gradients.append(g.clone())
+            return g + sum(gradients)
+
+        handle = net.wte.register_hook(hook)
+        kept[function.__name__].append(results(net, function)[3])
+        handle.remove()
+        assert not net.wte._backward_hooks
+    assert_close(kept["chunked"], kept["plain"])
+
+
+def test_hooks_of_modules_get_the_gradients_of_the_whole_loss():
+    def norms(function: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        head = nn.Linear(C, V)
+        found = []
+        head.register_full_backward_hook(lambda module, inputs, outputs: found.append(outputs[0].norm()))
+        results(Net(lambda net, x: head(x)), function)
+        return found
+
+    assert_close(norms(chunked), norms(plain))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_heads_that_share_a_matrix_in_one_pass(dtype):
+    """As for the token after the next one. Autocast casts the matrix once, for both."""
+
+    def two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def both(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+            later = F.linear(x[:, :-1], net.narrow @ net.wide)
+            return function(net, x, targets) + 0.3 * function(net, later, targets[:, 1:])
+
+        return both
+
+    found = results(Net(HEADS["tied"]), two(chunked), dtype=dtype)
+    assert_close(found, results(Net(HEADS["tied"]), two(plain), dtype=dtype), dtype)
+
+
+def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused():
+    gradients = []
+    idx, targets = a_batch()
+    for function in (plain, chunked):
+        net = Net(HEADS["linear"])
+        value = function(net, net.hidden(idx), targets)
+        (alone,) = torch.autograd.grad(value, net.head, retain_graph=True)
+        (2 * value).backward()
+        gradients.append([alone, net.head.grad / 2])
+    assert_close(gradients[1], gradients[0])
+    assert torch.equal(*gradients[1])
+    with pytest.raises(RuntimeError, match="no second derivative") as e:
+        torch.autograd.grad(chunked(net, net.hidden(idx), targets), net.head, create_graph=True)
+    assert_one_line(e.value, "create_graph=True", "GPT.loss", "F.cross_entropy")
+
+
+def test_dropout_in_the_head_draws_for_each_token():
+    net = Net(lambda net, x: F.linear(F.dropout(x, 0.5), net.head))
+    torch.manual_seed(0)
+    found = results(net, chunked)
+    assert all(x.isfinite().all() for x in found)
+
+
+def test_largest_thing_that_lives_is_a_chunk_of_logits(monkeypatch):
+    """Counted on autograd's side: no tensor of all logits is saved for the backward pass."""
+    saved: list[int] = []
+    net = Net(HEADS["linear"])
+    idx, targets = a_batch()
+
+    def count(x: Tensor) -> Tensor:
+        saved.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        chunked(net, net.hidden(idx), targets)
+    assert max(saved) < B * T * V / 3
+
+
+@pytest.mark.parametrize(
+    ("N", "logits", "expected"),
+    [(100, 200, 100), (100, 64, 50), (90, 49, 45), (97, 49, 49), (100, 30, 25), (100, 0, 1)],
+)
+def test_chunks_are_as_large_as_allowed_and_equal_if_that_costs_little(N, logits, expected):
+    assert loss.tokens_per_chunk(N, V, V * logits) == expected
