@@ -75,7 +75,7 @@ class GPTConfig(ModelSettings):
 
     @classmethod
     def from_args(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
-        """The configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
+        """Return the configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
         try:
             return cls(**model_args)
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
@@ -84,7 +84,7 @@ class GPTConfig(ModelSettings):
             raise ValueError(f"{source}: model_args={found} do not describe a GPT-2 ({why})") from None
 
     def as_args(self) -> dict[str, Any]:
-        """What `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
+        """Return what `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
         gpt2 = GPTConfig()
         return {k: v for k, v in asdict(self).items() if k in NANOGPT_ARGS or v != getattr(gpt2, k)}
 
@@ -325,13 +325,13 @@ class GPT(nn.Module):
 
     @classmethod
     def without_storage(cls, config: GPTConfig) -> GPT:
-        """A model whose parameters have shapes but no memory: of any size, at once."""
+        """Return a model whose parameters have shapes but no memory: of any size, at once."""
         with torch.device("meta"):
             return cls(config)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:
-        """A model with the weights `state`. Raises ValueError, naming `source`, where they do not fit the config."""
+        """Return a model with the weights `state`. Raises ValueError, naming `source`, if they do not fit."""
         try:
             cls.without_storage(config).load_state_dict(state, assign=True)  # compares before memory is taken
             model = cls(config)
@@ -372,7 +372,7 @@ class GPT(nn.Module):
     # ---- generation --------------------------------------------------------------------------------------
 
     def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The logits (B, V) of the token that follows idx (B, T), of its last block_size tokens.
+        """Return the logits (B, V) of the token that follows idx (B, T), of its last block_size tokens.
 
         cache: of the call before. Where idx continues that call's, only the new tokens are computed.
         """

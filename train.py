@@ -187,9 +187,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     optimizer = make_optimizer(model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, init.step, dist)
-    step_s = predicted_step_s(
-        model.estimate_flops() * batching.tokens_per_step / dist.world, dist.device, variant.dtype
-    )
+    step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
     schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s, config.eval_interval)
 
     state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)

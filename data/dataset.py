@@ -53,7 +53,7 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Of a new model."""
+        """Return the vocabulary of a new model."""
         return padded_vocab_size(self.tokenizer, self.meta["vocab_size"])
 
     def open(
@@ -71,7 +71,7 @@ class Dataset:
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
-        """What tells data of the same size apart, under the names of checkpoints."""
+        """Return what tells data of the same size apart, under the names of checkpoints."""
         found = {}
         for name, split in zip(SPLITS, (self.train, self.val), strict=True):
             listed = listed_sha256(self.folder, name)
@@ -79,11 +79,11 @@ class Dataset:
         return found
 
     def changes(self) -> list[str]:
-        """A warning for each file that somebody has written into since this was last asked."""
+        """Return a warning for each file that was written into since the last call."""
         return self.train.changes() + self.val.changes()
 
     def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
-        """Where the windows of a global batch of this many sequences begin, by token file."""
+        """Return where the windows of a global batch of this many sequences begin, by token file."""
         begins: dict[str, list[int]] = {}
         places = self.train.places(position, np.arange(sequences), sequences)
         for shard, first in zip(*places, strict=True):
@@ -93,15 +93,15 @@ class Dataset:
     # ---- evaluations -----------------------------------------------------------------------------------------
 
     def eval_windows(self, batching: Batching) -> list[int]:
-        """How many windows an evaluation reads of each split."""
+        """Return how many windows an evaluation reads of each split."""
         return [split.n_eval_windows(batching.eval_windows) for split in (self.train, self.val)]
 
     def eval_metadata(self, batching: Batching) -> dict[str, int]:
-        """What tells evaluations apart, under the name of checkpoints."""
+        """Return what tells evaluations apart, under the name of checkpoints."""
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
 
     def eval_digest(self, batching: Batching) -> tuple[int, str]:
-        """(number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
+        """Return (number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
         n = self.val.n_eval_windows(batching.eval_windows)
         if n not in self._digests:  # the same at every evaluation of a run
             self._digests[n] = self.val.eval_digest(n)
@@ -123,14 +123,14 @@ class Dataset:
         return found
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """A val loss (nats per token) in bits per byte of its text (The Pile, arXiv:2101.00027, 3.1), if that is known.
+        """Return a val loss (nats per token) in bits per byte of its text (The Pile, arXiv:2101.00027, 3.1), if known.
 
         The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
         """
         return val_loss / self.text["bytes_per_token"] / math.log(2) if self.text else None
 
     def log_metadata(self) -> dict[str, Any]:
-        """What log.jsonl records of the data."""
+        """Return what log.jsonl records of the data."""
         found = {
             "tokenizer": self.tokenizer.get("name"),
             "train_tokens": self.train.tokens,
@@ -186,7 +186,7 @@ class Checksums:
 
 
 def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What log.jsonl records of the text of a split whose evaluation reads n windows. end_of_text has no bytes.
+    """Return what log.jsonl records of the text of a split whose evaluation reads n windows. end_of_text has no bytes.
 
     Raises ValueError if the tokenizer lacks one of the tokens, or no text is evaluated, and as Split.
     """
@@ -211,14 +211,14 @@ def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> dict[str, Any
 
 
 def total_bytes(ids: npt.NDArray[Any], lengths: Lengths) -> int:
-    """Bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
+    """Return the bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
     if len(ids) and ids.max() >= len(lengths):  # the model's vocabulary may be padded
         raise ValueError(f"the data holds token {ids.max()}, which its tokenizer does not have")
     return int(lengths[ids].sum())
 
 
 def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> bytes:
-    """The first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
+    """Return the first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
     text = b""
     for shard in split.shards:
         for first in range(0, len(shard), BEGINNING):  # each token of text has a byte at least

@@ -39,7 +39,7 @@ class MicroBatch(NamedTuple):
 
 
 def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
-    """A batch as tensors on the device; on CUDA without waiting for the work queued there."""
+    """Return a batch as tensors on the device; on CUDA without waiting for the work queued there."""
     x = torch.from_numpy(batch[0])
     y = torch.from_numpy(batch[1])
     if device.type == "cuda":

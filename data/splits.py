@@ -86,11 +86,11 @@ class Split:
     # ---- training --------------------------------------------------------------------------------------------
 
     def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
-        """(inputs, targets), each (len(rows), T), of rows 0..global_batch-1 of optimizer step `step`."""
+        """Return (inputs, targets), each (len(rows), T), of rows 0..global_batch-1 of optimizer step `step`."""
         return self._read(*self.places(step, rows, global_batch))
 
     def places(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
-        """(shard, its first token), each (len(rows),), of the windows of train_batch."""
+        """Return (shard, its first token), each (len(rows),), of the windows of train_batch."""
         position = step * global_batch + rows  # in the sequence of all windows of all epochs
         epoch = position // self.n_windows
         key = keys(self.seed, epoch)
@@ -101,17 +101,17 @@ class Split:
         return shard, start
 
     def n_learned(self, step: int, rows: I64, global_batch: int) -> I64:
-        """How many targets are learned (len(rows),) in each row of train_batch."""
+        """Return how many targets are learned (len(rows),) in each row of train_batch."""
         return self._learned(*self.places(step, rows, global_batch)).sum(1)
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 
     def n_eval_windows(self, at_most: int) -> int:
-        """Size of the evaluation set: all windows without overlap that the split has, at most at_most."""
+        """Return the size of the evaluation set: all windows without overlap that the split has, at most at_most."""
         return min(at_most, int(self._eval_ends[-1]) if self._evaluated is None else len(self._evaluated))
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
-        """As train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
+        """Return as train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
         window = np.minimum(rows, n - 1) * self.n_eval_windows(2**62) // n
         if self._evaluated is not None:
             window = self._evaluated[window]
@@ -121,7 +121,7 @@ class Split:
         return x, y
 
     def eval_digest(self, n: int) -> str:
-        """Identifies what an evaluation of n windows reads: SHA-256 of block_size, inputs, targets; 16 hex digits."""
+        """Return 16 hex digits of the SHA-256 of what an evaluation of n windows reads, and of block_size."""
         digest = hashlib.sha256(f"{self.block_size} {n}".encode())
         for x, y in self.eval_chunks(n):
             digest.update(x.astype("<i4").tobytes())
@@ -129,13 +129,13 @@ class Split:
         return digest.hexdigest()[:16]
 
     def eval_chunks(self, n: int) -> Iterator[tuple[I64, I64]]:
-        """Inputs and targets of an evaluation of n windows, about CHUNK tokens at a time."""
+        """Yield inputs and targets of an evaluation of n windows, about CHUNK tokens at a time."""
         at_once = max(1, CHUNK // self.block_size)
         for first in range(0, n, at_once):
             yield self.eval_batch(np.arange(first, min(first + at_once, n)), n)
 
     def _windows_with_targets(self) -> I64:
-        """Numbers of the windows without overlap, through all shards, that have a target which is learned."""
+        """Return the numbers of the windows without overlap, through all shards, that have a learned target."""
         T = self.block_size
         windows = zip(self.masks, self._eval_windows.tolist(), strict=True)
         return np.flatnonzero(np.concatenate([mask.read(1, n * T).reshape(n, T).any(1) for mask, n in windows]))
@@ -143,7 +143,7 @@ class Split:
     # ---- about the files -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Identifies these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each, 16 hex digits of it.
+        """Return 16 hex digits that tell these tokens: SHA-256 of the shards' lengths and first 2^20 tokens each.
 
         Masks, if there are any, are part of it. With more than 1,024 shards, it has every n-th one and an n-th of
         these tokens, so that it never reads more than 2 GB.
@@ -155,7 +155,7 @@ class Split:
         return digest.hexdigest()[:16]
 
     def changes(self) -> list[str]:
-        """A warning for each file that somebody has written into since it was opened, or since this was last asked."""
+        """Return a warning for each file that was written into since it was opened, or since the last call."""
         written = [file.path for file in self.files() if file.was_written()]
         return [f"{path} was written into while this run reads it: its tokens may have changed" for path in written]
 
@@ -165,7 +165,7 @@ class Split:
     # ---- reading ---------------------------------------------------------------------------------------------
 
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
-        """(inputs, targets), each (len(shard), T), of windows, given the shard of each and its first token there."""
+        """Return (inputs, targets), each (len(shard), T), of windows, given the shard and first token of each."""
         block = read_rows(self.shards, shard, start, self.block_size + 1)
         self._check_ids(shard, start, block)
         x = block[:, :-1].astype(np.int64)
@@ -175,7 +175,7 @@ class Split:
         return x, y
 
     def _learned(self, shard: I64, start: I64) -> npt.NDArray[np.bool_]:
-        """Which targets (len(shard), T) of windows are learned, given the shard of each and its first token there."""
+        """Return which targets (len(shard), T) of windows are learned, given the shard of each and its first token."""
         if not self.masks:
             return np.ones((len(shard), self.block_size), bool)
         return read_rows(self.masks, shard, start + 1, self.block_size) != 0
@@ -193,12 +193,12 @@ class Split:
 
 
 def read_rows(files: Sequence[NumberFile], file: I64, start: I64, n: int) -> npt.NDArray[Any]:
-    """n numbers from start[i] of files[file[i]] in each row i."""
+    """Return n numbers from start[i] of files[file[i]] in each row i."""
     return np.stack([files[f].read(first, n) for f, first in zip(file.tolist(), start.tolist(), strict=True)])
 
 
 def locate(window: I64, windows_per_shard: I64, ends: I64) -> tuple[I64, I64]:
-    """(shard, number within that shard) of windows that are numbered through all shards, which end at `ends`."""
+    """Return (shard, number within that shard) of windows that are numbered through all shards, which end at `ends`."""
     shard = np.searchsorted(ends, window, side="right")
     return shard, window - (ends[shard] - windows_per_shard[shard])
 
@@ -207,12 +207,12 @@ def locate(window: I64, windows_per_shard: I64, ends: I64) -> tuple[I64, I64]:
 
 
 def keys(seed: int, epochs: I64) -> U64:
-    """One uint64 key per epoch number."""
+    """Return one uint64 key per epoch number."""
     return mix(mix(np.array([seed % 2**64], np.uint64)) + epochs.astype(np.uint64) * np.uint64(GOLDEN))
 
 
 def permute(i: I64, n: int, key: U64) -> I64:
-    """Where position i of 0..n-1 goes under a pseudo-random permutation: O(1) time and memory per element.
+    """Return where position i of 0..n-1 goes under a pseudo-random permutation: O(1) time and memory per element.
 
     A Feistel network permutes the smallest range 0..4^k-1 that holds n numbers. A result of n or more is sent through
     it again until it falls below n ("cycle walking", Black & Rogaway, CT-RSA 2002). i and key broadcast together.
@@ -228,7 +228,7 @@ def permute(i: I64, n: int, key: U64) -> I64:
 
 
 def feistel(x: U64, half_bits: int, key: U64) -> U64:
-    """A pseudo-random bijection of the numbers of 2·half_bits bits for each key. x, key: (n,)."""
+    """Apply a pseudo-random bijection of the numbers of 2·half_bits bits for each key. x, key: (n,)."""
     half = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left = x >> half
@@ -242,7 +242,7 @@ def feistel(x: U64, half_bits: int, key: U64) -> U64:
 
 
 def mix(x: U64) -> U64:
-    """A bijection of uint64 that looks random (splitmix64's finalizer: Steele, Lea & Flood, OOPSLA 2014).
+    """Apply a bijection of uint64 that looks random (splitmix64's finalizer: Steele, Lea & Flood, OOPSLA 2014).
 
     x: of any shape. It makes a random stream of its own from a seed and counters, as in `keys`.
     """

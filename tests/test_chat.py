@@ -29,6 +29,8 @@ from data.splits import Split
 from data.text.prepare import prepare as prepare_text
 from data.tokenizer import BytesTokenizer, Tokenizer, named
 from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.evaluation import evaluate
+from deskgpt.compute.variant import Variant
 from model import GPT, GPTConfig
 from train import main as train
 
@@ -135,7 +137,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
     prepare([write(folder / "d.jsonl", dialogues)], folder / "data", BytesTokenizer(), 16)
     template = Template(BytesTokenizer())
     for name, of_split in (("train", dialogues[:-1]), ("val", dialogues[-1:])):
-        split = Split(folder / "data", name, 16, 256, document_start=255)  # packed data is not aligned
+        split = Split(folder / "data", name, 16, 256)  # packed data is not aligned
         learned = [template.encode(dialogue) for dialogue in of_split]
         expected = Counter(token for encoded in learned for token in encoded.ids[encoded.mask == 1].tolist())
         rows = np.arange(split.n_windows)
@@ -302,9 +304,9 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
         batchings = [Batching(1, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
-        assert runner.evaluate(chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
+        assert evaluate(model, Variant(), chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
     of_three = eval_batches(split, Batching(3, eval_windows=99), CPU)
-    assert runner.evaluate(of_three, DistContext(CPU)).loss == pytest.approx(expected, 1e-5)
+    assert evaluate(model, Variant(), of_three, DistContext(CPU)).loss == pytest.approx(expected, 1e-5)
     few = eval_batches(split, Batching(1, eval_windows=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
 

@@ -434,7 +434,7 @@ def resume(file: Path) -> None:
 @fuzzed
 @given(how=st.lists(st.tuples(share, odd_parts), min_size=1, max_size=3) | damage)
 def test_untrusted_checkpoints(folder, finished, how):
-    """Values are changed, or bytes of the file are damaged. Without a checksum: an attacker would make the right one."""
+    """Values are changed, or bytes of the file are damaged. Without a checksum: an attacker would make it right."""
     plain = {key: value for key, value in torch.load(finished / store.NAME).items() if key != "format"}
     is_change = len(how[0]) == 2
     file = io.BytesIO()

@@ -20,7 +20,6 @@ import train
 from data.loader import Loader
 from data.splits import Split
 from deskgpt.checkpoint import store
-from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, without_improvement
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState
@@ -238,16 +237,6 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
     main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
-
-
-def test_overfitting_is_printed_once(chars, tmp_path, monkeypatch, capsys):
-    pairs = [(3.0, 3.0), (2.0, 2.0), (1.0, 2.5), (0.9, 2.6), (0.8, 2.7), (0.7, 2.8)]
-    planned = (Evaluation(loss, 0.1) for pair in pairs for loss in pair)
-    monkeypatch.setattr(train, "evaluate", lambda *_: next(planned))
-    main(tiny(chars, tmp_path, max_iters=10, eval_interval=2))
-    [line] = re.findall("^overfitting: .*", capsys.readouterr().out, re.M)
-    assert_one_line(line, "0.5000", "step 2")
-    assert [(e["iter"], e["best_iter"]) for e in events(tmp_path, "overfit")] == [(4, 2)]
 
 
 # ---- the end -------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_log_tries_again_after_a_full_disk_and_has_whole_lines_only(tmp_path, ca
     log.write("iter", iter=3)
     assert path.read_text().count("\n") == 2
     assert written(path) == [("start", 0), ("iter", 3)]
-    assert_one_line(capsys.readouterr().err, path, "File too large", "the run goes on")
+    assert_one_line(capsys.readouterr().err, path, "File too large", "the run continues")
 
 
 @POSIX
@@ -86,4 +86,4 @@ def test_wandb_gets_the_numbers_and_a_run_goes_on_where_it_fails(tmp_path, capsy
     log.close()
     assert logged == [(7, {"iter": 7, "loss": 2.0, "mfu": 50.0})]
     assert [e["iter"] for e in events(tmp_path, "iter")] == [7, 8, 9]
-    assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run goes on")
+    assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run continues")

@@ -17,13 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, tiny, weights
 from gloo import forked, on_ranks, run
 
 from configurator import build
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.runner import Runner
 from deskgpt.run import settings as settings_module
 from deskgpt.run.settings import check_same_on_all_hosts, settings_of_start
 from deskgpt.system import errors
@@ -32,7 +32,7 @@ from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")
 
-LONG = {"max_iters": 12, "eval_interval": 6, "save_interval": 2, "lr_decay_iters": 12, "dropout": 0.1}
+LONG = {"max_iters": 12, "eval_interval": 2, "lr_decay_iters": 12, "dropout": 0.1}
 
 
 # ---- one command for every start -----------------------------------------------------------------------------
@@ -44,15 +44,15 @@ def start(argv: list[str]) -> TrainConfig:
 
 
 @pytest.mark.slow
-def test_init_from_auto_starts_goes_on_bit_for_bit_and_then_has_nothing_to_do(chars, tmp_path, capsys):
+def test_init_from_auto_starts_resumes_bit_for_bit_and_then_has_nothing_to_do(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path / "whole", **LONG))
     argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path / "parts", init_from="auto")
     main(start([*argv, "--max_iters=8"]))
-    assert "going on" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
     for _ in range(2):
         main(start(argv))
         assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
-    assert re.findall(r"^going on from .*, step (\d+)$", capsys.readouterr().out, re.M) == ["8", "12"]
+    assert re.findall(r"^resuming .* at step (\d+)$", capsys.readouterr().out, re.M) == ["8", "12"]
     assert not list(tmp_path.glob("*/previous-*"))
 
 
@@ -108,8 +108,8 @@ def test_settings_and_data_that_differ_between_hosts_are_refused_on_all_ranks(
 
 @pytest.mark.slow
 def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs_in_its_backward_pass(chars, tmp_path, capfd):
-    """With torch's own groups of a mesh, the others would wait until the one that hangs goes on."""
-    backward = Runner.backward
+    """With torch's own groups of a mesh, the others would wait until the one that hangs continues."""
+    backward = torch.Tensor.backward
     steps = itertools.count()
 
     def asleep(*args: Any) -> None:
@@ -122,7 +122,7 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs_in_its_backward_pass(ch
     def on_rank(rank: int) -> None:
         errors.FIRST_SPEAKS_S = 0.0  # there is no torchrun to wait for
         if rank == 1:
-            setattr(Runner, "backward", asleep)  # noqa: B010
+            setattr(torch.Tensor, "backward", asleep)  # noqa: B010
         with one_line_errors():
             main(c)
 
@@ -134,7 +134,7 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs_in_its_backward_pass(ch
 # ---- torchrun on two hosts, which are one here ---------------------------------------------------------------
 
 STEPS = 60
-ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": STEPS, "save_interval": 5, "dropout": 0.1}
+ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "dropout": 0.1}
 ENDLESS |= {"lr_decay_iters": STEPS, "max_iters": STEPS}
 
 

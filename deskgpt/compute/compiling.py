@@ -25,7 +25,7 @@ VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 
 def prepare(device: torch.device) -> None:
-    """Sets up what torch.compile needs, before anything is compiled. Raises as set_up_inductor.
+    """Set up what torch.compile needs, before anything is compiled. Raises as set_up_inductor.
 
     Silences its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have none),
     that matmuls are not autotuned on a card of fewer than 68 SMs, and that FLOPs of Triton are not counted on Windows.
@@ -39,9 +39,9 @@ def prepare(device: torch.device) -> None:
 
 
 def set_up_inductor() -> None:
-    """Sets inductor up for a CPU, before anything is compiled. The user's own settings win.
+    """Set inductor up for a CPU, before anything is compiled. The user's own settings win.
 
-    Raises RuntimeError where CXX names no program, such as a folder: inductor would dump the graph first.
+    Raises RuntimeError if CXX names no program, such as a folder: inductor would dump the graph first.
     """
     if os.environ.get("CXX") and shutil.which(os.environ["CXX"]) is None:
         raise RuntimeError("No working C++ compiler")
@@ -59,7 +59,7 @@ def set_up_inductor() -> None:
 
 
 def work_around_gcc() -> bool:
-    """Makes inductor call GCC before 14 with -mno-align-stringops on x86; returns whether it does.
+    """Make inductor call GCC before 14 with -mno-align-stringops on x86; return whether it does.
 
     GCC bug 113255, fixed in 14: if an inline copy first aligns its destination, the optimizer loses track of its
     source, and deletes stores that the copy reads. Inductor's bfloat16 transposes then return whatever the stack held
@@ -84,13 +84,13 @@ def work_around_gcc() -> bool:
 
 
 def gcc_major_version() -> int | None:
-    """The major version of the GCC that inductor calls; None if it calls another compiler, or finds none."""
+    """Return the major version of the GCC that inductor calls; None if it calls another compiler, or finds none."""
     major = printed_by_compiler("-dumpfullversion").split(".")[0]  # clang does not know this option, and fails
     return int(major) if major.isdecimal() else None
 
 
 def printed_by_compiler(option: str) -> str:
-    """The first line that inductor's C++ compiler prints with this option; empty if there is none or it fails."""
+    """Return the first line that inductor's C++ compiler prints with this option; empty if it fails."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -108,7 +108,7 @@ def spent_s() -> float:
 
 
 def compiler_name(device: torch.device) -> str | None:
-    """What torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None if that is not known."""
+    """Return what torch.compile compiles with, such as "g++ (Debian 12.2.0-14) 12.2.0"; None if that is not known."""
     if device.type == "cuda":
         try:
             import triton
@@ -137,7 +137,7 @@ COMPILE_NEEDS = {
 
 
 def why_not_compiled(error: Exception) -> str:
-    """Why torch.compile failed, in one line: what it lacks here and how to install it, or the error's own text."""
+    """Return why torch.compile failed, in one line: what it lacks here and the remedy, or the error's own text."""
     words = " ".join(str(error).split())
     for pattern, remedy in COMPILE_NEEDS.items():
         if re.search(pattern, words):

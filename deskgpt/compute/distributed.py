@@ -36,7 +36,7 @@ class DistContext:
         return self.rank == 0
 
     def print0(self, line: str) -> None:
-        """Prints a line on the first rank only, at once: others may read it through a file, tee or tail."""
+        """Print a line on the first rank only, at once: others may read it through a file, tee or tail."""
         if self.is_first:
             print(line, flush=True)
 
@@ -49,25 +49,25 @@ class DistContext:
         return total
 
     def max(self, x: float) -> float:
-        """The largest x of all ranks, which wait for each other, but not for their GPUs."""
+        """Return the largest x of all ranks, which wait for each other, but not for their GPUs."""
         tensor = torch.tensor(x, dtype=torch.float64)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)  # on the CPU, by gloo
         return tensor.item()
 
     def all(self, yes: bool) -> bool:
-        """Whether `yes` is true on all ranks."""
+        """Return whether `yes` is true on all ranks."""
         return self.max(float(not yes)) == 0
 
     def gather(self, x: Any) -> list[Any]:
-        """The x of all ranks, in their order. Any small object."""
+        """Return the x of all ranks, in their order. Any small object."""
         everyone = [x] * self.world
         if torch.distributed.is_initialized():
             torch.distributed.all_gather_object(everyone, x)
         return everyone
 
     def close(self) -> None:
-        """Ends the process group. No rank leaves while another works: torchrun would take that for a failure."""
+        """End the process group. No rank leaves while another works: torchrun would take that for a failure."""
         if self.distributed:
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
@@ -94,8 +94,10 @@ class DistEnv(NamedTuple):
 
 
 def dist_env(environ: Mapping[str, str]) -> DistEnv:
-    """Where torchrun has placed this process. Raises ValueError where another launcher started several processes, each
-    of which would train the whole run, or where variables are left over from something else.
+    """Return where torchrun has placed this process.
+
+    Raises ValueError if another launcher started several processes, each of which would train the whole run, or if
+    variables are left over from something else.
     """
     found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     found |= {name: value for name, value in environ.items() if value}
@@ -130,7 +132,7 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files, 1,024 on Linux: gloo connects every rank with every other one."""
+    """Raise this process's limit of open files, 1,024 on Linux: gloo connects every rank with every other one."""
     if sys.platform == "win32":
         return
     import resource
@@ -143,10 +145,10 @@ def allow_open_files() -> None:
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
-    """This process on its device, connected to the other ranks where torchrun started several.
+    """Return this process on its device, connected to the other ranks if torchrun started several.
 
-    timeout_s: the longest that ranks wait for each other. Raises ValueError where device or backend do not fit this
-    machine, OSError where the ranks do not meet.
+    timeout_s: the longest that ranks wait for each other. Raises ValueError if device or backend do not fit this
+    machine, OSError if the ranks do not meet.
     """
     env = dist_env(os.environ)
     device = hardware.resolve_device(device_name, env.local_rank, env.local_world)

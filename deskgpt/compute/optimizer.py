@@ -33,7 +33,7 @@ def make_optimizer(
     momentum: float,
     muon_dtype: str = "float32",
 ) -> torch.optim.AdamW:
-    """AdamW, or Muon for the blocks' matrices with AdamW for embeddings, head, norms and biases.
+    """Return AdamW, or Muon for the blocks' matrices with AdamW for embeddings, head, norms and biases.
 
     Weight decay acts on matrices and embeddings; biases and the gains of norms have nothing to regularise.
     muon_dtype: of Muon's own matmuls, float32 or bfloat16.
@@ -61,7 +61,7 @@ def make_optimizer(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
-    """A step of any optimizer, unless the norm of the gradients is not finite: then weights and state stay as they are.
+    """Take a step of any optimizer, unless the norm of the gradients is not finite: then nothing changes.
 
     On CUDA, only an optimizer that skips by itself need not wait for the device.
     """
@@ -75,7 +75,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step changes nothing where its attribute found_inf is 1: torch's fused steps, and Muon's.
+    """Return whether its step changes nothing if its attribute found_inf is 1: torch's fused steps, and Muon's.
 
     A class that inherits from these and has a step of its own may not look at found_inf.
     """
@@ -85,7 +85,7 @@ def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """A step of an optimizer that skips by itself, unless `skipped` () is true on the device; nothing here waits.
+    """Take a step of an optimizer that skips by itself, unless `skipped` () is true on the device; nothing waits.
 
     The kernels are told as GradScaler tells them.
     """
@@ -154,7 +154,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_add_([weights[i] for i in of_shape], [steps[i] for i in of_shape], alpha=alpha)
 
     def _orthogonalize(self, steps: list[Tensor], params: list[Tensor], chosen: list[int], made: Tensor) -> None:
-        """Orthogonalizes the chosen steps, whose parts are of one shape, as one batch."""
+        """Orthogonalize the chosen steps, whose parts are of one shape, as one batch."""
         is_sharded = is_dtensor(params[0])
         matrices = [gathered(steps[i], params[i]) if is_sharded else steps[i] for i in chosen]
         views = [part for matrix in matrices for part in parts(matrix)]
@@ -166,7 +166,7 @@ class Muon(torch.optim.AdamW):
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """x as matrices no wider than high, in the same memory: q, k and v apart if x is a fused (3C, C), else x itself."""
+    """Return x as matrices no wider than high, in the same memory; q, k and v apart if x is a fused (3C, C)."""
     n = 3 if x.size(0) == 3 * x.size(1) else 1
     return [part.mT if part.size(0) < part.size(1) else part for part in x.chunk(n)]
 

@@ -126,7 +126,9 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
     return f"transformers computes the same logits as model.py after each of {tokens.numel():,} tokens"
 
 
-def check_same(program: str, found: Tensor, expected: Tensor | None, limit: float = TOLERANCE["float32"].logits) -> None:
+def check_same(
+    program: str, found: Tensor, expected: Tensor | None, limit: float = TOLERANCE["float32"].logits
+) -> None:
     """Raises ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
     assert expected is not None
     error = distance(found, expected, dim=-1)

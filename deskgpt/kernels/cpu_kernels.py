@@ -64,7 +64,7 @@ class Unavailable(RuntimeError):
 
 
 def may_exist() -> bool:
-    """Whether this is a machine that the kernels are for."""
+    """Return whether this is a machine that the kernels are for."""
     return sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() in ARCHITECTURES
 
 
@@ -115,14 +115,14 @@ def unload() -> None:
 
 
 def path() -> Path:
-    """The library for this processor, torch, compiler and source. Raises RuntimeError without a home or a compiler."""
+    """Return the library's path by processor, torch, compiler and source. Raises RuntimeError without a compiler."""
     made_of = repr((flags(), torch.__version__, compiler_version())).encode()
     digest = hashlib.sha256(SOURCE.read_bytes() + made_of).hexdigest()[:16]
     return cache.folder() / f"cpu_kernels-{digest}.so"
 
 
 def flags() -> list[str]:
-    """For the compiler, by what ATen uses here and what the processor has."""
+    """Return the compiler's flags, by what ATen uses here and what the processor has."""
     capability = torch.backends.cpu.get_cpu_capability()
     found = [*FLAGS, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     found.append(f"-march={ARCHITECTURES[capability]}")
@@ -132,7 +132,7 @@ def flags() -> list[str]:
 
 
 def compiler_command() -> list[str]:
-    """The compiler's words, since CXX may be "ccache g++". Raises RuntimeError where there is none."""
+    """Return the compiler's words, since CXX may be "ccache g++". Raises RuntimeError if there is none."""
     wanted = os.environ.get("CXX") or "c++"
     command = shlex.split(wanted)
     if not command or shutil.which(command[0]) is None:
@@ -141,7 +141,7 @@ def compiler_command() -> list[str]:
 
 
 def compiler_version() -> str:
-    """What the compiler prints about itself. Raises RuntimeError where there is none or it is clang."""
+    """Return what the compiler prints about itself. Raises RuntimeError if there is none or it is clang."""
     command = compiler_command()
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if "clang" in done.stdout:
@@ -150,7 +150,7 @@ def compiler_version() -> str:
 
 
 def is_intact(library: Path) -> bool:
-    """Whether only this user can have written the file, and it is as it was compiled.
+    """Return whether only this user can have written the file, and it is as it was compiled.
 
     Its last 32 bytes are the SHA-256 of all before them.
     """
@@ -161,7 +161,7 @@ def is_intact(library: Path) -> bool:
 
 
 def compile_to(library: Path) -> None:
-    """Compiles the kernels. A run that is killed leaves no part of a library under this name. Raises RuntimeError."""
+    """Compile the kernels. A run that is killed leaves no part of a library under this name. Raises RuntimeError."""
     command = compiler_command()
     torch_folder = Path(torch.__file__).parent
     unfinished = library.with_suffix(".tmp")
@@ -198,7 +198,7 @@ def check_results(library: Path) -> None:
 
 
 def is_multiplied(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this type here; it refuses bfloat16 on some processors."""
+    """Return whether oneDNN multiplies this type here; it refuses bfloat16 on some processors."""
     x = torch.zeros(1, 1, 1, 1, dtype=dtype)
     o = torch.empty_like(x)
     lse = torch.empty(1)
@@ -237,7 +237,7 @@ def pointer(x: Tensor | None) -> Any:
 
 
 def call(name: str, dtype: torch.dtype, *args: Any) -> None:
-    """A function of the library. Raises RuntimeError where it fails."""
+    """Call a function of the library. Raises RuntimeError if it fails."""
     sized = [ctypes.c_int64(a) if isinstance(a, int) else a for a in args]
     problem = getattr(_library, name)(dtype == torch.bfloat16, *sized)
     if problem:
@@ -245,7 +245,7 @@ def call(name: str, dtype: torch.dtype, *args: Any) -> None:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the library computes with these: on the CPU, not empty, all of one shape and of a type that it knows."""
+    """Return whether the library computes with these: on the CPU, not empty, of one shape and a dtype that it knows."""
     first = tensors[0]
     if first.dtype not in _dtypes or not first.numel():
         return False
@@ -253,17 +253,17 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension."""
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def empty_like_heads(x: Tensor) -> Tensor:
-    """Room for (B, H, T, D), laid out (B, T, H, D), as the layers before and after attention have it."""
+    """Return room for (B, H, T, D), laid out (B, T, H, D), as the layers before and after attention have it."""
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of q, k, v (B, H, T, D), and the log-sum-exp of each query's scores (B, H, T), for backward."""
+    """Return causal attention of q, k, v (B, H, T, D), and the log-sum-exp (B, H, T) of each query's scores."""
     assert takes(q, k, v)
     o = empty_like_heads(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -275,7 +275,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attention_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v. g: that by o, the result of attention_forward."""
+    """Return the gradients by q, k and v. g: that by o, the result of attention_forward."""
     g = g.to(q.dtype)
     assert takes(q, k, v, g, o)
     inputs = [by_rows(x) for x in (g, q, k, v, o)]
@@ -295,7 +295,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
-    """The gradient by x; g: that by activation(x, name)."""
+    """Return the gradient by x; g: that by activation(x, name)."""
     g = g.to(x.dtype).contiguous()
     x = x.contiguous()
     assert takes(x, g)
@@ -305,9 +305,9 @@ def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Turns logits (N, V), which must be contiguous, into probabilities, in place.
+    """Turn logits (N, V), which must be contiguous, into probabilities, in place.
 
-    Returns the logarithms (N,) of the targets', in float32.
+    Return the logarithms (N,) of the targets', in float32.
     """
     assert takes(logits)
     assert logits.is_contiguous()

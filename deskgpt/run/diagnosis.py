@@ -27,7 +27,7 @@ class SpikeDetector:
         self.steps_since_spike = WINDOW
 
     def add(self, loss: float) -> float | None:
-        """Adds a step's loss. Returns the median loss of the steps before if this one is a spike; otherwise None.
+        """Add a step's loss. Return the median loss of the steps before if this one is a spike; otherwise None.
 
         A spike is above the median by LEAST_RISE and by DEVIATIONS standard deviations: 1.4826 median absolute ones,
         which outliers do not change.
@@ -58,7 +58,7 @@ class EvalRecord(NamedTuple):
 
 
 def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
-    """How many evaluations in a row, up to the last one, are not below the best before them by a standard error.
+    """Count the last evaluations in a row that are not below the best before them by a standard error.
 
     Small steps down add up: the best is the last one that counted as an improvement. Where the standard error is not
     known, any lower loss counts.
@@ -72,18 +72,3 @@ def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
         else:
             n += 1
     return n
-
-
-def overfit(evaluations: Sequence[EvalRecord]) -> tuple[int, float] | None:
-    """(step of the lowest val loss, how much higher the last one is), if it rose while the train loss fell.
-
-    A rise counts from four standard errors on, because the lowest of many evaluations is partly low by chance. None if
-    the standard error is not known.
-    """
-    if not evaluations:
-        return None
-    best = min(evaluations, key=lambda e: e.val_loss)
-    last = evaluations[-1]
-    rise = last.val_loss - best.val_loss
-    is_risen = last.standard_error is not None and 4 * last.standard_error < rise < math.inf
-    return (best.step, rise) if is_risen and last.train_loss < best.train_loss else None

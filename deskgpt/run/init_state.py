@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.batching import Batching
+from data.dataset import Dataset
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
@@ -20,7 +21,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory
 from deskgpt.estimate.memory import MakeOptimizer
-from deskgpt.run.schedule import Schedule, predicted_step_s
+from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
     Change,
@@ -34,10 +35,6 @@ from deskgpt.run.settings import (
 from deskgpt.run.train_state import RATES, TrainState
 from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
-
-if TYPE_CHECKING:
-    from data.dataset import Dataset
-    from train import TrainConfig
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS, "block_size"}
@@ -55,12 +52,12 @@ class InitState:
     checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     is_resumed: bool = False
-    earlier: TrainConfig | None = None  # the settings of the resumed run, if its checkpoint has them
+    earlier: Config | None = None  # the settings of the resumed run, if its checkpoint has them
     step: int = 0  # at which the run starts
     best_val_loss: float = math.inf  # of the best checkpoint in out_dir, which a resumed run must beat
     forgets_best: bool = False  # earlier val losses are those of another evaluation
 
-    def check_experiment(self, config: TrainConfig, data: Dataset, rate: Rate, dist: DistContext) -> None:
+    def check_experiment(self, config: Config, data: Dataset, rate: Rate, dist: DistContext) -> None:
         """Print how a resumed run differs from the run before; forget a best loss of other evaluations.
 
         Raises ValueError if hosts differ, and if a change matters for what is learned or compared, unless
@@ -101,17 +98,16 @@ class InitState:
             self.checkpoint = replace(self.checkpoint, progress=kept)
             self.best_val_loss = math.inf
 
-    def choose_variant(self, config: TrainConfig, dist: DistContext) -> Variant:
+    def choose_variant(self, config: Config, dist: DistContext) -> Variant:
         """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
         hardware.keep_freed_memory()
         hardware.forbid_spilling(dist.device)
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
-        flops_per_token = GPT.without_storage(self.model_config).estimate_flops()
-        flops = flops_per_token * batching_of(config, dist).tokens_per_step / dist.world
 
         def predicted_s(dtype: str) -> float:
             steps = 0 if config.eval_only else config.max_iters - self.step
-            seconds = steps * predicted_step_s(flops, dist.device, dtype)
+            model = GPT.without_storage(self.model_config)
+            seconds = steps * predicted_step_s(model, batching_of(config, dist), dist.device, dtype)
             return min(seconds, 60 * config.max_minutes or math.inf)
 
         earlier: dict[str, Any] = {}
@@ -129,7 +125,7 @@ class InitState:
         )
 
     def fitting_batch(
-        self, config: TrainConfig, variant: Variant, make_optimizer: MakeOptimizer, dist: DistContext
+        self, config: Config, variant: Variant, make_optimizer: MakeOptimizer, dist: DistContext
     ) -> Batching:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
 
@@ -145,7 +141,7 @@ class InitState:
             dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
         return larger
 
-    def build_model(self, config: TrainConfig, variant: Variant, dist: DistContext) -> GPT:
+    def build_model(self, config: Config, variant: Variant, dist: DistContext) -> GPT:
         """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.
 
         Raises ValueError, also if the memory cannot hold it, before any of it is taken.
@@ -196,14 +192,14 @@ class InitState:
         self.checkpoint = None
 
 
-def batching_of(config: TrainConfig, dist: DistContext) -> Batching:
+def batching_of(config: Config, dist: DistContext) -> Batching:
     """Return how the settings cut a step and an evaluation into micro-batches and ranks."""
     c = config
     cut = (c.batch_size, c.gradient_accumulation_steps, c.block_size, c.eval_iters, c.eval_tokens)
     return Batching.of(*cut, dist.rank, dist.world)
 
 
-def initial_state(config: TrainConfig, data: Dataset, dist: DistContext) -> InitState:
+def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState:
     """Find what init_from names.
 
     Raises ValueError if the settings describe another model than the source has.
@@ -238,7 +234,7 @@ def initial_state(config: TrainConfig, data: Dataset, dist: DistContext) -> Init
     return init
 
 
-def from_checkpoint(config: TrainConfig, writes: bool, dist: DistContext) -> InitState:
+def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitState:
     """Return the last good checkpoint of the run that is resumed, or the weights of another run's.
 
     Raises ValueError if a resumed run is past max_iters, or a new one would overwrite the other.

@@ -26,8 +26,8 @@ MOST_BYTES = 1 << 30  # of a log that is read whole; a line has about 450, so th
 class RunLog:
     """Events as JSON lines, each written at once. A resumed run appends, from a new "start" on.
 
-    path None writes no file. wandb_run, if given, gets the metrics too. Raises OSError where the file cannot be
-    written at first; later the run goes on without the lines that fail.
+    path None writes no file. wandb_run, if given, gets the metrics too. Raises OSError if the file cannot be
+    written at first; later the run continues without the lines that fail.
     """
 
     def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
@@ -51,7 +51,7 @@ class RunLog:
                 self._append(line)
             except OSError as e:
                 if not self._has_failed:
-                    print(f"cannot write {self.path}: {e.strerror}; the run goes on, and tries again", file=sys.stderr)
+                    print(f"cannot write {self.path}: {e.strerror}; the run continues and tries again", file=sys.stderr)
                 self._has_failed = True
         if self.wandb_run and event in ("iter", "eval"):
             numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
@@ -81,24 +81,24 @@ class RunLog:
         self._wandb(lambda run: run.finish())
 
     def _wandb(self, call: Callable[[Any], None]) -> None:
-        """Calls wandb, if it is used. An error there ends its part of the log, not the run."""
+        """Call wandb, if it is used. An error there ends its part of the log, not the run."""
         if self.wandb_run:
             try:
                 call(self.wandb_run)
             except Exception as e:
-                print(f"wandb failed ({reason(e)}); the run goes on without it", file=sys.stderr)
+                print(f"wandb failed ({reason(e)}); the run continues without it", file=sys.stderr)
                 self.wandb_run = None
 
 
 def without_following(path: str, flags: int) -> int:
-    """Opens a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user."""
+    """Open a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
-    """A new Weights & Biases run, or the one that run_id names. WANDB_MODE=offline needs neither account nor network.
+    """Start a Weights & Biases run, or continue run_id's. WANDB_MODE=offline needs neither account nor network.
 
-    Raises ValueError where the package is missing or wandb refuses.
+    Raises ValueError if the package is missing or wandb refuses.
     """
     try:
         import wandb
@@ -114,17 +114,17 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a log.jsonl, in their order. Raises OSError where the file cannot be read.
+    """Return the events of a log.jsonl, in their order. Raises OSError if the file cannot be read.
 
-    A crash can tear a line, and a run may be writing the last one just now: lines that are no whole event are skipped.
-    Raises ValueError where it has more than MOST_BYTES.
+    A crash can tear a line, and a run may be writing the last one just now: incomplete lines are skipped.
+    Raises ValueError if it has more than MOST_BYTES.
     """
     lines = read_small(path, MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     return [event for event in map(event_of, lines) if event is not None]
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The event of a line of log.jsonl; None if it is no whole event.
+    """Return the event of a line of log.jsonl; None if it is no complete event.
 
     Logs written until 2026-11-26 have a "crc" in each, which is not compared.
     """
@@ -139,7 +139,7 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's figures depend on."""
+    """Return the versions of what a run's figures depend on."""
     import torch
 
     packages = {p: metadata.version(p) for p in ("numpy", "torch")}
@@ -148,7 +148,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the code that runs, with "+changes" where files differ from it; None outside a git checkout."""
+    """Return the commit of the code that runs, with "+changes" if files differ; None outside a git checkout."""
     try:
         describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
         # --exclude=* leaves tags out: the commit itself, not a distance to some tag

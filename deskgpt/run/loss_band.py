@@ -36,14 +36,14 @@ class Band:
         return len(next(iter(self.losses.values())))
 
     def limits(self, step: int) -> tuple[float, float]:
-        """(lowest, highest) usual val loss at one of its steps: the interval that decides."""
+        """Return (lowest, highest) usual val loss at one of its steps: the interval that decides."""
         runs = self.losses[step]
         mean = statistics.fmean(runs)
         half = max(LEAST, self.deviations * statistics.stdev(runs))
         return mean - half, mean + half
 
     def verdict(self, val_losses: Mapping[int, float]) -> str:
-        """A sentence about a run with these val losses by step: as usual, or where it first left the band.
+        """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
         "" if they share no step.
         """
@@ -62,7 +62,7 @@ class Band:
 
 
 def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
-    """What runs that differ only in their seed, their variant and their machine have in common, as plain values.
+    """Return what runs have in common that differ only in their seed, variant and machine, as plain values.
 
     config: the settings of a run, or a log's by name. val_sha256: Split.fingerprint of the val data; train_tokens: of
     the train data. None where that is not known, and for runs that do not begin with new weights.
@@ -81,7 +81,7 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
 
 
 def band_of(config: Any, val_sha256: Any, train_tokens: Any) -> Band | None:
-    """The band that a run belongs to, if there is one. The arguments are those of `experiment`."""
+    """Return the band that a run belongs to, if there is one. The arguments are those of `experiment`."""
     own = experiment(config, val_sha256, train_tokens)
     for path in sorted(FOLDER.glob("*.json")) if own else []:
         record = json.loads(path.read_text(encoding="utf-8"))

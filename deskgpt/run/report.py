@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,14 @@ from torch import Tensor
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
-from deskgpt.run.diagnosis import overfit, without_improvement
+from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
+from deskgpt.run.schedule import Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, millions, not_silent
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 
 class Report:
@@ -39,7 +37,7 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(self, config: TrainConfig, state: TrainState, forgets_best: bool) -> None:
+    def __init__(self, config: Config, state: TrainState, forgets_best: bool) -> None:
         """forgets_best: earlier val losses come from another evaluation, and are not compared."""
         self.config = config
         self.state = state
@@ -173,7 +171,7 @@ class Report:
         return (end - step - 1) * step_s + evaluations * between_s
 
     def event(self, kind: str, text: str, /, **fields: Any) -> None:
-        """Prints a line, if there is a text, and logs an event of this kind, such as a spike."""
+        """Print a line, if there is a text, and log an event of this kind, such as a spike."""
         if text:
             self.print0(text)
         self.log.write(kind, **fields)
@@ -184,7 +182,7 @@ class Report:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Times an evaluation, and prints now and then that it goes on where no terminal shows a progress bar."""
+        """Time an evaluation, and print now and then that it runs if no terminal shows a progress bar."""
         waiting = nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", self.print0)
         with self.timer.spent_on("evaluation"), waiting:
             yield
@@ -194,7 +192,7 @@ class Report:
             self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
-        """Prints and logs an evaluation. texts: samples of the model."""
+        """Print and log an evaluation. texts: samples of the model."""
         step = self.state.step
         eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)
@@ -218,15 +216,6 @@ class Report:
         )
         if texts:
             self.log.write("sample", iter=step, texts=texts)
-        evaluations = self.state.evaluations
-        found = overfit(evaluations)
-        if found is not None and overfit(evaluations[:-1]) is None:  # it is printed once
-            best_step, rise = found
-            text = (
-                f"overfitting: the val loss has risen by {rise:.4f} since step {best_step}, while the train loss has "
-                "fallen; more data, --dropout or a smaller model may help"
-            )
-            self.event("overfit", text, iter=step, best_iter=best_step, rise=rise)
 
     # ---- the end -----------------------------------------------------------------------------------------
 
@@ -291,7 +280,7 @@ def share_above(limit: float, norms: list[float]) -> float | None:
     return sum(norm > limit for norm in finite) / len(finite)
 
 
-def open_log(config: TrainConfig, state: TrainState, forgets_best: bool) -> RunLog:
+def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
     """Return the log of this run; move an earlier run in out_dir aside. Other ranks and eval_only write no file."""
     dist = state.dist
     if not dist.is_first or config.eval_only:
@@ -323,8 +312,8 @@ def compare_with_band(state: TrainState) -> str:
     return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
 
 
-def print_next_commands(config: TrainConfig, state: TrainState) -> None:
-    """The best model on the disk, and the commands to sample from it, to go on and to compare."""
+def print_next_commands(config: Config, state: TrainState) -> None:
+    """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
     best = store.best_of(out_dir)
@@ -360,6 +349,6 @@ def print_next_commands(config: TrainConfig, state: TrainState) -> None:
 
 
 def command(*words: str | Path) -> str:
-    """A line to type in this system's shell."""
+    """Return a line to type in this system's shell."""
     texts = [str(word) for word in words]
     return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)

@@ -14,6 +14,9 @@ from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.run.timer import StepTimer
 from deskgpt.system import peaks
+from model import GPT
+
+Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Schedule:
     lr_decay_iters: int
 
     @classmethod
-    def of(cls, config: Any) -> Schedule:
-        """Return the schedule that a TrainConfig asks for."""
+    def of(cls, config: Config) -> Schedule:
+        """Return the schedule that the settings ask for."""
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
     @property
@@ -45,9 +48,10 @@ class Schedule:
 EXPECTED_MFU = 0.4  # of a step, until the first one is done
 
 
-def predicted_step_s(flops: float, device: torch.device, dtype: str) -> float:
-    """Return the seconds that a step of so many FLOPs takes here, roughly."""
+def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype: str) -> float:
+    """Return the seconds that a step takes here, roughly. model: it may be without storage."""
     peak, _ = peaks.peak_flops(device, dtype)
+    flops = model.estimate_flops() * batching.tokens_per_step / batching.world
     return flops / (EXPECTED_MFU * peak) if peak > 0 else 1.0  # NaN: no peak is known
 
 
@@ -65,8 +69,8 @@ class TimeBudget:
     keeps its schedule. Without max_minutes nothing changes.
     """
 
-    def __init__(self, config: Any, started: float, first_step: int, dist: DistContext) -> None:
-        """config: a TrainConfig. started: when the clock began.
+    def __init__(self, config: Config, started: float, first_step: int, dist: DistContext) -> None:
+        """started: when the clock began.
 
         Raises ValueError if max_minutes would change the schedule of a resumed run.
         """

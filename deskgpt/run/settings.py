@@ -6,20 +6,17 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configurator import read_settings
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext, dist_env
 from deskgpt.run.log import git_commit, versions
-from deskgpt.run.schedule import Schedule
+from deskgpt.run.schedule import Config, Schedule
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local
 from deskgpt.system.terminal import shortened
 from model import GPTConfig, ModelSettings
-
-if TYPE_CHECKING:
-    from train import TrainConfig
 
 # ---- what a setting is about -----------------------------------------------------------------------------------
 
@@ -57,7 +54,7 @@ RATES_COMPARED = 64  # steps, evenly spread
 # ---- the settings of a start ---------------------------------------------------------------------------------
 
 
-def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]:
+def settings_of_start(cls: type, argv: list[str]) -> dict[str, Any]:
     """Return all settings of the run that argv starts, by name, after init_from is followed. Raises ConfigError.
 
     A resumed run begins with the settings of its checkpoint, a finetuned one with those of the model; config files and
@@ -83,7 +80,7 @@ def settings_of_start(cls: type[TrainConfig], argv: list[str]) -> dict[str, Any]
     return read_settings(cls, argv, settings_of_model(exported, source)) if exported else settings
 
 
-def resumed_settings(cls: type[TrainConfig], argv: list[str], out_dir: str) -> dict[str, Any]:
+def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]:
     """Return the settings of the run in out_dir, overridden by files and command line, but for the model's size."""
     saved = store.load(out_dir, checksums=False)
     of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
@@ -119,7 +116,7 @@ def resumed_settings(cls: type[TrainConfig], argv: list[str], out_dir: str) -> d
     return settings
 
 
-def known_settings(cls: type[TrainConfig], saved: Mapping[str, Any]) -> dict[str, Any]:
+def known_settings(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
     names = {f.name for f in fields(cls)}
     return {name: value for name, value in saved.items() if name in names}
@@ -182,7 +179,7 @@ def as_text(value: Any) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def learning_settings(config: TrainConfig) -> Metadata:
+def learning_settings(config: Config) -> Metadata:
     """Return what the settings say about learning, without the schedule. The cut of a global batch does not count."""
     found = {name: value for name, value in asdict(config).items() if name not in NOT_LEARNING | {*SCHEDULE}}
     if config.optimizer != "muon":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from data.batching import Batching
+from data.dataset import Dataset
 from deskgpt.checkpoint.ckpt_file import refuse_unreadable
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint, content_of, restore_weights
@@ -23,9 +24,6 @@ from deskgpt.run.settings import rates_of
 from deskgpt.system.files import is_number
 from deskgpt.system.terminal import reason
 from model import GPT
-
-if TYPE_CHECKING:
-    from data.dataset import Dataset
 
 REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "progress" in a checkpoint
 RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps, by which a resumed run is compared

@@ -1,0 +1,131 @@
+"""The training loop against a plain one, and the numbers that it logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_one_line, events, tiny, weights
+from gloo import run
+
+import train
+from data.splits import Split
+from deskgpt.checkpoint import store
+from deskgpt.run.schedule import Schedule
+from model import GPT, GPTConfig
+from train import TrainConfig, main
+
+CPU = torch.device("cpu")
+
+
+def plain_loop(c: TrainConfig, vocab_size: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train as c says, in torch alone. Return the weights and the losses."""
+    torch.manual_seed(c.seed)
+    model = GPT(GPTConfig.from_settings(c, vocab_size))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": c.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2))
+    split = Split(Path(c.dataset), "train", c.block_size, vocab_size, c.seed)
+    losses = []
+    B, n = c.batch_size, c.gradient_accumulation_steps
+    for step in range(c.max_iters):
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(Schedule.of(c), step)
+        losses.append(0.0)
+        for micro in range(n):
+            x, y = (torch.from_numpy(a) for a in split.train_batch(step, micro * B + np.arange(B), B * n))
+            torch.manual_seed(train.random_stream(c.seed, step, micro))
+            loss = model(x, y)[1] / n
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), losses
+
+
+def test_run_trains_what_a_plain_loop_trains(chars, tmp_path):
+    """Gradient clipping, schedule, weight decay, accumulation, masks of dropout and order of batches."""
+    settings = {"dropout": 0.2, "gradient_accumulation_steps": 2, "batch_size": 2, "grad_clip": 0.05, "seed": 7}
+    c = tiny(chars, tmp_path, max_iters=5, **settings)
+    main(c)
+    expected, losses = plain_loop(c, store.load(tmp_path).model_args["vocab_size"])
+    assert [e["loss"] for e in events(tmp_path, "iter")] == pytest.approx(losses, rel=1e-6)
+    for name, w in weights(tmp_path).items():
+        torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert all(e["clip_rate"] == 1.0 for e in events(tmp_path, "iter"))
+
+
+def test_time_of_a_step_has_no_evaluation_and_no_save_in_it(chars, tmp_path, monkeypatch):
+    evaluate, save = train.evaluate, store.save
+
+    def slow(function):
+        def call(*args, **kwargs):
+            time.sleep(0.3)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(train, "evaluate", slow(evaluate))
+    monkeypatch.setattr(store, "save", slow(save))
+    monkeypatch.setattr("deskgpt.run.saver.has_room_for", lambda checkpoint: False)  # the loop waits for the save
+    main(tiny(chars, tmp_path, max_iters=4, eval_interval=1))
+    assert all(e["time_ms"] < 250 for e in events(tmp_path, "iter"))
+    [end] = events(tmp_path, "end")
+    assert end["train_s"] < 1
+    assert end["eval_s"] > 5 * 2 * 0.3
+    assert end["save_s"] > 4 * 0.3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+def test_tokens_per_second_and_mfu_count_all_ranks(chars, tmp_path):
+    run(2, tiny(chars, tmp_path, gradient_accumulation_steps=2, max_iters=3))
+    start = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert (start["world_size"], start["tokens_per_step"]) == (2, 2 * 4 * 16)
+    for e in events(tmp_path, "iter"):
+        assert e["tokens_per_s"] * e["time_ms"] / 1e3 == pytest.approx(start["tokens_per_step"])
+        assert e["mfu"] == pytest.approx(e["tokens_per_s"] * start["flops_per_token"] / start["peak_flops"])
+
+
+def test_further_loss_that_cannot_be_added_is_named():
+    for name, part in (("loss", torch.tensor(1.0)), ("z", torch.ones(2)), ("z", 1.0)):
+        with pytest.raises(ValueError, match="further loss") as e:
+            train.named_losses(None, torch.tensor(1.0), {name: part})  # type: ignore[dict-item]
+        assert_one_line(e.value, name)
+
+
+def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_trains_the_same(
+    chars, tmp_path, monkeypatch
+):
+    """A later step, several ranks, or --auto_batch=False end the run and say what to set."""
+    settings = {"batch_size": 4, "max_iters": 3, "learning_rate": 1e-3}
+    main(tiny(chars, tmp_path / "whole", **settings))
+    named_losses = train.named_losses
+
+    def short_of_memory(logits, loss):
+        if len(seen) == fails_at:
+            seen.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        seen.append(0)
+        return named_losses(logits, loss)
+
+    monkeypatch.setattr(train, "named_losses", short_of_memory)
+    for fails_at, auto_batch in ((0, "auto"), (1, True), (0, False)):
+        seen: list[int] = []
+        c = tiny(chars, tmp_path / f"{fails_at}{auto_batch}", auto_batch=auto_batch, **settings)
+        if fails_at == 0 and auto_batch == "auto":
+            main(c)
+            for name, w in weights(tmp_path / "whole").items():
+                torch.testing.assert_close(weights(tmp_path / "0auto")[name], w, rtol=1e-4, atol=1e-6)
+            assert store.load(tmp_path / "0auto").config["batch_size"] == 2
+            assert [e["iter"] for e in events(tmp_path / "0auto", "eval")] == [0, 3]
+        else:
+            with pytest.raises(ValueError, match="out of memory") as e:
+                main(c)
+            assert_one_line(e.value, "batch_size=4", "--batch_size=2", "--gradient_accumulation_steps=2")
