@@ -1,14 +1,13 @@
-"""Compares training runs: what changed, what that did to speed and learning, and how sure it is.
+"""Compare training runs: what changed, what they learned and how fast they were.
 
     python bench/compare.py out-a out-b
     python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html compare.html
     python bench/compare.py log.txt out-b
 
 A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed. Runs are called A, B, C in the order
-given; runs that differ only in their seed are repeats of one arm. Time includes training and compiling, but not
-evaluation. ± is a 95% interval over n runs, of all differences in a row together; of two runs the range is shown.
-Losses are compared on the same validation windows only, or, between tokenizers, in bits per byte of the same whole
-text. --html FILE writes a page with curves.
+given; runs that differ in nothing but their seed are repeats. ± is a 95% interval over n repeats, and "± ?" means that
+the noise between seeds is not known. Losses are compared on the same validation windows only. Time includes training
+and compiling, but not evaluation. --html FILE writes a page with curves.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 
 from bench.analysis.logs import read_runs
 from bench.analysis.page import page
-from bench.analysis.verdict import COMMAND, compare
+from bench.analysis.verdict import compare
 from bench.output import markdown_table
 from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import write_atomically
 
 
 def main() -> None:
@@ -30,15 +30,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed")
     parser.add_argument("--html", metavar="FILE")
     a = parser.parse_args()
-    if a.html and not Path(a.html).resolve().parent.is_dir():
-        raise ValueError(f"{a.html}: its folder does not exist; make it, or choose another")
     found = compare(read_runs(a.runs))
-    for name, (head, *rows) in found.tables().items():
-        print(f"## {name}\n\n{markdown_table(head, rows, left_columns=1)}\n")
-    for line in [*found.notes(), found.headline, *found.lines]:
-        print(f"    {line.removeprefix(COMMAND)}" if line.startswith(COMMAND) else line)
     if a.html:
-        Path(a.html).write_text(page(found), encoding="utf-8", errors="replace")
+        write_atomically(Path(a.html), page(found).encode("utf-8", "replace"))
+    print(found.headline, *found.lines, sep="\n")
+    for name, (head, *rows) in found.tables().items():
+        print(f"\n## {name}\n\n{markdown_table(head, rows, left_columns=1)}")
 
 
 if __name__ == "__main__":

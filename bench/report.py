@@ -1,4 +1,4 @@
-"""A page about one run: what it learned, how fast it was, its curves, and the texts that it wrote as it trained.
+"""Make a page about one run: what it learned, how fast it was, its curves, and the texts that it wrote as it trained.
 
     python bench/report.py out-shakespeare-char-cpu
     python bench/report.py out-shakespeare-char-cpu --html report.html
@@ -22,6 +22,7 @@ from bench.analysis.logs import read_runs
 from bench.analysis.page import page, plotly_js
 from bench.analysis.verdict import Comparison, compare
 from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import write_atomically
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -30,7 +31,7 @@ REFRESH_S = 10  # of a page that is served
 
 
 def app_of(paths: list[str]) -> Starlette:
-    """A web application of one page, made anew at each request."""
+    """Return a web application of one page, made anew at each request."""
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
     from starlette.routing import Route
@@ -41,7 +42,7 @@ def app_of(paths: list[str]) -> Starlette:
         try:
             found = compare(read_runs(paths))
         except ValueError as e:
-            found = Comparison([], [], "Waiting for the run", [str(e)])
+            found = Comparison([], "Waiting for the run", [str(e)])
         return HTMLResponse(page(found, REFRESH_S).encode("utf-8", "replace"))
 
     return make_app([Route("/", show)])
@@ -67,7 +68,8 @@ def main() -> None:
     path = Path(a.out_dir[0])
     html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
     html = Path(a.html) if a.html else html
-    html.write_text(page(compare(read_runs(a.out_dir))), encoding="utf-8", errors="replace")
+    found = compare(read_runs(a.out_dir))
+    write_atomically(html, page(found).encode("utf-8", "replace"))  # in place of a link of this name, too
     print(html)
 
 

@@ -1,4 +1,4 @@
-"""Makes up logs of runs: log.jsonl, and what nanoGPT prints."""
+"""Make up logs of runs: log.jsonl, and what nanoGPT prints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from deskgpt.run.log import read_events
 
 SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
 SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
-SETTINGS |= {"eval_tokens": 80}  # the windows of an evaluation, whatever the batch
 
 
-def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None = 0.01, **changed: Any) -> str:
-    """Writes the log.jsonl of a run with these val losses by step; 64 tokens and ms a step, 1000 FLOPs per token."""
+def log(
+    path: Path,
+    val: dict[int, float],
+    ms: float = 100.0,
+    digest: str | None = "abc",
+    first_digest: str | None = None,
+    **changed: Any,
+) -> str:
+    """Write the log.jsonl of a run with these val losses by step; 64 tokens and ms a step, 1000 FLOPs per token.
+
+    digest: of the windows of each evaluation; first_digest: of the first one, if it read others.
+    """
     s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
     start = {"parameters": 120.0, "flops_per_token": 1000, "tokens_per_step": per_step}
-    start |= {"device": "a chip", "dtype": "float32", "attention": "flash"}
+    start |= {"device": "a chip", "dtype": "float32", "residual_dtype": "float32", "cpu_kernels": False}
     start |= {"compiled": False, "world_size": 1, "peak_flops": 4e6, "peak_source": "measured", "git_commit": "abc"}
     start |= {"tokenizer": "char", "val_tokens": 1000, "train_tokens": 9000, "val_sha256": "f00"}
     start |= {k: v for k, v in changed.items() if k not in SETTINGS}
@@ -27,7 +36,14 @@ def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None =
     for i in range(max(val) + 1):
         done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
         if i in val:
-            loss = {"train_loss": val[i] - 0.1, "val_loss": val[i], "val_se": se, "lr": 1e-3, "eval_s": 2.0}
+            loss: dict[str, Any] = {
+                "train_loss": val[i] - 0.1,
+                "val_loss": val[i],
+                "val_se": 0.01,
+                "lr": 1e-3,
+                "eval_s": 2.0,
+            }
+            loss |= {"eval_windows": 10, "eval_digest": first_digest if first_digest and i == 0 else digest}
             lines.append({"event": "eval", "iter": i} | loss | done)
         if i < max(val):
             step = {"loss": 3.0, "mfu": 0.1, "tokens_per_s": 1.0, "data_wait": 0.0}
@@ -41,13 +57,13 @@ def log(path: Path, val: dict[int, float], ms: float = 100.0, se: float | None =
 
 
 def rewrite(path: str, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Adds to each event of a log, or replaces in it, what a function says."""
+    """Add the fields that a function returns to each event of a log."""
     file = Path(path) / "log.jsonl"
     file.write_text("\n".join(json.dumps(event | changed(event)) for event in read_events(file)))
 
 
 def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: float) -> str:
-    """What nanoGPT prints, MFU included, for steps that take these times in all, by step in ms."""
+    """Return what nanoGPT prints, MFU included, for steps that take these times in all, by step in ms."""
     out, running = [], None
     for i, ms in times.items():
         if i in evaluated:

@@ -1,4 +1,4 @@
-"""Reading logs as they are found: ours, nanoGPT's, damaged, resumed."""
+"""Read logs as they are found: ours, nanoGPT's, damaged, resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from conftest import assert_one_line
 from logs import TIMES, log, nanogpt
 
-from bench.analysis.logs import nanogpt_mfu, read_run
+from bench.analysis.logs import read_run
+from bench.analysis.verdict import compare
 from deskgpt.run.log import read_events
 
 
@@ -19,16 +20,45 @@ def test_evaluation_is_taken_out_of_nanogpts_times_and_mfu(tmp_path):
     run = read_run(str(tmp_path / "log.txt"))
     assert run.tokens_per_step == 1000
     assert run.step_ms == [1000, 1010, 990, 1000, 1000, 1000, 1000]
-    assert [e["eval_s"] for e in run.evals] == [None, 5.0, 5.0]  # 6 s less the median step
-    assert nanogpt_mfu(run) == pytest.approx(0.2, rel=1e-3)  # printed last: 15.9%
+    assert run.start["nanogpt_mfu"] == pytest.approx(0.2, rel=1e-3)  # printed last: 15.9%
     # 0.2 of 312 TFLOP/s for a second, and 1000 tokens
     assert run.flops_per_token == pytest.approx(0.2 * 312e12 / 1000, rel=1e-3)
     assert run.start["parameters"] == 1.5e6
     assert run.evals[1]["train_s"] == 40.0
+    labels = [row[0] for row in compare([run]).tables()["Speed"]]
+    assert "training" in labels
+    assert "evaluation" not in labels  # a sum of those times that the log has would be too low
+
+
+def test_flops_of_a_nanogpt_run_on_several_gpus_are_those_of_all(tmp_path):
+    of_8 = 854.8e6 * 491520 / 8 / 0.25 / 312e12  # the MFU of GPT-2 in steps of 250 ms
+    lines = ["tokens per iteration will be: 491,520", "number of parameters: 123.59M"]
+    lines += [f"iter {i}: loss 3.0, time 250.00ms, mfu {100 * of_8:.2f}%" for i in range(10, 200, 10)]
+    (tmp_path / "log.txt").write_text("\n".join(lines))
+    run = read_run(str(tmp_path / "log.txt"))
+    assert run.flops_per_token == pytest.approx(854.8e6, rel=1e-3)
+    assert_one_line(*run.notes, "8 GPUs")
+
+
+def test_settings_that_nanogpt_prints_are_read(tmp_path):
+    lines = ["Overriding config with config/train_x.py:", "# a comment", "learning_rate = 1e-3 # a reason"]
+    lines += ["wandb_project='x'", "gradient_accumulation_steps = 5 * 8", "mine = 3", "Overriding: max_iters = 200"]
+    lines += ["Overriding: compile = False", "using fused AdamW: True", "step 0: train loss 4.0, val loss 4.0"]
+    (tmp_path / "log.txt").write_text("\n".join([*lines, "n_layer = 3"]))
+    run = read_run(str(tmp_path / "log.txt"))
+    known = {"learning_rate": 1e-3, "wandb_project": "x", "max_iters": 200, "compile": False}
+    assert run.settings == known  # what is not a plain value, a setting or before the first step is not known
+
+
+def test_log_of_an_earlier_version_is_read(tmp_path):
+    path = log(tmp_path / "a", {0: 4.0, 10: 3.0}, attention="flash", settings={"attention": "auto", "world": 0})
+    run = read_run(path)
+    assert run.start["attention"] == "flash"
+    assert run.settings["world"] == 0
 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "printed.txt"])
-def test_log_of_an_absurd_size_is_not_read_whole(tmp_path, name):
+def test_log_of_an_absurd_size_is_refused(tmp_path, name):
     with open(tmp_path / name, "wb") as file:
         file.truncate(1 << 40)  # without taking room on the disk
     with pytest.raises(ValueError, match="absurd size") as e:
@@ -49,7 +79,7 @@ def test_damaged_printed_logs_are_read_as_far_as_they_go(tmp_path, encoding):
     assert (a.iters, a.evals, a.notes) == (b.iters, b.evals, b.notes)
 
 
-def test_a_log_that_goes_on_after_a_restart_counts_each_step_once(tmp_path):
+def test_a_log_that_continues_after_a_restart_counts_each_step_once(tmp_path):
     first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
     path = tmp_path / "log.txt"
     path.write_text(nanogpt(first, (0, 40), 200.0) + nanogpt(second, (40, 80), 200.0))
@@ -60,7 +90,7 @@ def test_a_log_that_goes_on_after_a_restart_counts_each_step_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["start", "rewind"])
-def test_a_resumed_or_rewound_run_counts_each_step_once_and_all_of_its_parts(tmp_path, kind):
+def test_a_resumed_or_rewound_run_counts_each_step_once_and_the_time_of_all_parts(tmp_path, kind):
     file = Path(log(tmp_path / "a", {0: 4.0, 10: 3.0, 20: 2.5}), "log.jsonl")
     lines = file.read_text().splitlines()
     start, *later = [e for e in read_events(file) if e["event"] == "start" or e["iter"] >= 10]
