@@ -52,7 +52,6 @@ SETTINGS = {
     "rope_base": ["--position=rope"],
     "muon_momentum_warmup": ["--optimizer=muon"],
 }
-NOT_LEARNED = {"weight_norms", "digits"}  # they change no loss of a run on the same data
 IN_CI = ("z_loss", "lion", "sliding_window", "weight_averaging", "logit_softcap")
 TINY = [
     *("--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=144", "--batch_size=2", "--max_iters=8"),
