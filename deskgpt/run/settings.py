@@ -43,17 +43,6 @@ NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | D
 # Of learning too, but compared by the rates of the steps so far: with the same past, it is the same experiment.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
-# The one classification of train.py's settings. A setting belongs to learning unless it is listed here.
-OUTPUT = {"out_dir", "log_interval", "always_save_checkpoint", "save_minutes", "sample_interval"}
-OUTPUT |= {"wandb_log", "wandb_project", "wandb_run_name"}
-EVALUATION = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
-START = {"init_from", "resume_changed", "dry_run", "plan_for"}
-END = {"max_hours", "max_minutes", "patience", "on_spike"}
-SPLIT = {"batch_size", "gradient_accumulation_steps", "auto_batch"}
-MACHINE = {"device", "dtype", "cpu_kernels", "compile", "activation_checkpoint", "backend", "dp_shard"}
-MACHINE |= {"dist_timeout_s"}
-NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | {"dataset"})
-
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.
