@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import ROOT, TINY, assert_equal, assert_one_line, events, tiny, trajectory, weights
-from gloo import resumed
+from gloo import resumed, run
 from test_loop import plain_loop
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -224,6 +224,29 @@ def test_compiled_run_of_a_new_block_trains_as_the_eager_one(chars, tmp_path, mo
                 pytest.skip("no working C++ compiler here")
             raise
     losses = [[e["loss"] for e in events(tmp_path / name, "iter")] for name in ("True", "False")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
+    """The first token decides which; the loss is computed in chunks."""
+    init, forward = Transformer.__init__, Transformer.forward
+
+    def with_experts(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(3))
+
+    def routed(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+        x = forward(self, idx, cache)
+        return x + self.experts[int(idx[0, 0]) % 3](x)
+
+    monkeypatch.setattr(Transformer, "__init__", with_experts)
+    monkeypatch.setattr(Transformer, "forward", routed)
+    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)
+    losses = []
+    for ranks in (1, 2):
+        run(ranks, tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3))
+        losses.append([e["loss"] for e in events(tmp_path / str(ranks), "iter")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
