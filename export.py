@@ -3,7 +3,7 @@
     python export.py --out_dir=out-shakespeare-char --to=my-model
     python export.py --out_dir=out/ckpt_best.pt --to=my-model --push_to_hub=my-model
     python export.py --out_dir=out-shakespeare-char --to=my-model.gguf --ollama
-    python export.py --out_dir=out/ckpt-00001000 --to=ckpt.pt
+    python export.py --out_dir=out-sharded --to=ckpt.pt
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
 (the model card), and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with transformers or
@@ -223,7 +223,7 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
     """What a checkpoint says about its training and about the evaluation of its step."""
     c = saved.config
     batch: list[Any] = [c.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
-    evaluations = (saved.health or {}).get("evaluations", [])
+    evaluations = (saved.progress or {}).get("evaluations", [])
     losses = [evaluation[2] for evaluation in evaluations if evaluation[0] == saved.iter_num]
     dataset = c["dataset"] if is_local(c.get("dataset")) else ""
     return {
@@ -232,7 +232,7 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
         "steps": saved.iter_num,
         "tokens trained on": None if None in batch else f"{saved.iter_num * math.prod(batch):,}",
         "validation loss (nats per token)": f"{losses[0]:.4f}" if losses else None,
-        "git commit of deskGPT": (saved.facts or {}).get("code"),
+        "git commit of deskGPT": (saved.metadata or {}).get("code"),
     }
 
 

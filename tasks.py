@@ -22,6 +22,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)
 import argparse
 import functools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves it out
 
 from deskgpt.system import wheels  # noqa: E402
-from deskgpt.system.files import check_unused  # noqa: E402
+from deskgpt.system.files import check_unused, file_sha256  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
 TASKS = {  # commands of the environment's Python; the last one gets what follows `--`
@@ -129,9 +130,10 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
 
 def prepare(python: Path, text: str) -> str:
     """Prepares data and returns its name: the text, else Shakespeare's plays, else the source code of Python."""
-    if text:
-        run(python, "data/text/prepare.py", text, "--name", "own_text")
-        return "own_text"
+    if text:  # each text has a folder of its own: a run needs its data to resume
+        name = f"{re.sub(r'[^A-Za-z0-9]+', '_', Path(text).stem)}_{file_sha256(Path(text))[:8]}"
+        run(python, "data/text/prepare.py", text, "--name", name)
+        return name
     if (ROOT / "data" / "shakespeare_char" / "val.bin").exists():
         return "shakespeare_char"
     print0("preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives up after 20 seconds")

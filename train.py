@@ -194,7 +194,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
     init.restore(state, trains=not config.eval_only)
     report = Report(config, state, init.forgets_best)
-    saver = Saver(config.out_dir, init.best_val_loss, config.dist_timeout_s, state, report)
+    saver = Saver.of(config, init.best_val_loss, state)
     health = Health(state, report, saver, config.on_spike)
     stops = StopController(dist, started, config.max_hours, config.save_minutes, config.patience)
     sampler = sampler_for(config, model, variant, dist, data.tokenizer)
@@ -212,7 +212,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
-            if spike and saver.rewind(spike.step, spike.position):
+            if spike and saver.rewind(state, report, spike.step, spike.position):
                 health.forget()
                 loader.seek(state.position)
                 continue
@@ -230,7 +230,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
                 if not stops.is_interrupted():
                     evaluated_at = step
-                    is_best = saver.is_best(val.loss)
+                    is_best = saver.is_best(val.loss, step)
                     state.add_evaluation(train, val)
                     report.evaluation(train, val, lr, texts)
                     health.check_val_loss(val.loss)
@@ -239,9 +239,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
 
             # ---- save ----------------------------------------------------------------------------------------
             if save_is_due and not health.bad_in_a_row and not config.eval_only:
-                saver.save_if_new(val.loss if is_best else None)
+                saver.save_if_new(state, report, val.loss if is_best else None)
                 stops.saved()
-            saver.report_ended()
+            saver.report_ended(report)
             if is_last or stops.reason:
                 break
 
@@ -373,7 +373,9 @@ def finish(
 
     Returns the best validation loss.
     """
-    saver.finish(saves=bool(stops.reason) and not health.bad_in_a_row and not state.settings["eval_only"])
+    saver.finish(
+        state, report, saves=bool(stops.reason) and not health.bad_in_a_row and not state.settings["eval_only"]
+    )
     best_val_loss = report.end(stops.reason)
     loader.close()
     report.log.close()

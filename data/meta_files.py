@@ -8,6 +8,7 @@ Reading runs no code and raises nothing but ValueError and OSError.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -50,22 +51,22 @@ ENTRY: Fields = {
 
 
 def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
-    """Everything that a folder's meta.json records, {} without one. It is shared between callers: do not change it.
+    """Return everything that a folder's meta.json records, {} without one.
 
     Raises ValueError if it is damaged or cannot be right, OSError.
     """
     with described(folder / name) as path:
-        return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
+        return copy.deepcopy(record_in(read_small(path, JSON_BYTES))) if os.path.lexists(path) else {}
 
 
 def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
-    """Writes a folder's meta.json, with its checksum. Raises OSError."""
+    """Write a folder's meta.json, with its checksum. Raises OSError."""
     write_atomically(folder / name, to_json(meta))
 
 
 @contextmanager
 def described(path: Path) -> Iterator[Path]:
-    """Completes the message of a ValueError about a description."""
+    """Name the file in a ValueError about a description."""
     try:
         yield path
     except ValueError as e:
@@ -74,7 +75,7 @@ def described(path: Path) -> Iterator[Path]:
 
 @functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often
 def record_in(content: bytes) -> dict[str, Any]:
-    """What a file with this content records. Raises ValueError, which says in a few words what is wrong."""
+    """Return what a file with this content records. Raises ValueError, which says in a few words what is wrong."""
     try:
         meta = json.loads(content)
         if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
@@ -94,18 +95,18 @@ def record_in(content: bytes) -> dict[str, Any]:
 
 
 def to_json(meta: dict[str, Any]) -> bytes:
-    """The content of a meta.json."""
+    """Return the content of a meta.json."""
     return json.dumps(meta | {CHECKSUM: checksum_of(meta)}, indent=1).encode()
 
 
 def checksum_of(meta: dict[str, Any]) -> str:
-    """Of a record, CHECKSUM itself left out."""
+    """Return the checksum of a record, CHECKSUM itself left out."""
     content = {key: value for key, value in meta.items() if key != CHECKSUM}
     return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
-    """Raises ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
+    """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
     name = tokenizer.get("name")
     size = vocab_size
     if name in ("char", "bytes"):
@@ -127,7 +128,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_nanogpt(folder: Path) -> dict[str, Any]:
-    """The description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {} without one.
+    """Return the description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {} without one.
 
     Raises ValueError as read_record, OSError.
     """
@@ -144,7 +145,10 @@ def read_nanogpt(folder: Path) -> dict[str, Any]:
 
 
 def char_tokenizer(vocab_size: int, itos: Any, stoi: Any) -> dict[str, Any]:
-    """The tokenizer of nanoGPT's tables; {} for none and for longer pieces of text. Raises if they cannot be right."""
+    """Return the tokenizer of nanoGPT's tables, {} if there is none or its tokens are longer pieces of text.
+
+    Raises an error if the tables cannot be right.
+    """
     if not itos:
         return {}
     pieces = [itos[i] for i in range(vocab_size)]

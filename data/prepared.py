@@ -1,9 +1,9 @@
-"""What the scripts that prepare data share: a folder of token files written whole, and recognised when it is there."""
+"""What all prepare.py share: writing a folder of token files, and recognising one that is already there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data.meta_files import read_record, to_json
+from data.meta_files import read_nanogpt, read_record, to_json
 from data.token_files import MASK_SUFFIX, listed_with_masks, read_meta
-from data.tokenizer import Ids, Tokenizer, from_meta
-from deskgpt.system.files import file_sha256, if_free, replacing, sha256
+from data.tokenizer import Ids, Tokenizer, from_meta, short_name
+from deskgpt.system.files import TEMPORARY, file_sha256, if_free, replacing, sha256
 
 
 def write_dataset(
@@ -25,7 +25,7 @@ def write_dataset(
     masks: dict[str, npt.NDArray[np.uint8]] | None = None,
     **about: Any,
 ) -> None:
-    """Writes {"train": ids, "val": ids} as bare token files with masks and their meta.json, in which `about` is, too.
+    """Write {"train": ids, "val": ids} as bare token files with masks, and meta.json, which also gets `about`.
 
     All files are written before the first one gets its name, and val.bin gets its name last: wherever this stops, the
     folder holds the old data, the new, or no val.bin. Raises ValueError if another prepare.py is at work there, OSError
@@ -41,6 +41,8 @@ def write_dataset(
             meta[key] = meta.get(key, {}) | {f"{split}{suffix}": entry}
     contents["meta.json"] = to_json(meta)
     with locked(folder):
+        print_other_vocabulary(folder, tokenizer)
+        remove_leftovers(folder, *(f"{name}." for name in contents))
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
                 for name, content in sorted(contents.items(), reverse=True):
@@ -53,8 +55,19 @@ def write_dataset(
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
 
 
+def print_other_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
+    """Print a line if folder holds data with another vocabulary, which is about to be replaced."""
+    with suppress(OSError, ValueError):
+        before = (read_record(folder) or read_nanogpt(folder)).get("tokenizer")
+        if before and before != tokenizer.meta():
+            print(
+                f"note: the data in {folder} had another vocabulary ({short_name(before)}) and are replaced; models "
+                "trained on them need them to resume: --name or --out writes to another folder"
+            )
+
+
 def is_prepared(folder: Path, source: str) -> bool:
-    """Whether folder holds what was prepared from `source`, unharmed: every file has the checksum of meta.json."""
+    """Return whether folder holds what was prepared from `source`, each file with the checksum of meta.json."""
     try:
         meta = read_record(folder)
     except (OSError, ValueError):
@@ -63,7 +76,7 @@ def is_prepared(folder: Path, source: str) -> bool:
 
 
 def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
-    """Names of the files that are missing or whose checksum differs from their entry in meta.json."""
+    """Return the names of files that are missing or whose checksum differs from their entry in meta.json."""
     names = []
     for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
         path = folder / name
@@ -72,9 +85,16 @@ def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
     return names
 
 
+def remove_leftovers(folder: Path, *names: str) -> None:
+    """Remove the temporary files of starts that were killed, by the beginnings of their names."""
+    for name in names:
+        for path in folder.glob(f"{name}*{TEMPORARY}"):
+            path.unlink()
+
+
 @contextmanager
 def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
-    """Makes folder and keeps other prepare.py out of its part of this name. Raises ValueError if one stays there."""
+    """Make folder and keep other prepare.py out of its part of this name. Raises ValueError if one stays there."""
     with if_free(folder, name, wait_s) as is_free:
         if not is_free:
             raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
@@ -82,15 +102,23 @@ def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
 
 
 def named_tokenizer(name: str) -> dict[str, Any]:
-    """The description of the tokenizer of this name, or of that of the prepared folder with this path.
+    """Return the description of the tokenizer of this name, or of the prepared folder with this path.
 
-    Raises ValueError if the folder's meta.json is damaged.
+    Raises ValueError if the folder's meta.json is damaged, or the path has none.
     """
-    return read_meta(Path(name))["tokenizer"] if (Path(name) / "meta.json").is_file() else {"name": name}
+    path = Path(name)
+    if (path / "meta.json").is_file():
+        return read_meta(path)["tokenizer"]
+    if path.exists() and name not in ("char", "bytes", "bpe", "gpt2"):
+        raise ValueError(
+            f"--tokenizer={name} has no meta.json; give char, bytes, bpe, gpt2, or the path of a prepared "
+            "folder (tokenizers of other programs, such as tokenizer.json, are not read)"
+        )
+    return {"name": name}
 
 
 def document_tokenizer(name: str) -> Tokenizer:
-    """As named_tokenizer, the tokenizer itself. Raises ValueError if it has no token that documents begin with."""
+    """Return the tokenizer that named_tokenizer describes. Raises ValueError if it has no token between documents."""
     described = named_tokenizer(name)
     tokenizer = None if described in ({"name": "char"}, {"name": "bpe"}) else from_meta(described)
     if tokenizer is None or tokenizer.end_of_text is None:

@@ -1,185 +1,230 @@
-"""Documents to shards of token ids: tokenized in several threads, continued where an earlier run stopped.
+"""Documents to shards of token ids: read from files here or on the hub, tokenized in several threads.
 
-The shards of a folder, or of each part of it, are one sequence of tokens, cut every `shard_tokens`; each document
-begins with the tokenizer's end-of-text token. For each shard a record has the place in the source where it ends, so
-that any of them can be made again, byte for byte, without those before it.
+The shards are one sequence of tokens, cut every `shard_tokens`; each document begins with the tokenizer's end-of-text
+token. The record of each shard has the position in the source where it ends, so that any of them can be made again,
+byte for byte, without the ones before it.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data.documents import Row, Source
-from data.meta_files import write_meta
-from data.token_files import HEADER_BYTES, find_tokens, llmc_header
-from data.tokenizer import Ids, Tokenizer, encoded_document
+from data.text_files import PACKED, documents_of, expanded, lines_in
+from data.token_files import HEADER_BYTES, llmc_header
+from data.tokenizer import Ids, Tokenizer, encoded_document, valid_unicode
 from deskgpt.system.files import file_sha256, replacing
 
-TASK_CHARS = 1 << 19  # in one task of a tokenizing thread: many, so that handing it over costs nothing in comparison
+FORMATS = (".parquet", *(f"{name}{packed}" for name in (".jsonl", ".txt") for packed in PACKED))
+BATCH_CHARS = 1 << 19  # many, so that handing a batch to a thread costs nothing in comparison
+ROWS = 64  # of a parquet file that are decoded at once
+BUFFER = 8 << 20  # bytes: without a buffer, pyarrow reads the text of a row group, often gigabytes, at once
 
-Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, end and, for the last one, last
+Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, end and, for the last one of the source, last
 
 
 class Position(NamedTuple):
-    """A place in the tokens of a source."""
+    """A position in the tokens of a source: this many tokens after the beginning of a row."""
 
     file: int
     row: int  # of the file
-    used: int  # tokens of the row before this place
+    used: int
 
 
-# ---- tokenizing ----------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of documents: rows of parquet (also hf:// URLs), lines of jsonl, what <|endoftext|> separates in txt."""
+
+    name: str  # as meta.json records it
+    files: list[str]
+    text_column: str = "text"
+    revision: str | None = None  # of a data set on the hub
+
+    def batches(self, file: int, row: int) -> Iterator[tuple[int, int, list[str]]]:
+        """Yield the documents from this row of this file on, some at a time: (file, row of the first one, texts).
+
+        Raises ValueError, ImportError.
+        """
+        for number in range(file, len(self.files)):
+            texts: list[str] = []
+            n_chars = 0
+            try:
+                for text in self._texts(self.files[number], row):
+                    texts.append(text)
+                    n_chars += len(text)
+                    if n_chars >= BATCH_CHARS:
+                        yield number, row, texts
+                        row += len(texts)
+                        texts = []
+                        n_chars = 0
+            except ImportError:
+                raise
+            except Exception as e:  # the errors of the hub, of its HTTP client, of pyarrow and of json share no class
+                raise ValueError(self._reason(self.files[number], row + len(texts), e)) from None
+            if texts:
+                yield number, row, texts
+            row = 0
+
+    def _texts(self, path: str, first: int) -> Iterator[str]:
+        """Yield the documents of one file from row `first` on."""
+        name = path.lower()
+        if name.endswith(".parquet"):
+            return self._parquet_texts(path, first)
+        lines = lines_in(Path(path))
+        documents = documents_of(lines) if ".txt" in name[-8:] else map(self._json_text, lines)
+        return itertools.islice(documents, first, None)
+
+    def _parquet_texts(self, path: str, first: int) -> Iterator[str]:
+        from pyarrow.parquet import ParquetFile
+
+        file: Any = path
+        if "://" in path:
+            from huggingface_hub import HfFileSystem
+
+            file = HfFileSystem().open(path)
+        with ParquetFile(file, buffer_size=BUFFER) as parquet:
+            if self.text_column not in parquet.schema_arrow.names:
+                raise KeyError(self.text_column)
+            for group in range(parquet.num_row_groups):
+                n_rows = parquet.metadata.row_group(group).num_rows
+                if first < n_rows:
+                    batches = parquet.iter_batches(ROWS, [group], [self.text_column])
+                    values = itertools.chain.from_iterable(batch[self.text_column].to_pylist() for batch in batches)
+                    yield from map(self._text, itertools.islice(values, first, None))
+                first = max(0, first - n_rows)
+
+    def _json_text(self, line: str) -> str:
+        # Read line by line: as a table, the other columns would have to keep their types.
+        return valid_unicode(self._text(json.loads(line)[self.text_column])) if line.strip() else ""
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str | None):
+            raise ValueError(f"{self.text_column} holds {type(value).__name__}, not text")
+        return value or ""
+
+    def _reason(self, path: str, row: int, e: Exception) -> str:
+        """Return the error's message after reading this row of a file has raised e."""
+        where = f"{path}, line {row + 1}," if ".jsonl" in path.lower()[-10:] else path
+        if isinstance(e, KeyError):
+            return f"{where} has no column {self.text_column!r}; name the one with the text: --text_column"
+        reason = e.msg if isinstance(e, json.JSONDecodeError) else first_line(e)
+        remedy = "repair it or leave it out; finished shards are kept"
+        if "://" in path:
+            remedy = "was the network lost? The same command continues after the finished shards"
+        return f"{where} cannot be read ({reason}); {remedy}"
+
+
+def local_source(paths: list[Path], text_column: str) -> Source:
+    """Return a source of these files, of folders all readable ones in name order. Raises ValueError."""
+    files = expanded(paths, FORMATS)
+    for path in files:
+        if not path.exists():
+            raise ValueError(f"--source {path} does not exist")
+        if not path.name.lower().endswith(FORMATS):
+            raise ValueError(f"--source {path} is not a *.parquet, *.jsonl or *.txt file (the latter also packed)")
+    n_bytes = sum(path.stat().st_size for path in files)
+    names = ", ".join(path.name for path in files[:3])
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return Source(f"{names}{more} ({n_bytes:,} bytes)", [os.path.abspath(path) for path in files], text_column)
+
+
+def first_line(e: Exception) -> str:
+    """Return the first line of an error's message, at most 160 characters; its class if it has no message."""
+    return (str(e).strip() or type(e).__name__).splitlines()[0][:160]
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------
 
 
 class TokenStream:
     """The tokens of a source from a position on."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, position: Position) -> None:
-        self.position = position  # of the next token
-        self._ids = np.zeros(0, np.uint16)  # the tokens left of the row at hand
-        self._rows = encoded_rows(source, tokenizer, position)
+    def __init__(self, source: Source, tokenizer: Tokenizer, start: Position) -> None:
+        self.position = start._replace(used=0)  # of the next token
+        self._ids = np.zeros(0, np.uint16)  # the tokens left of the current batch of documents
+        self._batches = encoded_batches(source, tokenizer, start)
+        left = start.used
+        while left and len(skipped := self.take(left)):
+            left -= len(skipped)
 
     def take(self, at_most: int) -> Ids:
-        """The next tokens of one row, no more than at_most; none at the end of the source."""
+        """Return some of the next tokens, at most this many; none at the end of the source. Raises as Source.batches"""
         while not len(self._ids):
-            row, ids = next(self._rows, (None, self._ids))
-            if row is None:
-                return ids
-            used = self.position.used if (row.file, row.row) == self.position[:2] else 0
-            self.position = Position(row.file, row.row, used)
-            self._ids = ids[used:]
+            batch = next(self._batches, None)
+            if batch is None:
+                return self._ids
+            file, row, self._ids = batch
+            self.position = Position(file, row, 0)
         taken = self._ids[:at_most]
         self._ids = self._ids[at_most:]
-        file, row_number, used = self.position
-        more = len(self._ids) > 0
-        self.position = Position(file, row_number, used + len(taken)) if more else Position(file, row_number + 1, 0)
+        self.position = self.position._replace(used=self.position.used + len(taken))
         return taken
 
 
-def encoded_rows(source: Source, tokenizer: Tokenizer, position: Position) -> Iterator[tuple[Row, Ids]]:
-    """The rows of a source with their ids, encoded ahead in several threads. Raises ValueError as Source.rows."""
+def encoded_batches(source: Source, tokenizer: Tokenizer, start: Position) -> Iterator[tuple[int, int, Ids]]:
+    """Yield the batches of a source, encoded ahead in several threads: (file, row of the first document, ids)."""
+
+    def encode(file: int, row: int, texts: list[str]) -> tuple[int, int, Ids]:
+        return file, row, np.concatenate([encoded_document(tokenizer, text) for text in texts])
+
     # Threads, not processes: tiktoken releases Python's lock, nothing is copied, and none is left when this is killed.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting = deque[Future[list[tuple[Row, Ids]]]]()
+    waiting = deque[Future[tuple[int, int, Ids]]]()
     pool = ThreadPoolExecutor(cores)
     try:
-        for task in tasks(source.rows(position.file, position.row)):
-            waiting.append(pool.submit(encode_rows, tokenizer, task))
+        for batch in source.batches(start.file, start.row):
+            waiting.append(pool.submit(encode, *batch))
             if len(waiting) > 2 * cores:
-                yield from waiting.popleft().result()
+                yield waiting.popleft().result()
         while waiting:
-            yield from waiting.popleft().result()
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def tasks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Rows in groups of at least TASK_CHARS characters."""
-    held: list[Row] = []
-    n_chars = 0
-    for row in rows:
-        held.append(row)
-        n_chars += len(row.text)
-        if n_chars >= TASK_CHARS:
-            yield held
-            held = []
-            n_chars = 0
-    yield held
+# ---- shards --------------------------------------------------------------------------------------------------
 
 
-def encode_rows(tokenizer: Tokenizer, rows: list[Row]) -> list[tuple[Row, Ids]]:
-    return [(row, encoded_document(tokenizer, row.text)) for row in rows]
+def missing_shards(
+    shards: Iterable[tuple[str, int]], entries: dict[str, Entry], harmed: Sequence[str] = ()
+) -> Iterator[tuple[str, int, Position]]:
+    """Yield name, size and first position of the shards to make: without an entry, harmed, or shorter than planned.
 
-
-# ---- writing -------------------------------------------------------------------------------------------------
-
-
-def plan(val_tokens: int, train_tokens: float, shard_tokens: int, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names and sizes of the shards: val_000000.bin, train_000001.bin ..., the prefix before each number."""
-    number = itertools.count()
-    for split, left in (("val", val_tokens), ("train", train_tokens)):
-        while left > 0:
-            yield f"{split}_{prefix}{next(number):06}.bin", int(min(shard_tokens, left))
-            left -= shard_tokens
-
-
-def is_there(path: Path, size: int, entry: Entry) -> bool:
-    """Whether the file has the tokens of its entry, and these are at least `size` or all that the source has."""
-    try:
-        _, tokens = find_tokens(path)
-    except (OSError, ValueError):
-        return False
-    return tokens == entry.get("tokens") and (tokens >= size or "last" in entry)
-
-
-def is_complete(folder: Path, shards: Iterable[tuple[str, int]], entries: dict[str, Entry]) -> bool:
-    """Whether folder holds every one of the shards, or all that its source has."""
-    for name, size in shards:
-        if not is_there(folder / name, size, entries.get(name, {})):
-            return False
-        if "last" in entries[name]:
-            break
-    return True
-
-
-def write_shards(
-    folder: Path,
-    meta: dict[str, Any],
-    record: str,
-    source: Source,
-    tokenizer: Tokenizer,
-    shards: Iterable[tuple[str, int]],
-    damaged: list[str],
-) -> None:
-    """Writes the shards that folder lacks or that are damaged, and after each of them meta, as the file `record`.
-
-    The shard with which the source ends is marked "last" there. Raises ValueError if the source cannot be read or has
-    changed, OSError.
+    The caller adds the entry of each before it asks for the next one, unless the source has ended.
     """
-    entries: dict[str, Entry] = meta["files"]
-    position = Position(0, 0, 0)
-    stream: TokenStream | None = None
-    before: Entry = {}  # of the shard before this one
+    start = Position(0, 0, 0)
     for name, size in shards:
-        old = entries.get(name, {})
-        if is_there(folder / name, size, old) and name not in damaged:
-            entry = old
-            position = Position(*entry["end"])
-            stream = None  # it is still before this shard
-        else:
-            stream = stream or TokenStream(source, tokenizer, position)
-            entry = write_shard(folder / name, size, stream)
-            if entry.get("tokens") == old.get("tokens", 0) and entry.get("sha256") != old.get("sha256"):
-                raise ValueError(f"{folder / name} is not as it was: its source has changed; take another --out")
-            if entry:
-                entries[name] = entry
-            else:
-                before["last"] = True
-            write_meta(folder, meta, record)
-        if not entry or "last" in entry:
-            break
-        before = entry
+        entry = entries.get(name)
+        if entry is None or name in harmed or (entry["tokens"] < size and "last" not in entry):
+            yield name, size, start
+        if name not in entries or "last" in entries[name]:
+            return
+        start = Position(*entries[name]["end"])
 
 
 def write_shard(path: Path, size: int, stream: TokenStream) -> Entry:
-    """Writes `size` tokens of the stream, or all that are left. Returns their entry in meta.json, {} for none."""
+    """Write `size` tokens of the stream, or all that are left. Returns their entry in meta.json, {} for none."""
     ids = stream.take(size)
     if not len(ids):
         return {}
     bar = tqdm(total=size, desc=path.name, unit="tok", unit_scale=True, disable=None, leave=False, smoothing=0.05)
     try:
         with closing(bar), replacing(path) as file:
-            file.write(bytes(HEADER_BYTES))  # room for it: the number of tokens is not known yet
+            file.write(bytes(HEADER_BYTES))  # replaced below, when the number of tokens is known
             tokens = 0
             while len(ids):
                 file.write(ids.astype("<u2", copy=False).tobytes())

@@ -36,19 +36,7 @@ CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
 
-FOREIGN = {  # what other files begin with that people have beside token files
-    b"\x93NUMPY": "NumPy",
-    b"PK\x03\x04": "zip, npz or pt",
-    b"\x1f\x8b\x08": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\xfd7zXZ": "xz",
-    b"PAR1": "Parquet",
-    b"ARROW1": "Arrow",
-    b"GGUF": "GGUF",
-    b"\x89HDF": "HDF5",
-    b"MMIDIDX": "Megatron's index",
-}
-LLMC_32_BITS = 20240801  # the magic of llm.c's files with 32-bit ids
+MAGIC_32_BITS = 20240801  # of llm.c's files with 32-bit ids
 SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being text or 32-bit
 LEAST_SAMPLED = 64
 LARGEST_HIGH_HALF = 3  # of 32-bit ids below 2^18, larger than any vocabulary in use
@@ -58,26 +46,26 @@ LARGEST_HIGH_HALF = 3  # of 32-bit ids below 2^18, larger than any vocabulary in
 
 
 def write_tokens(path: Path, ids: Ids, header: bool = False) -> None:
-    """Writes token ids (n,) as a token file, with llm.c's header if asked. Raises OSError."""
+    """Write token ids (n,) as a token file, with llm.c's header if asked. Raises OSError."""
     begin = llmc_header(len(ids)) if header else b""
     write_atomically(path, begin + ids.astype("<u2").tobytes())
 
 
 def llmc_header(tokens: int) -> bytes:
-    """The header of a file in llm.c's format that holds this number of tokens."""
+    """Return the header of a file in llm.c's format that holds this number of tokens."""
     head = np.zeros(HEADER_BYTES // 4, "<i4")
     head[:3] = MAGIC, VERSION, tokens
     return head.tobytes()
 
 
 def read_tokens(path: Path) -> Ids:
-    """The token ids (n,) of a file. Raises ValueError if the file is not a token file, OSError."""
+    """Return the token ids (n,) of a file. Raises ValueError if the file is not a token file, OSError."""
     begin, tokens = find_tokens(path)
     return np.fromfile(path, "<u2", tokens, offset=begin)
 
 
 def find_tokens(path: Path) -> tuple[int, int]:
-    """(first byte, number) of the tokens in a file. Raises ValueError if it is not a token file, OSError."""
+    """Return (first byte, number) of the tokens in a file. Raises ValueError if it is not a token file, OSError."""
     size = path.stat().st_size if path.is_file() else 0
     head = b""
     if size:
@@ -85,37 +73,34 @@ def find_tokens(path: Path) -> tuple[int, int]:
             head = file.read(TOKEN_BYTES * SAMPLED)
     magic, version, tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
     # Bare tokens may happen to begin with the magic, but hardly with another part of a header that fits too.
-    right = [magic == MAGIC, version == VERSION, size == HEADER_BYTES + TOKEN_BYTES * tokens]
-    if all(right) and tokens:
+    matches = [magic == MAGIC, version == VERSION, size == HEADER_BYTES + TOKEN_BYTES * tokens]
+    if all(matches) and tokens:
         return HEADER_BYTES, tokens
-    foreign = [name for begin, name in FOREIGN.items() if head.startswith(begin)]
     if not size:
         reason = "it is missing or empty"
-    elif foreign:
-        reason = f"it begins like a file of {foreign[0]}"
-    elif sum(right) >= 2:
+    elif sum(matches) >= 2:
         reason = f"its header says {tokens:,} tokens, and it has {size:,} bytes (magic {magic}, version {version})"
     elif size % TOKEN_BYTES:
         reason = f"it has {size:,} bytes, an odd number"
-    elif magic == LLMC_32_BITS or looks_like_32_bits(np.frombuffer(head, "<u2")):
+    elif magic == MAGIC_32_BITS or is_32_bits(np.frombuffer(head, "<u2")):
         reason = "its ids have 32 or 64 bits"
-    elif looks_like_text(head):
+    elif is_text(head):
         reason = "it holds text"
     else:
         return 0, size // TOKEN_BYTES
     raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
 
 
-def looks_like_text(head: bytes) -> bool:
-    """Whether a file begins with UTF-8 without control characters, such as the zeros of small token ids."""
+def is_text(head: bytes) -> bool:
+    """Return whether a file begins with UTF-8 without NUL, which small token ids have."""
     with suppress(UnicodeDecodeError):
         text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        return len(head) >= LEAST_SAMPLED and not re.search(r"[\0-\x08\x0e-\x1f\x7f]", text)
+        return len(head) >= LEAST_SAMPLED and "\0" not in text
     return False
 
 
-def looks_like_32_bits(ids: Ids) -> bool:
-    """Whether numbers that were read as uint16 are the halves of larger ones: every second one is next to nothing."""
+def is_32_bits(ids: Ids) -> bool:
+    """Return whether numbers read as uint16 are halves of larger ones: every second one is next to nothing."""
     if len(ids) < LEAST_SAMPLED:
         return False
     return bool(ids[1::2].max() <= LARGEST_HIGH_HALF and len(np.unique(ids[::2])) > LEAST_SAMPLED // 4)
@@ -140,7 +125,7 @@ class NumberFile:
         return self._n
 
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
-        """A copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
+        """Return a copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
         size = max(0, min(n, self._n - first)) * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
         content = self._bytes(size, self._begin + first * self._dtype.itemsize)
@@ -153,12 +138,12 @@ class NumberFile:
         return np.frombuffer(content, self._dtype).copy()
 
     def chunks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """All numbers, CHUNK at a time, each time with the place of the first one. Raises ValueError as read."""
+        """Yield all numbers, CHUNK at a time, with the index of the first one. Raises ValueError as read."""
         for first in range(0, len(self), CHUNK):
             yield first, self.read(first, CHUNK)
 
     def sha256(self) -> str:
-        """Of the whole file, in hex digits."""
+        """Return the SHA-256 of the whole file, in hex digits."""
         digest = hashlib.sha256()
         begin = 0
         while content := self._bytes(CHUNK, begin):
@@ -167,7 +152,7 @@ class NumberFile:
         return digest.hexdigest()
 
     def _bytes(self, size: int, begin: int) -> bytes:
-        """The file's bytes from `begin` on, fewer at its end."""
+        """Return the file's bytes from `begin` on, fewer at its end."""
         if hasattr(os, "pread"):
             return os.pread(self._file.fileno(), size, begin)
         with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
@@ -175,19 +160,19 @@ class NumberFile:
             return file.read(size)
 
     def was_written(self) -> bool:
-        """Whether somebody has written into the file since it was opened, or since this was last asked."""
+        """Return whether somebody has written into the file since it was opened, or since the last call."""
         before = self._written_ns
         self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
         return self._written_ns != before
 
 
 def open_tokens(path: Path) -> NumberFile:
-    """A token file, open for reading. Raises ValueError if the file is not a token file, OSError."""
+    """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
     return NumberFile(path, "<u2", *find_tokens(path))
 
 
 def mask_of(path: Path) -> Path:
-    """Where the loss mask of a token file is, if it has one."""
+    """Return the path of a token file's loss mask, if it has one."""
     return path.with_suffix(MASK_SUFFIX)
 
 
@@ -195,9 +180,9 @@ def mask_of(path: Path) -> Path:
 
 
 def token_files(folder: Path, split: str) -> list[Path]:
-    """The shards of a split, in order. Raises ValueError, which says how to make them, if there are none.
+    """Return the shards of a split, in order. Raises ValueError, which says how to make them, if there are none.
 
-    meta.json lists them. Otherwise they are found by their names, and ValueError is raised if these are of two kinds.
+    meta.json lists them. Otherwise they are found by their names; these must be of one kind.
     """
     listed = [folder / name for name in sorted(read_record(folder).get("files", {})) if name.startswith(split)]
     alone = folder / f"{split}.bin"
@@ -216,7 +201,7 @@ def token_files(folder: Path, split: str) -> list[Path]:
 
 
 def how_to_make(folder: Path, split: str) -> str:
-    """The error's message if a split has no files."""
+    """Return the error's message if a split has no files."""
     if (folder / "prepare.py").exists():
         remedy = f"run: python {os.path.relpath(folder / 'prepare.py')}"
     else:
@@ -227,7 +212,7 @@ def how_to_make(folder: Path, split: str) -> str:
 
 
 def open_shards(folder: Path, split: str) -> list[NumberFile]:
-    """All shards of a split, open. Raises ValueError if one is damaged or not as meta.json lists it, OSError."""
+    """Open all shards of a split. Raises ValueError if one is damaged or not as meta.json lists it, OSError."""
     paths = token_files(folder, split)
     entries = read_record(folder).get("files", {})
     allow_more_files(2 * len(paths))  # with masks
@@ -241,7 +226,7 @@ def open_shards(folder: Path, split: str) -> list[NumberFile]:
 
 
 def allow_more_files(n: int) -> None:
-    """Lets this process have n more files open, if it may: at first 1,024 on most Linux systems, 256 on macOS."""
+    """Let this process open n more files, if it may: the limit is 1,024 on most Linux systems, 256 on macOS."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
@@ -252,7 +237,7 @@ def allow_more_files(n: int) -> None:
 
 
 def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[NumberFile]:
-    """The loss masks of a split's shards: 0 where a token is not learned; [] if every one is learned.
+    """Open the loss masks of a split's shards: 0 if a token is not a target; [] if all tokens are.
 
     Raises ValueError if one is missing or has another length.
     """
@@ -273,12 +258,12 @@ def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[Numbe
 
 
 def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a folder's record says about each token file and each mask."""
+    """Return the entries of a folder's record for token files and masks."""
     return meta.get("files", {}) | meta.get("masks", {})
 
 
 def listed_sha256(folder: Path, split: str) -> str | None:
-    """One checksum for those that meta.json lists for the split's files; None if it lists none."""
+    """Return one checksum of the checksums that meta.json lists for the split's files; None if it lists none."""
     files = listed_with_masks(read_record(folder))
     paths = token_files(folder, split)
     if any(path.name not in files for path in paths):
@@ -291,10 +276,10 @@ def listed_sha256(folder: Path, split: str) -> str | None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """A folder's description: {"tokenizer": its meta(), {} for an unknown one, "vocab_size": ..., "end_of_text": ...}.
+    """Return a folder's {"tokenizer": its meta(), {} if unknown, "vocab_size": ..., "end_of_text": ...}.
 
     It comes from meta.json, else from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does. end_of_text is the
-    token that documents begin with, if there is one. Raises ValueError if the description cannot be read.
+    token that documents begin with, None if there is none. Raises ValueError if the description cannot be read.
     """
     meta = read_record(folder) or read_nanogpt(folder)
     if not meta:
@@ -304,7 +289,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def largest_id(folder: Path) -> int:
-    """The largest token id at the beginning of a split; that of GPT-2 if the folder has no tokens."""
+    """Return the largest token id at the beginning of a split; GPT-2's if the folder has no tokens."""
     for split in ("val", "train"):
         with suppress(ValueError, OSError):
             return int(open_tokens(token_files(folder, split)[0]).read(0, CHUNK).max())
@@ -312,7 +297,7 @@ def largest_id(folder: Path) -> int:
 
 
 def assumptions(folder: Path) -> list[str]:
-    """What is taken for granted about a folder without a list of its files or a description, in sentences."""
+    """Return what is assumed about a folder without a list of its files or a description, in sentences."""
     found = []
     listed = read_record(folder).get("files", {})
     for split in ("train", "val"):
@@ -336,7 +321,7 @@ def assumptions(folder: Path) -> list[str]:
 def check_vocabulary(
     folder: Path, meta: dict[str, Any], model_vocab: int, model_tokenizer: dict[str, Any] | None
 ) -> None:
-    """Raises ValueError if the data was not made with the tokenizer that the model was trained with.
+    """Raise ValueError if the data was not made with the tokenizer that the model was trained with.
 
     model_tokenizer is None if it is not known; then the sizes must match, padded or not.
     """

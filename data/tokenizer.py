@@ -48,20 +48,20 @@ class Tokenizer(Protocol):
     end_of_text: int | None  # the token that documents begin with; None if the tokenizer has none
 
     def encode(self, text: str) -> Ids:
-        """Token ids (n,) of plain text. Raises ValueError for characters that have no token."""
+        """Return token ids (n,) of plain text. Raises ValueError for characters that have no token."""
 
     def encode_prompt(self, text: str) -> Ids:
-        """As encode, but the names of special tokens, if it has any, stand for these tokens."""
+        """Return token ids (n,) of a prompt, in which the names of special tokens stand for these tokens."""
         return self.encode(text)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        """UTF-8 of token ids; several tokens can make up one character."""
+        """Return the UTF-8 of token ids; several tokens can make up one character."""
 
     def token_bytes(self) -> Lengths:
-        """Bytes of text that each token stands for (vocab_size,); 0 for end_of_text, which is not text."""
+        """Return the bytes of text of each token (vocab_size,); 0 for end_of_text, which is not text."""
 
     def meta(self) -> dict[str, Any]:
-        """The description from which `from_meta` makes the same tokenizer."""
+        """Return the description from which `from_meta` makes the same tokenizer."""
 
 
 class CharTokenizer(Tokenizer):
@@ -78,7 +78,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """The tokenizer for the characters that occur in text, in code point order."""
+        """Return the tokenizer for the characters that occur in text, in code point order."""
         return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> Ids:
@@ -150,7 +150,7 @@ class BpeTokenizer(Tokenizer):
 
 
 def named(name: str) -> BpeTokenizer:
-    """tiktoken's encoding of this name, "gpt2" above all. Raises ValueError."""
+    """Return tiktoken's encoding of this name, "gpt2" above all. Raises ValueError."""
     import tiktoken
 
     try:
@@ -166,7 +166,7 @@ def named(name: str) -> BpeTokenizer:
 
 
 def of_merges(merges: str) -> BpeTokenizer:
-    """An encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
+    """Return an encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
 
     merges: the lines of a merges.txt: two tokens, as CHAR_OF_BYTE spells them, with a space between. Raises ValueError.
     """
@@ -180,7 +180,7 @@ def of_merges(merges: str) -> BpeTokenizer:
 
 
 def tokens_of(merges: Any) -> list[bytes]:
-    """The tokens of BpeTokenizer's merges by their ids, END_OF_TEXT left out. Raises ValueError if one is wrong."""
+    """Return the tokens of BpeTokenizer's merges by id, without END_OF_TEXT. Raises ValueError if one is wrong."""
     if not isinstance(merges, str) or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES:
         raise ValueError(f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes")
     lines = merges.split("\n") if merges else []
@@ -198,7 +198,7 @@ def tokens_of(merges: Any) -> list[bytes]:
 
 
 def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """GPT-2's ids, by their spelling, and its merges, from the files of tiktoken's cache."""
+    """Return GPT-2's ids, by their spelling, and its merges, from the files of tiktoken's cache."""
     from tiktoken.load import read_file_cached
 
     files = {name: read_file_cached(GPT2_FILES + name, checksum) for name, checksum in GPT2_SHA256.items()}
@@ -207,7 +207,7 @@ def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `meta()` describes. Raises ValueError."""
+    """Return the tokenizer that `meta()` describes. Raises ValueError."""
     name = meta.get("name")
     if name == "char" and isinstance(meta.get("chars"), str) and meta["chars"]:
         return CharTokenizer(meta["chars"])
@@ -221,7 +221,7 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
 
 
 def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
-    """As from_meta, but nothing is downloaded. Raises ValueError if tiktoken's cache lacks a file."""
+    """Return the tokenizer as from_meta, without a download. Raises ValueError if tiktoken's cache lacks a file."""
     name = meta.get("name")
     if name not in (None, "char", "bytes", "bpe"):
         default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
@@ -235,24 +235,24 @@ def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
 
 
 def valid_unicode(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    """Return the text with U+FFFD for halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def short_name(meta: dict[str, Any]) -> str:
-    """A tokenizer's name, followed by 12 hex digits that tell vocabularies of this name apart."""
+    """Return a tokenizer's name, followed by 12 hex digits that tell vocabularies of this name apart."""
     rest = {key: value for key, value in meta.items() if key != "name"}
     return f"{meta['name']} {sha256(json.dumps(rest).encode())[:12]}" if rest else meta.get("name", "unknown")
 
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:
-    """Rows of a new model's embedding: a BPE vocabulary is rounded up to whole matmul tiles (50257 to 50304)."""
+    """Return the rows of a new model's embedding: a BPE vocabulary is rounded up to matmul tiles (50257 to 50304)."""
     if meta.get("name") in (None, "char", "bytes"):
         return vocab_size
     return math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def encoded_document(tokenizer: Tokenizer, text: str) -> Ids:
-    """The ids (n,) of a text after the token that documents begin with; none of an empty one."""
+    """Return the ids (n,) of a document, which begins with end_of_text; none of an empty one."""
     begin = np.array([tokenizer.end_of_text] if text else [], np.uint16)
     return np.concatenate([begin, tokenizer.encode(text)])

@@ -15,7 +15,7 @@ NO_SUCH_TOKEN = "<unknown>"  # longer than any character, so that it is in no vo
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tokenizer.json says. Raises ValueError for a tokenizer that the format cannot hold."""
+    """Return the content of tokenizer.json. Raises ValueError for a tokenizer that the format cannot hold."""
     meta = tokenizer.meta()
     bytes_ = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
     if isinstance(tokenizer, CharTokenizer):
@@ -33,7 +33,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: str | None) -> dict[str, Any]:
-    """What tokenizer_config.json says. chat_template: for Jinja, of a model that was trained on dialogues."""
+    """Return the content of tokenizer_config.json. chat_template: Jinja, if the model was trained on dialogues."""
     special = {}
     if tokenizer.end_of_text is not None:
         special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
@@ -53,7 +53,7 @@ def tokenizer_config_json(tokenizer: Tokenizer, block_size: int, chat_template: 
 
 
 def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """One token per character. An unknown character is an error, as it is here, and nothing takes its place."""
+    """Return a tokenizer.json with one token per character. An unknown character is an error, as it is here."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {char: i for i, char in enumerate(tokenizer.chars)}
@@ -64,7 +64,7 @@ def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
 
 
 def of_bytes(vocab: dict[str, int], merges: list[str], splits: bool = True) -> dict[str, Any]:
-    """A byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens do not cross."""
+    """Return a byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens do not cross."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     pairs = [(left, right) for left, right in map(str.split, merges)]

@@ -6,9 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
-import multiprocessing
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +65,17 @@ def made(*options: str | Path) -> None:
     main(arguments([*map(str, options)]))
 
 
-def started(*options: str | Path) -> BaseProcess:
-    """prepare.py in a process that can be killed. It is a fork of one that has imported what takes long."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["datasets", "pyarrow.parquet"])
-    process = context.Process(target=main, args=[arguments([*map(str, options)])])
-    process.start()
-    return process
+# Put before code, this ends the process at once before or after one of its renames.
+UNTIL_RENAME = """
+import itertools, os, sys
+at, after, *options = sys.argv[1:]
+rename, calls = os.replace, itertools.count(1)
+def rename_or_end(old, new):
+    is_last = next(calls) == int(at)
+    if is_last and after == "before":
+        os._exit(9)
+    rename(old, new)
+    if is_last:
+        os._exit(9)
+os.replace = rename_or_end
+"""

@@ -67,7 +67,7 @@ def test_settings(chars, run, assert_fails):
         assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run), argument, code=2)
     for device in ("cuda:99", "tpu", "meta"):
         assert_fails([device, "--device="], *flags(**TINY | {"dataset": chars, "out_dir": run, "device": device}))
-    for name in ("x.pt", "ckpt-00000001"):  # a new run in what would be a checkpoint
+    for name in ("x.pt", "ckpt.pt"):  # a new run in what would be a checkpoint
         named = [str(run / name), "--out_dir="]
         assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run / name))
 

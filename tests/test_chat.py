@@ -104,7 +104,7 @@ def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_w
         assert tokenizer.decode_bytes(learned).decode() == message.content * (message.role == "assistant")
 
 
-def test_tokenizer_without_an_end_of_text_is_refused(script, tmp_path):
+def test_tokenizer_without_an_end_of_text_is_an_error(script, tmp_path):
     done = script("data/chat/prepare.py", write(tmp_path / "d.jsonl", [HELLO] * 2), "--tokenizer=char")
     fails(done, "--tokenizer=char", "--tokenizer=bpe")
 
@@ -174,13 +174,13 @@ def test_dialogues_that_ship_and_ones_own_are_prepared_once_and_again_where_a_ma
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
 
 
-SAID_HELLO = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
-LINE = json.dumps({"messages": SAID_HELLO})
+HELLO_JSON = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
+LINE = json.dumps({"messages": HELLO_JSON})
 SHAREGPT = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
 AS_PEOPLE_HAVE_IT = {
-    "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(SAID_HELLO)}\n  {LINE}",
-    "array": json.dumps([{"messages": SAID_HELLO}] * 3),
-    "array of lists over many lines": json.dumps([SAID_HELLO] * 3, indent=2),
+    "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(HELLO_JSON)}\n  {LINE}",
+    "array": json.dumps([{"messages": HELLO_JSON}] * 3),
+    "array of lists over many lines": json.dumps([HELLO_JSON] * 3, indent=2),
     "ShareGPT": 3 * (json.dumps({"id": "7", "conversations": SHAREGPT}) + "\n"),
     "Alpaca": 3 * (json.dumps({"instruction": "Hello!", "input": "", "output": "Hi."}) + "\n"),
     "prompts": 3 * (json.dumps({"prompt": "Hello!", "completion": "Hi.", "category": "x"}) + "\n"),
@@ -194,11 +194,11 @@ def test_dialogues_as_people_have_them(tmp_path, content):
     assert list(read_dialogues(tmp_path / "d.json")) == [HELLO] * 3
 
 
-def test_message_of_weight_0_is_not_learned_and_half_a_surrogate_is_replaced(tmp_path):
-    messages = [*SAID_HELLO, {"role": "assistant", "content": "No \ud800", "weight": 0}]
+def test_message_of_weight_0_is_masked_and_half_a_surrogate_is_replaced(tmp_path):
+    messages = [*HELLO_JSON, {"role": "assistant", "content": "No \ud800", "weight": 0}]
     (tmp_path / "d.jsonl").write_text(json.dumps(messages))
     [dialogue] = read_dialogues(tmp_path / "d.jsonl")
-    assert dialogue[2] == Message("assistant", "No \ufffd", learned=False)
+    assert dialogue[2] == Message("assistant", "No \ufffd", unmasked=False)
     ids, mask = Template(BytesTokenizer()).encode(dialogue)
     assert bytes(ids[mask == 1].astype(np.uint8).tolist()) == b"Hi.\xff"
 
@@ -343,15 +343,17 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
         before = [*messages, Message("user", f"question {n}")]
         messages = fitting(template, 160, before)
         prompt = bytes(template.prompt(messages).astype(np.uint8).tolist())
-        assert len(prompt) <= 120  # a quarter is left for the answer
+        assert len(prompt) <= 140  # an eighth is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
         forgotten = len(before) - len(messages)
         assert forgotten % 2 == 0
         if forgotten:  # the last turn of them would not have fitted
-            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 120
+            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 140
         messages.append(Message("assistant", f"answer {n}"))
     assert len(messages) < 19
+    first_question = [Message("system", "You are kind."), Message("user", "How are you?")]  # of docs/data.md
+    assert fitting(template, 64, first_question) == first_question
     for too_long, what in (
         ([Message("user", "x" * 200)], 207),
         ([Message("system", "x" * 200), *HELLO[:1]], "system"),
@@ -361,12 +363,12 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
         assert_one_line(str(e.value), what)
 
 
-def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypatch, capsys):
+def test_empty_lines_are_passed_over_and_what_is_too_long_is_one_error(monkeypatch, capsys):
     def answer(prompt: Any, n: int) -> Iterator[str]:  # an echo
-        said = bytes(prompt.astype(np.uint8)).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
-        if said == "Ctrl+C":
+        typed = bytes(prompt.astype(np.uint8)).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
+        if typed == "Ctrl+C":
             raise KeyboardInterrupt
-        yield from (f"{n}: ", said)
+        yield from (f"{n}: ", typed)
 
     def talked(typed: bytes) -> list[str]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
@@ -376,13 +378,13 @@ def test_empty_lines_are_passed_over_and_what_is_too_long_is_said_once(monkeypat
 
     *answers, error = talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou")
     assert answers == ["0: hi", "1: you"]
-    assert_one_line(error, "error: ", 107, 48)
+    assert_one_line(error, "error: ", 107, 58)
     assert talked(b"hi\nCtrl+C\nnobody hears this") == ["0: hi"]
     with pytest.raises(ValueError, match="UTF-8"):
         talked(b"\xff\xfe\n")
 
 
-SAID = {
+BY_HEART = {
     "hello": "Hi! How are you today?",
     "Two plus two?": "Four, as always.",
     "Who are you?": "A tiny model: ünïcödé 🧀",
@@ -393,14 +395,14 @@ SAID = {
 
 @pytest.mark.slow
 def test_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, monkeypatch):
-    dialogues = [[Message("user", question), Message("assistant", answer)] for question, answer in SAID.items()]
+    dialogues = [[Message("user", question), Message("assistant", answer)] for question, answer in BY_HEART.items()]
     source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
     assert done.code == 0, done.err
     learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 5, "learning_rate": 3e-3}
     learning |= {"max_iters": 120, "eval_interval": 120, "warmup_iters": 10, "position": "rope"}
     train(tiny(tmp_path / "c", tmp_path / "run", **learning))
-    for question, answer in SAID.items():
+    for question, answer in BY_HEART.items():
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
         done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--temperature=0", "--device=cpu")
         assert (done.out, done.err) == (f"{answer}\n", "")

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import random
 import shutil
+import stat
 import zipfile
 from contextlib import suppress
 from dataclasses import replace
@@ -16,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_equal, assert_one_line, corrupted
-from tiny_models import save_folder, state_of
+from tiny_models import save_sharded, state_of
 
 from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.export.gpt2_weights import load_gpt2
+from deskgpt.system import files
+from model import GPT, GPTConfig
 
 
 def test_checkpoints_come_back_as_they_were_saved(tmp_path):
@@ -36,45 +40,109 @@ def test_checkpoints_come_back_as_they_were_saved(tmp_path):
     assert store.load(tmp_path).best_val_loss == 1.5
 
 
+def test_former_names_of_entries_are_read(tmp_path):
+    content = store.content_of(replace(state_of(3), progress={"losses": [1.0]}, metadata={"code": "x"}))
+    for former, now in store.FORMER_NAMES.items():
+        content[former] = content.pop(now)
+    ckpt_file.write(content, tmp_path / "ckpt.pt")
+    loaded = store.load(tmp_path)
+    assert (loaded.progress, loaded.metadata, loaded.variant) == ({"losses": [1.0]}, {"code": "x"}, None)
+
+
+def test_head_with_numbers_of_its_own_is_not_tied(tmp_path):
+    """Forks of nanoGPT that untie it have nanoGPT's model_args, which do not tell."""
+    saved = state_of()
+    saved.model["lm_head.weight"] = saved.model["lm_head.weight"] + 1
+    store.save(saved, tmp_path, best=False)
+    loaded = store.load(tmp_path)
+    model = GPT.from_state(GPTConfig.from_args(loaded.model_args, "x"), store.weights_of(loaded), "x")
+    assert_equal(dict(model.state_dict()), dict(saved.model))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's names of open files")
+@pytest.mark.parametrize("save", [store.save, save_sharded])
+def test_files_are_durable_before_a_name_leads_to_them_and_names_before_the_save_ends(save, tmp_path, monkeypatch):
+    calls: list[tuple[str, str]] = []
+    real_fsync = os.fsync
+    real_replace = os.replace
+
+    def fsync(fd: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+        real_fsync(fd)
+
+    def replace_file(source: Path, target: Path) -> None:
+        calls.append((str(source), str(target)))
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_file)
+    if save is save_sharded:
+        save_sharded(tmp_path, 1, best=False)
+    else:
+        store.save(state_of(), tmp_path, best=True)
+    renames = [i for i, call in enumerate(calls) if call[0] != "fsync"]
+    assert len(renames) == (1 if save is save_sharded else 2)
+    for i in renames:
+        assert ("fsync", calls[i][0]) in calls[:i]
+        for shard in tmp_path.glob("shards-*/*"):
+            assert ("fsync", str(shard)) in calls[:i]
+            assert ("fsync", str(shard.parent)) in calls[:i]
+        if save is store.save:
+            assert calls[i + 1] == ("fsync", str(tmp_path))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows opens no folders")
+def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_written(tmp_path, monkeypatch, capsys):
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(files, "_unsynced", set())
+    for step in (1, 2):
+        store.save(state_of(step), tmp_path, best=True)
+    assert store.load(tmp_path).iter_num == 2
+    assert_one_line(capsys.readouterr().err.strip(), tmp_path, "syncs no folders")
+
+
 # ---- accidents -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
-def test_no_damage_is_silent_and_the_checkpoint_before_is_used(form, tmp_path):
+@pytest.mark.parametrize("kind", ["file", "shards"])
+def test_no_damage_is_silent_and_the_best_checkpoint_is_used(kind, tmp_path):
     draw = random.Random(3)
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    intact = tmp_path / "intact"
+    intact.mkdir()
     for step in (1, 2):
-        if form == "file":
-            store.save(state_of(step), whole, best=step == 1)
+        if kind == "file":
+            store.save(state_of(step), intact, best=step == 1)
         else:
-            save_folder(whole, step, best=step == 1)
-    expected = store.load(whole)
-    assert expected.path
-    n_checksum = ckpt_file.COMMENT_BYTES + 4 if form == "file" else 0  # each of these bytes counts
+            save_sharded(intact, step, best=step == 1)
+    last_folder = store.load(intact).folder
+    n_checksum = ckpt_file.COMMENT_BYTES + 4 if kind == "file" else 0  # each of these bytes counts
     for n in range(80 + n_checksum):
-        out = Path(shutil.copytree(whole, tmp_path / str(n)))
-        last = out / expected.path.name
-        path = draw.choice(sorted(last.iterdir())) if form == "folder" else last
+        out = Path(shutil.copytree(intact, tmp_path / str(n)))
+        last = out / "ckpt.pt"
+        path = last
+        if last_folder is not None and n % 2:
+            path = next((out / last_folder.name).iterdir())
         content = bytearray(path.read_bytes())
         if n >= 80:
             content[80 - n - 1] ^= 1
             path.write_bytes(content)
-        elif n % 6:
+        elif n % 6 or path == last:
             path.write_bytes(corrupted(bytes(content), draw))
         else:
             path.unlink()
-        said: list[str] = []
-        loaded = store.load(out, said.append)
-        if form == "folder" and loaded.iter_num == 2:  # other names and spaces in a JSON file that mean the same
-            assert_equal(store.content_of(loaded), store.content_of(expected))
-            continue
-        assert loaded.iter_num == 1
-        assert_one_line(*said, last, "step 1")
-        if last.exists():  # named, it is not exchanged for another
-            with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
-                store.load(last)
-            assert_one_line(e.value, last.name, *([f"--out_dir={out / 'ckpt_best.pt'}"] if form == "file" else []))
+        lines: list[str] = []
+        assert store.load(out, lines.append).iter_num == 1
+        assert_one_line(*lines, last, "step 1")
+        with pytest.raises(ValueError, match="is not a (readable|training) checkpoint") as e:
+            store.load(last)  # named, it is not exchanged for another
+        assert_one_line(e.value, last.name)
 
 
 def test_damage_to_a_file_without_a_checksum_is_found_by_the_archives_own(tmp_path):
@@ -94,60 +162,94 @@ def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_na
     spoiled = vars(state_of())
     spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
     torch.save(spoiled, tmp_path / "ckpt.pt")
-    said: list[str] = []
-    assert store.load(tmp_path, said.append).iter_num == 1
-    assert_one_line(*said, "NaN", "ckpt_best.pt, step 1")
+    lines: list[str] = []
+    assert store.load(tmp_path, lines.append).iter_num == 1
+    assert_one_line(*lines, "NaN", "ckpt_best.pt, step 1")
     (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
     with pytest.raises(ValueError, match="checkpoint") as e:
         store.load(tmp_path)
     assert_one_line(e.value, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt", "copy")
 
 
-def test_folders_with_checkpoints_are_named_where_one_is_missing(tmp_path):
-    for name in ("out-first", "out-mine"):
-        (tmp_path / name).mkdir()
-        store.save(state_of(), tmp_path / name, best=False)
-    (tmp_path / "data").mkdir()
+@pytest.mark.parametrize("change", ["cut", "overwritten"])
+def test_file_that_is_changed_while_it_is_read_is_refused(change, tmp_path, monkeypatch):
+    store.save(state_of(), tmp_path, best=False)
+    path = tmp_path / "ckpt.pt"
+    content = path.read_bytes()
+    real_load = torch.load
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        path.write_bytes(content[:2000] if change == "cut" else content)
+        return real_load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match="is not a readable checkpoint") as e:
+        store.load(tmp_path)
+    assert_one_line(e.value, path)
+
+
+def test_missing_checkpoint_and_folder_of_an_older_version_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="no such checkpoint") as e:
         store.load(tmp_path / "out")
-    assert_one_line(e.value, tmp_path / "out" / "ckpt.pt", f"{tmp_path / 'out-first'}, {tmp_path / 'out-mine'}")
-    assert "data" not in str(e.value)
+    assert_one_line(e.value, tmp_path / "out" / "ckpt.pt", "--out_dir")
+    (tmp_path / "ckpt-00000100").mkdir()
+    (tmp_path / "ckpt-00000100" / "manifest.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "ckpt-00000100"):
+        with pytest.raises(ValueError, match="older version") as e:
+            store.load(path)
+        assert_one_line(e.value, path, "export.py --to=ckpt.pt")
 
 
-def test_what_is_damaged_or_abandoned_is_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
-    store.save(state_of(1), tmp_path, best=True)
-    for step in (5, 7, 9):
-        save_folder(tmp_path, step, best=False)
-    (tmp_path / "ckpt-00000007" / "manifest.json").unlink()
-    (tmp_path / "ckpt_best.pt").write_text("damaged")
+def test_damaged_checkpoints_are_kept_aside_and_what_killed_runs_left_is_removed(tmp_path):
+    save_sharded(tmp_path, 4, best=True)
+    save_sharded(tmp_path, 5, best=False)
+    shards = {step: next(tmp_path.glob(f"shards-*{step}-*")) for step in (4, 5)}
+    (shards[4] / "shard-00001-model-00001-of-00001.safetensors").write_text("damaged")
     (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
-    (tmp_path / "ckpt-00000008.12-ab.tmp").mkdir()
-    (tmp_path / "ckpt-00000008.12-ab.tmp" / "shard").write_text("torn")
+    (tmp_path / "shards-00000006-0123abcd").mkdir()
     (tmp_path / "notes.tmp").write_text("the user's")
-    said: list[str] = []
-    store.take_over(tmp_path, said.append, step=8)
-    left = {"ckpt-00000005", "ckpt.pt", "ckpt_best.pt", "notes.tmp", "previous-1", "previous-2", "previous-3"}
+    (tmp_path / "elsewhere").mkdir()
+    if os.name != "nt":
+        (tmp_path / "ckpt.pt.9-9.tmp").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    lines: list[str] = []
+    store.take_over(tmp_path, lines.append)
+    assert_one_line(*lines, tmp_path / "ckpt_best.pt", "previous-1")
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5  # a copy of ckpt.pt
+    store.save(state_of(6), tmp_path, best=False)
+    left = {"ckpt.pt", "ckpt_best.pt", "notes.tmp", "elsewhere", "previous-1", shards[5].name}
     assert {p.name for p in tmp_path.iterdir()} == left
-    for line, named in zip(said, ("ckpt-00000009", "ckpt-00000007", "ckpt_best.pt"), strict=True):
-        assert_one_line(line, tmp_path / named, "previous-")
-    assert store.load(tmp_path / "previous-1" / "ckpt-00000009").iter_num == 9
-    assert (tmp_path / "previous-3" / "ckpt_best.pt").read_text() == "damaged"
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1  # a copy of ckpt.pt
+    aside = {p.name for p in (tmp_path / "previous-1").iterdir()}
+    assert aside == {"ckpt_best.pt", shards[4].name, "shards-00000006-0123abcd"}
+
+
+EVALUATIONS = [[0, 4.0, 4.0, 0.1], [5, 3.0, 3.5, 0.1]]
+
+
+@pytest.mark.parametrize(("step", "loss"), [(5, 3.5), (7, math.inf)])
+def test_only_weights_that_an_evaluation_has_seen_become_the_best(step, loss, tmp_path):
+    """Without ckpt_best.pt: it was deleted, or the run was stopped before its first evaluation after step 0."""
+    saved = replace(state_of(step, 3.0), progress={"evaluations": EVALUATIONS})
+    store.save(saved, tmp_path, best=False)
+    assert store.resume(tmp_path).best_val_loss == loss
+    store.take_over(tmp_path, print)
+    assert (store.best_of(tmp_path) is not None) == (loss < math.inf)
+    assert store.resume(tmp_path).best_val_loss == loss
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path):
     store.save(state_of(1), tmp_path, best=False)
     before = (tmp_path / "ckpt.pt").read_bytes()
-    for entry in (Path("x"), np.ones(2), object):
+    for entry in (Path("x"), np.ones(2), object, torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
         with pytest.raises(ValueError, match="is not written") as e:
-            store.save(replace(state_of(2), parts={"mine": {"entry": entry}}), tmp_path, best=False)
+            store.save(replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False)
         assert_one_line(e.value, tmp_path / "ckpt.pt", "the checkpoint before it is intact")
     assert (tmp_path / "ckpt.pt").read_bytes() == before
     for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.cfloat):
-        store.save(replace(state_of(2), parts={"mine": {"entry": torch.ones(2).to(dtype)}}), tmp_path, best=False)
-        parts = store.load(tmp_path).parts
-        assert parts is not None
-        assert parts["mine"]["entry"].dtype == dtype
+        extra_state = {"mine": {"entry": torch.ones(2).to(dtype)}}
+        store.save(replace(state_of(2), extra_state=extra_state), tmp_path, best=False)
+        found = store.load(tmp_path).extra_state
+        assert found is not None
+        assert found["mine"]["entry"].dtype == dtype
 
 
 # ---- damaged and untrusted files -----------------------------------------------------------------------------
@@ -168,18 +270,33 @@ def repacked(path: Path, compression: int, pickled: bytes = b"") -> None:
             new.writestr(name, pickled if pickled and name.endswith("data.pkl") else old.read(name))
 
 
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+ODD = [
+    torch.ones(1, dtype=torch.cfloat),
+    torch.ones(1).to_sparse(),
+    torch.ones(1, device="meta"),
+    torch.ones(1, dtype=torch.float8_e4m3fn).expand(1 << 40),
+]
 WRONG: dict[str, tuple[Any, ...]] = {
     "iter_num": (-1, 2**62, 2**63, True, 1.0, None),
-    "best_val_loss": (math.nan, "1", None, torch.ones(2)),
-    "model": ([], {"w": 3}, {3: torch.ones(1)}, {"w": torch.ones(1, dtype=torch.complex64)}),
+    "best_val_loss": (math.nan, "1", None, torch.ones(2), 10**400, torch.tensor(1j), torch.ones(1).to_sparse()),
+    "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
+    "optimizer": (3, *({"x": odd} for odd in ODD[1:])),
+    "progress": (3, {"evaluations": 3}, {"evaluations": [[1, 1.0, 10**400, 0]]}),
+    "shards": (
+        3,
+        {"folder": "../shards-00000001-0123abcd", "files": {}, "tied": {}},
+        {"folder": "shards-00000001-0123abcd", "files": {"a": [1, ""]}, "tied": {}},
+    ),
     "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
-    **dict.fromkeys(("config", "scaler", "wandb_run_id", "tokenizer"), (3,)),
+    **dict.fromkeys(("config", "scaler", "wandb_run_id", "tokenizer", "extra_state"), (3, HOLDS_ITSELF)),
 }
 # What ckpt.pt is: bytes, a checkpoint with other entries, or what a function makes; and what the error names.
 REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (b"", ("empty", "fetch it again")),
-    (b"<!DOCTYPE html><title>Virus scan warning</title>", ("HTML", "fetch")),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS", "git lfs pull")),
+    (b"<!DOCTYPE html><title>Virus scan warning</title>", ("error page", "fetch")),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS",)),
     (b"safetensors, perhaps", ("torch.save",)),
     ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
     (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
@@ -230,3 +347,12 @@ def test_damaged_gpt2_folders_and_relatives_that_compute_otherwise_are_refused(c
     with pytest.raises(ValueError, match="init_from") as e:
         load_gpt2(str(tmp_path))
     assert_one_line(e.value, tmp_path, *named)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+def test_pipe_in_the_place_of_gpt2_weights_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    with pytest.raises(ValueError, match="init_from") as e:
+        load_gpt2(str(tmp_path))
+    assert_one_line(e.value, tmp_path / "model.safetensors", "pipe")

@@ -83,25 +83,25 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
 
 
 def test_faults_of_the_source_are_one_line(tmp_path, script: Script):
-    def refused(source: Path, *named: object, options: tuple[str, ...] = ()) -> None:
+    def assert_error(source: Path, *named: object, options: tuple[str, ...] = ()) -> None:
         fails(script(PREPARE, "--source", source, *SMALL, *options, "--out", tempfile.mkdtemp(dir=tmp_path)), *named)
 
     for name in ("good.parquet", "good.jsonl"):
         good = write_documents(tmp_path / name, ["a text"] * 3)
-        refused(good, name, "'body'", "--text_column", options=("--text_column=body",))
-        refused(good, name, "int", options=("--text_column=id",))
+        assert_error(good, name, "'body'", "--text_column", options=("--text_column=body",))
+        assert_error(good, name, "int", options=("--text_column=id",))
     for name, content in (("none.parquet", b"hello" * 100), ("a.csv", b"text\nhello"), ("zip.jsonl", b"PK\x03\x04")):
         (tmp_path / name).write_bytes(content)
-        refused(tmp_path / name, name)
+        assert_error(tmp_path / name, name)
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "folder", "*.parquet")
-    refused(tmp_path / "nowhere*.txt", "nowhere*.txt")
-    refused(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
+    assert_error(tmp_path / "folder", "folder", "*.parquet")
+    assert_error(tmp_path / "nowhere*.txt", "nowhere*.txt")
+    assert_error(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
     for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]"):
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}')
-        refused(tmp_path / "a.js*", "a.jsonl, line 322")
+        assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
     for tokenizer in ("nope", "char"):
-        refused(good, tokenizer, options=(f"--tokenizer={tokenizer}",))
+        assert_error(good, tokenizer, options=(f"--tokenizer={tokenizer}",))
     done = script(PREPARE, "--source", good, "--subset=sample-100BT")
     assert_refused(done, "--subset", "--source")
 

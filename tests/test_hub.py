@@ -45,11 +45,11 @@ def online(hub: Hub, tmp_path: Path, *args: str | Path) -> subprocess.CompletedP
 def test_subset_streams_from_the_hub_in_parts_of_one_revision_through_faults_of_the_network(tmp_path, hub, documents):
     for number, faults in ((1, ["503"]), (0, ["cut"])):
         hub.faults = faults
-        for _ in range(3):  # where the hub's own library gives up, the same command goes on
+        for _ in range(3):  # where the hub's own library gives up, the same command continues
             done = online(hub, tmp_path, f"--part={number}/2")
             if done.returncode == 0:
                 break
-            assert_one_line(done.stderr.splitlines()[-1], "the same command goes on")
+            assert_one_line(done.stderr.splitlines()[-1], "same command continues")
         assert done.returncode == 0, done.stderr
     meta = read_record(tmp_path / "out")
     assert (meta["source"], meta["revision"]) == ("HuggingFaceFW/fineweb-edu, sample-10BT", SHA)

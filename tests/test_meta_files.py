@@ -44,8 +44,8 @@ def test_what_was_written_is_read_and_keeps_its_checksum_when_written_again_and_
     assert {key: value for key, value in read_record(tmp_path).items() if key != "sha256"} == META
 
 
-def refused(folder: Path, *named: object) -> None:
-    """What reads the description refuses it in one line."""
+def assert_error(folder: Path, *named: object) -> None:
+    """Assert that reading the description raises an error of one line, which names these."""
     for read in (read_meta, read_record) if (folder / "meta.json").exists() else (read_meta,):
         with pytest.raises(ValueError, match=r"meta\.(json|pkl) does not describe token files") as e:
             read(folder)
@@ -72,15 +72,15 @@ WRONG: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("key", "value", "named"), WRONG)
 def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_path, key, value, named):
     write_meta(tmp_path, META | {key: value})
-    refused(tmp_path, named)
+    assert_error(tmp_path, named)
     (tmp_path / "meta.json").write_text(json.dumps(META | {key: value}))
-    refused(tmp_path, named)
+    assert_error(tmp_path, named)
 
 
 def test_odd_json_is_one_line_and_what_is_far_too_large_is_not_read(tmp_path):
     for content in (b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN"):
         (tmp_path / "meta.json").write_bytes(content)
-        refused(tmp_path)
+        assert_error(tmp_path)
     os.truncate(tmp_path / "meta.json", meta_files.JSON_BYTES + 1)
     with pytest.raises(ValueError, match="meta.json has more than"):
         read_meta(tmp_path)
@@ -114,9 +114,9 @@ def test_words_and_sizes_alone_are_enough_to_train_on(tmp_path):
         {"stoi": {"a": 1, "b": 0}},
     ],
 )
-def test_meta_pkl_that_contradicts_itself_is_refused(tmp_path, wrong):
+def test_meta_pkl_that_contradicts_itself_is_an_error(tmp_path, wrong):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpts("ab") | wrong))
-    refused(tmp_path)
+    assert_error(tmp_path)
 
 
 class Evil:
@@ -124,8 +124,8 @@ class Evil:
         return os.mkdir, ("ran",)
 
 
-def test_malicious_meta_pkl_is_refused_and_runs_nothing(tmp_path, monkeypatch):
+def test_malicious_meta_pkl_is_an_error_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": Evil()}))
-    refused(tmp_path, "meta.pkl")
+    assert_error(tmp_path, "meta.pkl")
     assert not (tmp_path / "ran").exists()

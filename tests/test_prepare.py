@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
-from fineweb import fails
+from conftest import ROOT, SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
+from fineweb import UNTIL_RENAME, fails
 
+from data.meta_files import read_record
+from data.prepared import damaged
 from data.shakespeare_char.prepare import SHA256, download
 from data.token_files import read_meta, read_tokens
 from data.tokenizer import from_meta
@@ -74,6 +78,52 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(t
     assert "already prepared" not in script(*prepare).out  # another text
 
 
+DATA_OR_MARKUP = {
+    "a.txt": ('{"text": "a line"}\n' * 20, "JSON"),
+    "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), "JSON"),
+    "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, "HTML"),
+    "c.txt": ("id,text\n" + '7,"a line, and more"\n' * 20, "CSV"),
+    "c.csv": ("text\n" + "a line\n" * 20, "CSV"),
+    "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, ""),
+}
+
+
+@pytest.mark.parametrize("name", DATA_OR_MARKUP)
+def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script, name):
+    content, kind = DATA_OR_MARKUP[name]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_text(content)
+    done = script("data/text/prepare.py", tmp_path / "texts" / name, "--out", tmp_path / "own")
+    notes = [line for line in done.out.splitlines() if line.startswith("note: ")]
+    assert done.code == 0
+    assert len(notes) == bool(kind)
+    assert not kind or (name in notes[0] and kind in notes[0])
+
+
+def test_folder_means_its_texts_and_another_vocabulary_in_place_of_the_first_is_printed(tmp_path, script):
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    for name, text in (("a.txt", "one\n"), ("more/b.TXT", "two\n"), (".hidden.txt", "x"), ("c.md", "x")):
+        (tmp_path / "texts" / name).write_text(text * 20)
+    prepare = ("data/text/prepare.py", "--out", tmp_path / "own")
+    assert "note" not in script(*prepare, tmp_path / "texts").out
+    assert decoded(tmp_path / "own", "train") + decoded(tmp_path / "own", "val") == "one\n" * 20 + "two\n" * 20
+    assert "note" not in script(*prepare, tmp_path / "texts" / "*.txt", "--tokenizer", tmp_path / "own").out
+    done = script(*prepare, tmp_path / "texts", "--tokenizer=bytes")
+    assert_one_line(next(line for line in done.out.splitlines() if "note" in line), tmp_path / "own", "char", "--out")
+    fails(script(*prepare, tmp_path / "none"), "none")
+    fails(script(*prepare, ROOT / "config"), "config", "*.txt")
+
+
+def test_tokenizer_of_another_program_is_not_taken_for_a_name(tmp_path, script):
+    (tmp_path / "a.txt").write_text("abc" * 50)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "tokenizer.json"):
+        for prepare in ("data/text/prepare.py", "data/chat/prepare.py"):
+            done = script(prepare, tmp_path / "a.txt", "--out", tmp_path / "own", "--tokenizer", path)
+            fails(done, path, "bytes", "prepared folder")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
 def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
     (tmp_path / "a.txt").write_text("abc\n" * 100)
@@ -85,6 +135,23 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
         done = script("data/text/prepare.py", tmp_path / "b.txt", "--name", own)
     fails(done, own, "disk")
     assert {p.name: p.read_bytes() for p in own.iterdir()} == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, python, script, when):
+    prepare = ["data/text/prepare.py", "--tokenizer=bytes", "--out", tmp_path / "own"]
+    for text in ("old ", "new "):
+        (tmp_path / text.strip()).write_text(text * 50)
+    for at in "123":
+        assert script(*prepare, tmp_path / "old").code == 0
+        code = f"{UNTIL_RENAME}import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
+        subprocess.run([python, "-c", code, at, when, *prepare, tmp_path / "new"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        if (tmp_path / "own" / "val.bin").exists():
+            assert not damaged(tmp_path / "own", read_record(tmp_path / "own")["files"])
+        assert script(*prepare, tmp_path / "new").code == 0
+        assert decoded(tmp_path / "own", "train").startswith("new ")
+        assert {path.name for path in (tmp_path / "own").glob("[!.]*")} == {"train.bin", "val.bin", "meta.json"}
 
 
 # ---- downloads -----------------------------------------------------------------------------------------------

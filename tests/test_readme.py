@@ -92,6 +92,8 @@ def run(clone: Path, command: str) -> str:
 def shortened(command: str) -> str:
     """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
+    if WITHOUT_BPE and "data/text/prepare.py" in command:
+        command = command.replace("--tokenizer gpt2", "--tokenizer bytes")  # later commands train on these data
     if "data/chat/prepare.py" in command:
         return f"{command} --block_size {16 if 'novel' in command else 32}"  # as training_flags sets it
     if "fineweb_edu/prepare.py" in command:

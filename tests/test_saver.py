@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -7,18 +8,18 @@ import signal
 import sys
 import tempfile
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import assert_equal, assert_one_line, files_of_at_most
 from tiny_models import state_of
 
 from deskgpt.checkpoint import store
+from deskgpt.run import saver as saver_module
 from deskgpt.run.saver import Kept, Saver
 from deskgpt.system.files import TEMPORARY
 
@@ -27,8 +28,8 @@ def silent(line: str) -> None:
     pass
 
 
-def saver_of(folder: Path, said: list[str] | None = None) -> Saver:
-    return Saver(folder, silent if said is None else said.append, best_val_loss=9.0)
+def saver_of(folder: Path, lines: list[str] | None = None) -> Saver:
+    return Saver(folder, silent if lines is None else lines.append, best_val_loss=9.0)
 
 
 def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(tmp_path, monkeypatch):
@@ -54,8 +55,8 @@ def test_snapshot_is_written_while_the_state_changes_and_tied_weights_stay_one(t
 
 
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before_which_the_run_then_names(tmp_path):
-    said: list[str] = []
-    saver = saver_of(tmp_path, said)
+    lines: list[str] = []
+    saver = saver_of(tmp_path, lines)
     with files_of_at_most(kib=1):
         saver.save(state_of(0, 3.0), best=True)
         assert saver.kept_text() == "no checkpoint was saved yet"
@@ -73,8 +74,8 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before_which_the_run_
     assert saver.best_val_loss == 3.0  # that of the files
     assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
-    for line, named in zip(said, ("free some disk space", "weights", "NaN", "free some disk space"), strict=True):
-        assert_one_line(line, tmp_path / "ckpt.pt", named, "the run goes on")
+    for line, named in zip(lines, ("free some disk space", "weights", "NaN", "free some disk space"), strict=True):
+        assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
@@ -84,21 +85,33 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before_which_the_run_
     assert not store.leftovers(tmp_path)
 
 
-def test_best_checkpoint_after_a_save_that_failed_late_has_its_own_loss(tmp_path):
-    """The save before is still being written when the next evaluation ends."""
+def test_best_is_what_is_on_the_disk_so_that_a_failed_save_leaves_it_to_the_next_evaluation(tmp_path):
     saver = saver_of(tmp_path)
-    timer = SimpleNamespace(spent_on=lambda what: nullcontext(), last_s={"saving": 0.0})
-    report = SimpleNamespace(timer=timer, event=lambda *_, **__: None)
+    assert saver.is_best(8.0, step=1)
+    assert not saver.is_best(8.0, step=0)  # random weights
+    assert not saver.is_best(9.5, step=1)
     with files_of_at_most(kib=1):
         saver.save(state_of(1, 3.0), best=True)
+        assert saver.is_best(8.0, step=2)
+    saver.save(state_of(2, 4.0), best=True)
+    assert not saver.is_best(5.0, step=3)
+    assert store.load(tmp_path / "ckpt_best.pt").best_val_loss == saver.best_val_loss == 4.0
+
+
+def test_best_checkpoint_stays_if_the_disk_was_full_right_after_it_was_written(tmp_path, monkeypatch):
+    def full(path: Path, to: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saver = saver_of(tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(store, "copy", full)
+        saver.save(state_of(1, 0.5), best=True)
         saver.wait()
-    state = SimpleNamespace(step=2, best_val_loss=2.0, bad_in_a_row=[], config=SimpleNamespace(eval_only=False))
-    state.dist = SimpleNamespace(is_first=True)
-    state.checkpoint = lambda: state_of(2, state.best_val_loss)
-    saver.save_if_new(state, report, best=True)  # type: ignore[arg-type]
-    saver.wait()
-    assert store.load(tmp_path / "ckpt_best.pt").best_val_loss == saver.best_val_loss == state.best_val_loss == 2.0
-    assert saver.latest_step == 2
+    assert saver.last is not None
+    assert isinstance(saver.last.error, OSError)
+    assert saver.best_val_loss == 0.5  # with which the next evaluation is compared
+    assert store.load(tmp_path / store.BEST).best_val_loss == 0.5
+    assert store.resume(tmp_path).iter_num == 1
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------
@@ -123,7 +136,7 @@ def prepare_folder(out_dir: Path, before: str) -> None:
         os.truncate(out_dir / store.NAME, 1000)
 
 
-def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int) -> None:
+def save_all(out_dir: Path, in_background: bool, sharded: bool, killed_before: int, report: int) -> None:
     """The saves of a run, which is killed before this call in out_dir. Writes what it does to the file descriptor."""
     calls = 0
 
@@ -135,14 +148,19 @@ def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int
         if event not in CHANGES or not str(arguments[0]).startswith(str(out_dir)):
             return
         is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if is_write and not str(arguments[0]).endswith(TEMPORARY):
+        if is_write and not str(arguments[0]).endswith((TEMPORARY, ".safetensors")):  # no checkpoint names shards yet
             say("in-place", arguments[0])
         calls += 1
         if calls == killed_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    group = None
+    if sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.new_group(backend="gloo")
     sys.addaudithook(hook)
-    saver = Saver(out_dir, silent, math.inf, in_background=in_background)
+    setattr(saver_module, "has_room_for", lambda checkpoint: in_background)  # noqa: B010
+    saver = Saver(out_dir, silent, math.inf, group)
     for state, best in STATES:
         saver.save(state, best)
         say("begun", state.iter_num)
@@ -174,8 +192,11 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
-@pytest.mark.parametrize(("before", "in_background"), [("nothing", False), ("one file", True), ("damaged", True)])
-def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before, in_background):
+@pytest.mark.parametrize(
+    ("before", "in_background", "sharded"),
+    [("nothing", False, False), ("one file", True, False), ("damaged", True, False), ("one file", True, True)],
+)
+def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before, in_background, sharded):
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where waiting for the disk takes no time
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         for call in itertools.count(1):
@@ -186,17 +207,17 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
             if child == 0:
                 status = 1
                 try:
-                    save_all(out_dir, in_background, call, writer)
+                    save_all(out_dir, in_background, sharded, call, writer)
                     status = 0
                 finally:
                     os._exit(status)
             os.close(writer)
             with os.fdopen(reader) as report:
-                said = [line.split() for line in report]
+                reported = [line.split() for line in report]
             _, status = os.waitpid(child, 0)
             assert status in (0, signal.SIGKILL)
-            assert not [what for word, what in said if word == "in-place"]
-            begun, done = ([int(what) for word, what in said if word == kind] for kind in ("begun", "done"))
+            assert not [what for word, what in reported if word == "in-place"]
+            begun, done = ([int(what) for word, what in reported if word == kind] for kind in ("begun", "done"))
             assert_nothing_lost(out_dir, before, begun, done)
             if status == 0:
                 break

@@ -12,13 +12,20 @@ from conftest import assert_one_line, tiny
 from gloo import on_ranks
 
 from data.batching import Batching
-from data.loader import Loader, first_micro_batch
+from data.loader import Loader
 from data.splits import Split
 from deskgpt.compute import sharding
-from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.distributed import (
+    DistContext,
+    data_parallel,
+    gradient_norms,
+    gradients_exchanged,
+    leave_ranks,
+)
+from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.variant import Variant
-from deskgpt.kernels.verify import whole
+from deskgpt.system.hardware import autocast
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -32,13 +39,13 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and
 
 
 def build(ranks: DistContext, dp_shard: int, config: GPTConfig = CONFIG, dtype: str = "float32") -> GPT:
-    """The same model on any ranks: whole with dp_shard=1, else sharded and gathered in this dtype."""
+    """The same model on any ranks: full with dp_shard=1, else sharded for a run in this dtype."""
     torch.manual_seed(0)
     if dp_shard == 1:
         return GPT(config)
     with CPU if ranks.is_first else torch.device("meta"):
         model = GPT(config)
-    return sharding.sharded_copy(model, sharding.make_mesh("cpu", dp_shard, ranks.world), True, CPU, dtype)
+    return sharding.sharded_copy(model, sharding.make_mesh("cpu", dp_shard, ranks.world), CPU, dtype)
 
 
 def trained(
@@ -50,36 +57,37 @@ def trained(
     split: int,
     dtype: str = "float32",
     config: GPTConfig = CONFIG,
-    gathered: str = "float32",
-    sync_each_batch: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The weights after `steps` steps on the same batches in `split` micro-batches, at any number of ranks.
 
-    There is an evaluation before the second one. gathered: the dtype in which sharded blocks are.
+    There is an evaluation before the second one.
     """
-    model = build(ranks, dp_shard, config, gathered)
-    runner = Runner(model, Variant(dtype), sync_each_batch)
+    model = build(ranks, dp_shard, config, dtype)
+    net = data_parallel(model, ranks)
+    parameters = list(model.parameters())
     stepper = make_optimizer(model, optimizer, 0.1, 1e-3, (0.9, 0.95), 0.95, muon_dtype=dtype)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
     rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
-    if ranks.distributed:
-        runner.distribute(*first_micro_batch(rows, batching, CPU, batching.batch_size))
     loader = Loader(rows, batching, CPU)
     for step in range(steps):
         for micro_step, batch in enumerate(loader.step()):
             if step == 1 and micro_step == 0:
-                runner.evaluate([(batch.x, batch.y, float(len(batch.x)))], ranks)
-            with runner.micro_batch(batch.is_last):
-                loss, _ = runner.forward(batch.x, batch.y, batching.micro_steps, batch.weight)
-                runner.backward(loss)
-        step_if_finite(stepper, runner.scaler, torch.linalg.vector_norm(runner.gradient_norms()))
+                evaluate(model, Variant(dtype), [(batch.x, batch.y, float(len(batch.x)))], ranks)
+            with gradients_exchanged(net, now=batch.is_last):
+                with autocast(CPU, dtype):
+                    loss = net(batch.x, batch.y)[1] * batch.weight
+                loss.backward()
+        step_if_finite(stepper, scaler, torch.linalg.vector_norm(gradient_norms(parameters)))
         stepper.zero_grad(set_to_none=True)
     loader.close()
-    return {name: whole(p).detach().clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        state = model.state_dict()
+        return {name: p.full_tensor() if sharding.is_dtensor(p) else p.clone() for name, p in state.items()}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two weights."""
+    """Return the largest difference of two weights."""
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
@@ -98,26 +106,20 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tm
 
 
 @pytest.mark.slow
-def test_each_way_to_gather_and_reduce_trains_as_ddp_does(chars, tmp_path):
-    """To the last bit, or with the rounding of gains of norms in bfloat16, or of a sum for each micro-batch."""
+def test_bfloat16_and_sums_of_each_micro_batch_train_as_ddp_does(chars, tmp_path):
+    """To the last bit, or with the rounding of a sum for each micro-batch."""
 
     def work(ranks: DistContext) -> list[float]:
         found = []
-        for of_all, ways in (
-            (("muon", 2, "bfloat16"), [{}, {"gathered": "bfloat16"}]),
-            (("adamw", 8, "float32"), [{"sync_each_batch": False}, {}]),
-        ):
-            optimizer, split, dtype = of_all
-            ddp = trained(ranks, chars, optimizer, 1, 5, split, dtype)
-            found += [distance(trained(ranks, chars, optimizer, -1, 5, split, dtype, **way), ddp) for way in ways]
+        for optimizer, split, dtype in (("muon", 2, "bfloat16"), ("adamw", 8, "float32")):
+            sharded, ddp = (trained(ranks, chars, optimizer, n, 5, split, dtype) for n in (-1, 1))
+            found.append(distance(sharded, ddp))
         return found
 
     found, other = on_ranks(work, 2, tmp_path)
     assert found == other
-    whole, gathered, once, each = found
-    assert whole == once == 0.0
-    assert 0.0 < gathered < 1e-3
-    assert 0.0 < each < 1e-5
+    assert found[0] == 0.0
+    assert 0.0 < found[1] < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -167,12 +169,12 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
 
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
     def short_run(ranks: DistContext) -> None:
-        runner = Runner(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8)), Variant())
+        model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8))
+        net = data_parallel(model, ranks)
         idx = torch.zeros(1, 8, dtype=torch.long)
-        runner.distribute(idx, idx)
+        net(idx, idx)[1].backward()
         ranks.gather("a tensor")
-        runner.leave_ranks()
-        ranks.close()
+        leave_ranks(net, ranks)
 
     def work(ranks: DistContext) -> str:
         short_run(ranks)

@@ -17,6 +17,7 @@ from conftest import ROOT, assert_one_line, shell
 
 import tasks
 from deskgpt.system import wheels
+from deskgpt.system.files import sha256
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake Python is a shell script")
 
@@ -103,7 +104,7 @@ def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_o
     (machine.folder / "matmul").write_text(matmul)
     (machine.folder / "data" / "shakespeare_char").mkdir(parents=True)
     (machine.folder / "data" / "shakespeare_char" / "val.bin").touch()
-    (machine.folder / "my novel.txt").touch()
+    (machine.folder / "my novel.txt").write_text("a text")
     tasks.main(["train"])
     [train] = [call for call in machine.calls() if call.startswith("train.py")]
     assert FIRST[matmul] in train
@@ -111,8 +112,9 @@ def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_o
     assert re.search(r"three minutes.* loss is (about )?1\.\d", capfd.readouterr().out)
     tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine", "--to", "my.gguf"])
     prepare, train, *_, export = machine.calls()
-    assert prepare == f"data/text/prepare.py {machine.folder / 'my novel.txt'} --name own_text"
-    assert train.endswith("--dataset=own_text --out_dir=out-mine")
+    name = f"my_novel_{sha256(b'a text')[:8]}"  # each text has its own, so that runs on others can be resumed
+    assert prepare == f"data/text/prepare.py {machine.folder / 'my novel.txt'} --name {name}"
+    assert train.endswith(f"--dataset={name} --out_dir=out-mine")
     assert ("--token_shift=False" in train) != matmul.startswith("cuda")
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
     assert "loss" not in capfd.readouterr().out

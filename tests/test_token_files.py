@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -10,8 +11,11 @@ from conftest import ROOT, assert_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data.dataset
 from data import token_files
+from data.dataset import Checksums
 from data.prepared import is_prepared, locked, write_dataset
+from data.splits import Split
 from data.token_files import (
     HEADER_BYTES,
     MAGIC,
@@ -25,20 +29,20 @@ from data.token_files import (
 )
 from data.tokenizer import BytesTokenizer, CharTokenizer
 
-# Not the halves of 32-bit ids, which are refused: the high ones would all be small.
+# Not the halves of 32-bit ids, which are an error: the high ones would all be small.
 ids_lists = st.lists(st.integers(4, 65535), min_size=1, max_size=700)
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-@given(ids_lists, st.booleans(), st.data())
-def test_tokens_and_any_piece_of_them_are_read_as_they_were_written(tmp_path_factory, ids, header, data):
+@given(ids=ids_lists, header=st.booleans(), draw=st.data())
+def test_tokens_and_any_piece_of_them_are_read_as_they_were_written(tmp_path_factory, ids, header, draw):
     path = tmp_path_factory.mktemp("t") / "x.bin"
     write_tokens(path, np.array(ids, np.uint16), header)
     assert read_tokens(path).tolist() == ids
     assert path.stat().st_size == 2 * len(ids) + (HEADER_BYTES if header else 0)
-    first = data.draw(st.integers(0, len(ids)))
-    n = data.draw(st.integers(0, len(ids) - first))
+    first = draw.draw(st.integers(0, len(ids)))
+    n = draw.draw(st.integers(0, len(ids) - first))
     shard = open_tokens(path)
     assert len(shard) == len(ids)
     assert shard.read(first, n).tolist() == ids[first : first + n]
@@ -63,8 +67,6 @@ NOT_TOKENS = {
     "32 bits": WIDE.astype("<u4").tobytes(),
     "llm.c's 32 bits": np.array([20240801, 7, 9], "<i4").tobytes() + bytes(1024),
     "text": "Käse und Brot. ".encode() * 64,
-    "NumPy's": b"\x93NUMPY\x01\x00" + bytes(2000),
-    "zip": b"PK\x03\x04" + bytes(2000),
     "a folder": None,
 }
 
@@ -145,7 +147,7 @@ FOUND: list[tuple[list[str], list[str] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("names", "read"), FOUND, ids=lambda value: " ".join(value or ["refused"]))
+@pytest.mark.parametrize(("names", "read"), FOUND, ids=lambda value: " ".join(value or ["an error"]))
 def test_files_of_a_folder_without_a_list_are_those_of_one_name_and_the_rest_is_printed(tmp_path, names, read):
     for name in (*names, "val.bin"):
         write_tokens(tmp_path / name, np.arange(300, 320, dtype=np.uint16))
@@ -167,6 +169,41 @@ def test_missing_data_names_the_script_that_makes_it(tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"{folder} .*python .*{script}/prepare\.py"):
             token_files.token_files(folder, "nope")
+
+
+# ---- checksums -----------------------------------------------------------------------------------------------
+
+
+def verified(folder: Path) -> str:
+    """Return the state after all files were verified. Raises what training would end with."""
+    verification = Checksums(folder, [Split(folder, split, 8, 256) for split in ("train", "val")])
+    verification._thread.join()
+    verification.check()
+    return verification.state
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
+def test_one_flipped_bit_is_named(tmp_path, monkeypatch, at_once):
+    dataset(tmp_path, [*range(250)], [*range(250)])
+    monkeypatch.setattr(data.dataset, "AT_ONCE", 1 << 30 if at_once else 0)
+    assert verified(tmp_path) == ("checksums verified" if at_once else "checksums are verified while it trains")
+    ids = np.fromfile(tmp_path / "val.bin", "<u2")
+    ids[3] ^= 1
+    ids.tofile(tmp_path / "val.bin")
+    with pytest.raises(ValueError, match="prepare the data again") as e:
+        verified(tmp_path)
+    assert_one_line(str(e.value), tmp_path / "val.bin")
+
+
+def test_folders_without_a_list_and_files_outside_of_it_are_named(tmp_path):
+    dataset(tmp_path, [*range(250)], [*range(250)])
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    write_tokens(tmp_path / "train_2.bin", np.arange(20, dtype=np.uint16))
+    assert "not read: train_2.bin" in " ".join(assumptions(tmp_path))
+    (tmp_path / "meta.json").write_text(json.dumps({key: value for key, value in meta.items() if key != "sha256"}))
+    assert "meta.json is of an older version" in verified(tmp_path)
+    (tmp_path / "meta.json").unlink()
+    assert verified(tmp_path) == "no checksums (no meta.json that lists files)"
 
 
 # ---- the description -----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_any_text_comes_back_and_its_bytes_are_counted(known, text):
     check_text_comes_back(characters, characters.token_bytes(), text)
 
 
-def test_description_of_nothing_is_refused_and_unknown_characters_are_named():
+def test_description_of_nothing_is_an_error_and_unknown_characters_are_named():
     for meta in ({}, {"name": "char"}, {"name": "char", "chars": ""}, {"name": 3}, {"name": "nope"}):
         with pytest.raises(ValueError, match="describes no tokenizer|'nope'"):
             from_meta(meta)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deskgpt.checkpoint import folders, store
+from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer
@@ -59,7 +60,9 @@ def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
     )
 
 
-def save_folder(out_dir: Path, step: int, best: bool, loss: float = 2.5) -> None:
+def save_sharded(out_dir: Path, step: int, best: bool, loss: float = 2.5) -> None:
     """A checkpoint as a sharded run saves it, by one process."""
-    tensors, rest = store.split_tensors(state_of(step, loss))
-    folders.write(tensors, rest | {"best": best}, folders.new_path(out_dir, step))
+    content = store.with_shards(store.content_of(state_of(step, loss)), out_dir, None)
+    ckpt_file.write(content | {"format": store.FORMAT}, out_dir / store.NAME)
+    if best:
+        shutil.copy(out_dir / store.NAME, out_dir / store.BEST)

@@ -1,4 +1,4 @@
-"""Makes token files with a loss mask from dialogues, to finetune a model that answers.
+"""Make token files with a loss mask from dialogues, to finetune a model that answers.
 
     python data/chat/prepare.py dialogues.jsonl --name chat
     python data/chat/prepare.py                                  # the small dialogues of data/chat/example.jsonl
@@ -6,7 +6,7 @@
 
 A file has one dialogue in each line, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
 "content": "Hi, how are you?"}]}, or is one JSON array of them; docs/data.md names what else is read.
-data/chat/template.py says how a dialogue becomes text, of which only what the assistant says is learned.
+data/chat/template.py says how a dialogue becomes text. Only what the assistant says is a target of the loss.
 
 Writes data/NAME/train.bin, val.bin (the last tenth of the dialogues) and meta.json, and beside each token file a mask,
 train.mask and val.mask: a byte for each token, 1 if the loss counts it as a target. Dialogues are packed into
@@ -45,7 +45,7 @@ NOT_SPACE = re.compile(r"\S")
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
-    """Writes the packed token files and masks of the dialogues in `paths`, unless folder already holds them unharmed.
+    """Write the packed token files and masks of the dialogues in `paths`, unless folder already holds them unharmed.
 
     Raises ValueError if a line is not a dialogue or there are fewer than two, OSError.
     """
@@ -69,8 +69,7 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
         ids[split], masks[split] = packed_tokens(part, block_size, template.end_of_text)
         n = len(ids[split])
         filled = sum(len(dialogue.ids) for dialogue in part) / n
-        learned = masks[split].mean()
-        shares = f"{learned:.1%} of the tokens are learned, {1 - filled:.1%} are padding"
+        shares = f"{masks[split].mean():.1%} of the tokens are targets, {1 - filled:.1%} are padding"
         print(f"{split}.bin has {len(part):,} dialogues in {n // block_size:,} windows: {shares}")
     n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
     if n_long:
@@ -83,7 +82,7 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
 
 
 def read_dialogues(path: Path) -> Iterator[list[Message]]:
-    """The dialogues of a file: JSON values one after another, as in jsonl, or arrays of them.
+    """Yield the dialogues of a file: JSON values one after another, as in jsonl, or arrays of them.
 
     Raises ValueError, which names the line, if one is not a dialogue.
     """
@@ -93,8 +92,8 @@ def read_dialogues(path: Path) -> Iterator[list[Message]]:
             try:
                 messages = as_messages(dialogue)
             except ValueError as e:
-                place = f"line {line}, dialogue {number}" if is_array else f"line {line}"
-                raise ValueError(f"{path}, {place}: {e}") from None
+                where = f"line {line}, dialogue {number}" if is_array else f"line {line}"
+                raise ValueError(f"{path}, {where}: {e}") from None
             yield messages
 
 
@@ -103,7 +102,7 @@ def is_message(value: Any) -> bool:
 
 
 def json_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The JSON values of a text, each with the line where it begins. Raises ValueError, which names the line."""
+    """Yield the JSON values of a text, each with the line where it begins. Raises ValueError, which names the line."""
     decoder = json.JSONDecoder()
     line = 1
     at = 0
@@ -122,14 +121,14 @@ def json_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def pack(lengths: list[int], block_size: int) -> tuple[list[int], int]:
-    """(the place of each first token, windows) for dialogues of these numbers of tokens.
+    """Return the index of each dialogue's first token, given their numbers of tokens, and the number of windows.
 
     Best fit, the longest first: each goes where it leaves the least room, or into a new window. One that is longer than
     a window takes several in a row; the last of them is filled as others are.
     """
     starts = [0] * len(lengths)
     windows = 0
-    rooms: list[tuple[int, int]] = []  # (tokens left in a window, the place where they begin), in ascending order
+    rooms: list[tuple[int, int]] = []  # (tokens left in a window, index of the first), in ascending order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         n = lengths[i]
         at = bisect.bisect_left(rooms, (n, 0))
@@ -145,7 +144,7 @@ def pack(lengths: list[int], block_size: int) -> tuple[list[int], int]:
 
 
 def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -> Encoded:
-    """The tokens of all windows, (windows * block_size + 1,), the last one a target only; padded with end_of_text."""
+    """Return the tokens of all windows, padded with end_of_text, and a last one that is only a target."""
     starts, windows = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
     n = windows * block_size + 1
     ids = np.full(n, end_of_text, np.uint16)
@@ -167,4 +166,4 @@ if __name__ == "__main__":
         parser.add_argument("--block_size", type=whole_number, default=1024, help=about)
         args = parser.parse_args()
         tokenizer = document_tokenizer(args.tokenizer)
-        prepare(expanded(args.files or [EXAMPLE]), args.out, tokenizer, args.block_size)
+        prepare(expanded(args.files or [EXAMPLE], (".jsonl", ".json")), args.out, tokenizer, args.block_size)

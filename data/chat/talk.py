@@ -1,4 +1,4 @@
-"""Talking to a model: the messages of a dialogue that fit into its context, and a dialogue on the terminal."""
+"""A dialogue with a model: the messages that fit into its context, and a dialogue on the terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from data.chat.template import Message, Template, as_message
 from data.tokenizer import Ids, valid_unicode
 from deskgpt.system.terminal import shortened
 
-LEAST_ROOM = 4  # for an answer, at least this part of the context is left free
+ANSWER_PART = 8  # for an answer, one of this many parts of the context is left free
 
 
 def fitting(template: Template, block_size: int, messages: list[Message]) -> list[Message]:
-    """The messages without the oldest turns, if they do not fit into the context with room for an answer.
+    """Return the messages, without the oldest turns if all do not fit into the context with room for an answer.
 
     A system message, which is the first one, is kept. Raises ValueError if it or the last message does not fit.
     """
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
-    room = block_size - max(1, block_size // LEAST_ROOM) - len(template.prompt(system))
+    room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
     # Without the first token, with which a dialogue begins.
     sizes = [len(template.encode([message]).ids) - 1 for message in turns]
     if sizes[-1] > room:
@@ -34,7 +34,7 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
 
 
 def messages_in(value: Any) -> list[Message]:
-    """The messages that another program sends, a list in JSON with what the user says last. Raises ValueError."""
+    """Return the messages that another program sends: a JSON list that ends with the user's. Raises ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"messages={shortened(value)} must be a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
@@ -47,10 +47,10 @@ def messages_in(value: Any) -> list[Message]:
 
 
 def talk(template: Template, block_size: int, system: str, answer: Callable[[Ids, int], Iterator[str]]) -> None:
-    """Reads a line at a time and prints the answer as it comes, until the input ends, or Ctrl+C.
+    """Read a line at a time and print the answer as it comes, until the input ends, or Ctrl+C.
 
-    answer: gives the text, in pieces, that answers this prompt (n,), the so-many-th one. If the input is not a
-    terminal, only the answers are printed. Raises ValueError if it is not UTF-8, or the system message is too long.
+    answer: yields the answer to a prompt (n,) in pieces, given the prompt's number. If the input is not a terminal,
+    only the answers are printed. Raises ValueError if it is not UTF-8, or the system message is too long.
     """
     messages = [Message("system", system)] if system else []
     fitting(template, block_size, [*messages, Message("user", "")])

@@ -1,4 +1,4 @@
-"""The text of a dialogue for the model: which tokens a dialogue is made of, and which of them are learned.
+"""The text of a dialogue for the model: which tokens a dialogue is made of, and which of them are targets.
 
 A dialogue begins with the tokenizer's end_of_text, as documents do. Each message is a header line, its content and
 end_of_text again:
@@ -7,10 +7,10 @@ end_of_text again:
     Hello!<|endoftext|>Assistant:
     Hi, how are you?<|endoftext|>
 
-Learned are the assistant's contents and the end_of_text after each, with which an answer ends. Headers and contents are
+Targets are the assistant's contents and the end_of_text after each, with which an answer ends. Headers and contents are
 encoded one by one, as plain text: a content that looks like a header, or holds the characters "<|endoftext|>", is not
 preceded by the token end_of_text, so nobody can make a turn of another role out of it. After end_of_text, GPT-2 expects
-a new document; that the dialogue goes on is learned soon, as DialoGPT's turns, arXiv:1911.00536, which end likewise.
+a new document; that the dialogue continues is learned soon; DialoGPT's turns end like this too (arXiv:1911.00536).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ OLLAMA = (
 class Message(NamedTuple):
     role: str  # one of ROLES
     content: str
-    learned: bool = True  # if it is the assistant's
+    unmasked: bool = True  # a target, if it is the assistant's
 
 
 class Encoded(NamedTuple):
     """A dialogue as tokens."""
 
     ids: Ids  # (n,)
-    mask: npt.NDArray[np.uint8]  # (n,) 1 where a token is a target to learn
+    mask: npt.NDArray[np.uint8]  # (n,) 1 if a token is a target
 
 
 class Template:
@@ -78,25 +78,25 @@ class Template:
         self._headers = {role: tokenizer.encode(header) for role, header in HEADERS.items()}
 
     def encode(self, messages: list[Message]) -> Encoded:
-        """A whole dialogue."""
+        """Return the tokens of a dialogue."""
         ids = [self._end]
         mask = [np.zeros(1, np.uint8)]
         for message in messages:
             header = self._headers[message.role]
             content = self.tokenizer.encode(message.content)
             ids += [header, content, self._end]
-            is_learned = message.role == "assistant" and message.learned
+            is_target = message.role == "assistant" and message.unmasked
             mask.append(np.zeros(len(header), np.uint8))
-            mask.append(np.full(len(content) + 1, is_learned, np.uint8))
+            mask.append(np.full(len(content) + 1, is_target, np.uint8))
         return Encoded(np.concatenate(ids), np.concatenate(mask))
 
     def prompt(self, messages: list[Message]) -> Ids:
-        """What the assistant's answer to these messages continues."""
+        """Return the tokens after which the model writes the assistant's answer to these messages."""
         return np.concatenate([self.encode(messages).ids, self._headers["assistant"]])
 
 
 def as_messages(value: Any) -> list[Message]:
-    """The messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
+    """Return the messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
 
     ShareGPT's keys (conversations, from, value) and those of a question and its answer alone are read too. Raises
     ValueError, whose message says in a few words what is wrong.
@@ -106,7 +106,7 @@ def as_messages(value: Any) -> list[Message]:
     if not isinstance(value, list):
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
-    if not any(message.role == "assistant" and message.learned for message in messages):
+    if not any(message.role == "assistant" and message.unmasked for message in messages):
         raise ValueError("it has no assistant turn to learn, so nothing is learned from it; leave it out")
     return messages
 
@@ -120,7 +120,7 @@ def question_and_answer(value: dict[str, Any]) -> list[Any]:
 
 
 def as_message(value: Any, n: int) -> Message:
-    """The message number n. Raises ValueError as as_messages."""
+    """Return message number n. Raises ValueError as as_messages."""
     if isinstance(value, dict) and "from" in value:
         value = value | {"role": value["from"], "content": value.get("value")}
     content = value.get("content") if isinstance(value, dict) else None
@@ -134,5 +134,5 @@ def as_message(value: Any, n: int) -> Message:
         raise ValueError(f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}")
     weight = value.get("weight", 1)
     if weight not in (0, 1, None):
-        raise ValueError(f"message {n} has weight={reprlib.repr(weight)}; it can be 0 (not learned) or 1")
+        raise ValueError(f"message {n} has weight={reprlib.repr(weight)}; it can be 0 (masked) or 1")
     return Message(role, valid_unicode(content), weight != 0)

@@ -1,14 +1,14 @@
-"""Makes token files of FineWeb-Edu, streamed from the Hugging Face hub, or of your own documents.
+"""Make token files of FineWeb-Edu, streamed from the Hugging Face hub, or of your own documents.
 
     python data/fineweb_edu/prepare.py                                  # sample-10BT: 10B tokens, 20 GB
     python data/fineweb_edu/prepare.py --tokens 3e9                     # the first 3B of them
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
-    python data/fineweb_edu/prepare.py --tokenizer data/novel --out data/own_vocabulary
+    python data/fineweb_edu/prepare.py --tokenizer data/novel-bpe --out data/own_vocabulary
     python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
 
 Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and
-meta.json, which lists them. Every document begins with <|endoftext|>; a document may go on in the next shard.
-If it is stopped, at any point, the same command goes on after the last finished shard.
+meta.json, which lists them. Every document begins with <|endoftext|>; a document may continue in the next shard.
+If it is stopped, at any point, the same command continues after the last finished shard.
 
 With --part, each part of the source files has shards of its own, train_<part>_<shard>.bin, and a record of them,
 parts/<part>.json; the beginning of the first part is val. The part that is finished last lists them all in meta.json.
@@ -17,7 +17,6 @@ parts/<part>.json; the beginning of the first part is val. The part that is fini
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import os
 import sys
@@ -28,23 +27,20 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.documents import Source, first_line, local_source
 from data.meta_files import CHECKSUM, read_record, write_meta
-from data.prepared import damaged, document_tokenizer, locked
-from data.shards import Entry, is_complete, plan, write_shards
+from data.prepared import damaged, document_tokenizer, locked, remove_leftovers
+from data.shards import Source, TokenStream, first_line, local_source, missing_shards, write_shard
 from data.text.prepare import add_folder, whole_number
-from data.tokenizer import short_name
+from data.token_files import HEADER_BYTES, TOKEN_BYTES
+from data.tokenizer import Tokenizer, short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
 BYTES_PER_VAL_TOKEN = 40  # of files on this machine: with four bytes per token, a tenth of them is val
-WAIT_S = 60.0  # for another part that lists what is made, in a moment
+WAIT_S = 60.0  # for another part that lists all shards, which takes a moment
 
-ENVIRONMENT = {
-    "USE_TORCH": "0",  # `datasets` would import it without need
-    "HF_HUB_DISABLE_XET": "1",  # its network errors cannot be told from its other errors
-}
+Record = dict[str, Any]  # of the shards of a part, as meta.json has it
 
 
 class Part(NamedTuple):
@@ -55,13 +51,34 @@ class Part(NamedTuple):
 
     @property
     def record(self) -> str:
-        """The file in --out that lists what is made."""
+        """The file in --out that lists the shards of this part."""
         return "meta.json" if self.of == 1 else f"parts/{self.number:06}.json"
 
     @property
     def prefix(self) -> str:
-        """Of the numbers of its shards."""
+        """The beginning of its shards' numbers."""
         return "" if self.of == 1 else f"{self.number:06}_"
+
+    def shards(self, record: Record, tokens: float) -> Iterator[tuple[str, int]]:
+        """Yield names and sizes of the shards that hold this part's share of `tokens`, math.inf for all there are."""
+        share = math.ceil(tokens / self.of) if tokens < math.inf else tokens
+        # Shards of an earlier start with more --tokens stay as they are: training reads all that are listed.
+        made = sum(entry["tokens"] for name, entry in record["files"].items() if name.startswith("train"))
+        number = 0
+        for split, left in (("val", 0 if self.number else record["val_tokens"]), ("train", max(share, made))):
+            while left > 0:
+                yield f"{split}_{self.prefix}{number:06}.bin", int(min(record["shard_tokens"], left))
+                left -= record["shard_tokens"]
+                number += 1
+
+    def is_made(self, folder: Path, record: Record, tokens: float) -> bool:
+        """Return whether folder holds all shards of this part, by their sizes; none if its files hold no text."""
+        if not record:
+            return False
+        entries = record["files"]
+        harmed = [name for name, entry in entries.items() if not has_size(folder / name, entry["tokens"])]
+        to_make = missing_shards(self.shards(record, tokens), entries, harmed)
+        return not entries or next(to_make, None) is None
 
 
 def main(args: argparse.Namespace) -> None:
@@ -79,57 +96,64 @@ def main(args: argparse.Namespace) -> None:
 # ---- make ----------------------------------------------------------------------------------------------------
 
 
-def make(args: argparse.Namespace) -> dict[str, Any]:
-    """Makes what args ask for and args.out lacks, of this part; returns its record. Raises ValueError, OSError."""
-    folder = args.out
+def make(args: argparse.Namespace) -> Record:
+    """Make the shards of this part that args.out lacks. Returns its record. Raises ValueError, OSError."""
+    folder: Path = args.out
     part: Part = args.part
-    for pattern in (f"*_{part.prefix}*.bin*.tmp*", f"{part.record}*.tmp*"):  # left by a start that was killed
-        for path in folder.glob(pattern):
-            path.unlink()
     records = earlier_records(folder)
-    earlier = next(iter(records.values()), {})
     source = local_source(args.source, args.text_column) if args.source else None
     tokenizer = document_tokenizer(args.tokenizer)
+    identity = identity_of(args, source, tokenizer)
+    for record in records.values():
+        check_identity(folder, record, identity)
+    remove_leftovers(folder, f"*_{part.prefix}*.bin.", f"{part.record}.")
+
+    revision = next((record.get("revision") for record in records.values()), None)  # all parts have the same one
+    record = records.get(part.record) or {**identity, "revision": revision, "files": {}}
+    entries = record["files"]
+    harmed = damaged(folder, entries)
+    for name in harmed:
+        print(f"{name} is missing or damaged (its checksum does not match) and is made again")
+    stream: TokenStream | None = None
+    for name, size, start in missing_shards(part.shards(record, args.tokens), entries, harmed):
+        source = source or hub_source(args.subset, args.text_column, record["revision"])
+        record["revision"] = source.revision
+        if stream is None or stream.position != start:
+            of_part = replace(source, files=source.files[part.number :: part.of])
+            stream = TokenStream(of_part, tokenizer, start)
+        entry = write_shard(folder / name, size, stream)
+        before = entries.get(name)
+        if before and entry.get("tokens", 0) <= before["tokens"] and entry.get("sha256") != before["sha256"]:
+            raise ValueError(f"{folder / name} differs from what it was: its source has changed; take another --out")
+        if entry:
+            entries[name] = entry
+        elif entries:  # the source ended exactly with the shard before
+            entries[list(entries)[-1]]["last"] = True
+        write_meta(folder, record, part.record)
+    if stream is None:
+        print(f"{folder}: already prepared")
+    return record
+
+
+def identity_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
+    """Return the settings that all shards of a folder share."""
     val_tokens = args.shard_tokens
     if source:
         val_tokens = max(1, min(val_tokens, sum(map(os.path.getsize, source.files)) // BYTES_PER_VAL_TOKEN))
-    identity = {
+    return {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
         "source": source.name if source else f"{REPO}, {args.subset}",
         "text_column": args.text_column,
         "shard_tokens": args.shard_tokens,
-        "val_tokens": args.val_tokens or earlier.get("val_tokens") or val_tokens,
-        "parts": part.of,
+        "val_tokens": args.val_tokens or val_tokens,
+        "parts": args.part.of,
     }
-    for record in records.values():
-        check_identity(folder, record, identity)
-    meta = copy.deepcopy(records.get(part.record)) or {**identity, "revision": earlier.get("revision"), "files": {}}
-
-    complete = is_complete(folder, shards_of(meta, part, args.tokens), meta["files"])
-    bad = damaged(folder, meta["files"]) if complete else []
-    if complete and not bad:
-        print(f"{folder}: already prepared")
-        return meta
-    for name in bad:
-        print(f"{name} is damaged (its checksum does not match) and is made again")
-    source = source or hub_source(args, meta["revision"])
-    meta["revision"] = source.revision
-    mine = replace(source, files=source.files[part.number :: part.of])
-    write_shards(folder, meta, part.record, mine, tokenizer, shards_of(meta, part, args.tokens), bad)
-    return meta
 
 
-def earlier_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """What earlier starts recorded of the whole and of parts, by file. Raises ValueError if one is damaged."""
-    names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
-    records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
-    return {name: record for name, record in records.items() if record}
-
-
-def check_identity(folder: Path, record: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raises ValueError if the earlier start with this record was to make something else."""
+def check_identity(folder: Path, record: Record, identity: Record) -> None:
+    """Raise ValueError if the earlier start that wrote this record had other settings."""
     for key, wanted in identity.items():
         found: Any = record.get(key, 1 if key == "parts" else None)  # older versions do not record a single part
         if found != wanted:
@@ -140,40 +164,64 @@ def check_identity(folder: Path, record: dict[str, Any], identity: dict[str, Any
             )
 
 
-def shards_of(meta: dict[str, Any], part: Part, tokens: float) -> Iterator[tuple[str, int]]:
-    """Names and sizes of a part's shards, with its share of the tokens for train; inf: all that there are."""
-    share = math.ceil(tokens / part.of) if tokens < math.inf else tokens
-    # Those of an earlier start with more --tokens are kept whole, too: training reads all that are listed.
-    made = sum(entry["tokens"] for name, entry in meta["files"].items() if name.startswith("train"))
-    return plan(0 if part.number else meta["val_tokens"], max(share, made), meta["shard_tokens"], part.prefix)
+def earlier_records(folder: Path) -> dict[str, Record]:
+    """Return the records of parts and of the full data set, by file. Raises ValueError if one is damaged."""
+    names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
+    records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
+    return {name: record for name, record in records.items() if record}
 
 
-def merge(folder: Path, parts: int, tokens: float) -> None:
-    """Lists the shards of all parts in the folder's meta.json, once all of them are made."""
-    records = earlier_records(folder)
-    records.pop("meta.json", None)
-    entries: dict[str, Entry] = {}
+def hub_source(subset: str, text_column: str, revision: str | None) -> Source:
+    """Return a subset of FineWeb-Edu, at its newest revision if none is given. Raises ValueError."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(REPO, revision=revision)
+    except Exception as e:  # the errors of the hub and of its HTTP client share no class
+        advice = "is there a network? --source FILE reads local files"
+        raise ValueError(f"the hub does not give {REPO} ({first_line(e)}); {advice}") from None
+    folder = f"data/{subset}/"
+    if subset == "default":
+        folder = "data/"
+    elif subset.startswith("sample-"):
+        folder = f"sample/{subset.removeprefix('sample-')}/"
+    names = [file.rfilename for file in info.siblings or []]
+    files = sorted(name for name in names if name.startswith(folder) and name.endswith(".parquet"))
+    if not files:
+        raise ValueError(f"--subset {subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}")
+    urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
+    return Source(f"{REPO}, {subset}", urls, text_column, info.sha)
+
+
+# ---- list ----------------------------------------------------------------------------------------------------
+
+
+def merge(folder: Path, n_parts: int, tokens: float) -> None:
+    """List the shards of all parts in the folder's meta.json, once all of them are made."""
+    parts = [Part(number, n_parts) for number in range(n_parts)]
+    records = [read_record(folder, part.record) for part in parts]
     missing = []
-    for number in range(parts):
-        part = Part(number, parts)
-        made = records.get(part.record, {}).get("files")  # empty for a part whose files hold no text
-        if made is None or (made and not is_complete(folder, shards_of(records[part.record], part, tokens), made)):
-            missing.append(f"{number}/{parts}")
-        entries |= made or {}
+    for part, record in zip(parts, records, strict=True):
+        if not part.is_made(folder, record, tokens):
+            missing.append(f"--part={part.number}/{n_parts}")
     if missing:
-        print(f"{folder}: {len(missing)} of {parts} parts are still to be made, --part={missing[0]} among them")
+        print(f"{folder}: {len(missing)} of {n_parts} parts are still to be made, {missing[0]} among them")
         return
-    first, *others = records.values()
-    settings = {key: value for key, value in first.items() if key not in ("files", CHECKSUM)}
-    for other in others:
-        check_identity(folder, other, settings)
-    meta = settings | {"files": entries}
+    meta = {key: value for key, value in records[0].items() if key not in ("files", CHECKSUM)}
+    for record in records:
+        check_identity(folder, record, meta)
+    remove_leftovers(folder, "meta.json.")
+    meta["files"] = {name: entry for record in records for name, entry in record["files"].items()}
     write_meta(folder, meta)
     finish(folder, meta)
 
 
-def finish(folder: Path, meta: dict[str, Any]) -> None:
-    """Prints what folder holds. Raises ValueError if the source left no tokens for train."""
+def has_size(path: Path, tokens: int) -> bool:
+    return path.is_file() and path.stat().st_size == HEADER_BYTES + TOKEN_BYTES * tokens
+
+
+def finish(folder: Path, meta: Record) -> None:
+    """Print what folder holds. Raises ValueError if the source left no tokens for train."""
     tokens = {"train": 0, "val": 0}
     for name, entry in meta["files"].items():
         tokens[name.partition("_")[0]] += entry["tokens"]
@@ -184,34 +232,11 @@ def finish(folder: Path, meta: dict[str, Any]) -> None:
     print(f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}")
 
 
-def hub_source(args: argparse.Namespace, revision: str | None) -> Source:
-    """The subset of FineWeb-Edu that args name, at its newest revision if none is given. Raises ValueError."""
-    from huggingface_hub import HfApi
-
-    try:
-        info = HfApi().dataset_info(REPO, revision=revision)
-    except Exception as e:  # of the hub or its HTTP client, which share no class
-        advice = "is there a network? --source FILE reads local files"
-        raise ValueError(f"the hub does not give {REPO} ({first_line(e)}); {advice}") from None
-    below = {
-        "default": "data/",
-        "sample": f"sample/{args.subset.removeprefix('sample-')}/",
-        "CC": f"data/{args.subset}/",
-    }
-    folder = below.get(args.subset.partition("-")[0], "")
-    names = [file.rfilename for file in info.siblings or []]
-    files = sorted(name for name in names if folder and name.startswith(folder) and name.endswith(".parquet"))
-    if not files:
-        raise ValueError(f"--subset {args.subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}")
-    urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
-    return Source(f"{REPO}, {args.subset}", urls, args.text_column, info.sha)
-
-
 # ---- command line --------------------------------------------------------------------------------------------
 
 
 def i_of_n(text: str) -> Part:
-    """Part i of n, from i/n. Raises ValueError."""
+    """Return part i of n, from i/n. Raises ValueError."""
     number, _, of = text.partition("/")
     part = Part(int(number), int(of))
     if not 0 <= part.number < part.of > 1:
@@ -236,6 +261,5 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT | os.environ)
     with one_line_errors():
         main(arguments(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Makes token files of Shakespeare's plays with GPT-2's byte-pair encoding, to finetune GPT-2 on.
+"""Make token files of Shakespeare's plays with GPT-2's byte-pair encoding, to finetune GPT-2 on.
 
     python data/shakespeare/prepare.py [--input FILE]
 

@@ -1,4 +1,4 @@
-"""Makes token files of Shakespeare's plays, one token per character (vocab_size 65).
+"""Make token files of Shakespeare's plays, one token per character (vocab_size 65).
 
     python data/shakespeare_char/prepare.py [--input FILE]
 
@@ -30,7 +30,7 @@ TIMEOUT_S = 20
 
 
 def download(url: str, path: Path, checksum: str) -> None:
-    """Fetches url to path, completely or not at all. Raises ValueError for any fault of the network or the content."""
+    """Fetch url to path, completely or not at all. Raises ValueError for any fault of the network or the content."""
     remedy = f"save the text as {path} or give it with --input FILE"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # raises on a status of 400 and more
@@ -44,7 +44,7 @@ def download(url: str, path: Path, checksum: str) -> None:
 
 
 def shakespeare(input_file: Path | None) -> str:
-    """The text in input_file, else in input.txt, which is downloaded. Raises ValueError, OSError."""
+    """Return the text in input_file, else in input.txt, which is downloaded. Raises ValueError, OSError."""
     path = input_file or DATA / "shakespeare_char" / "input.txt"
     if not input_file and not path.exists():
         download(URL, path, SHA256)

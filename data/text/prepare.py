@@ -1,6 +1,6 @@
-"""Makes token files from anybody's own text.
+"""Make token files from anybody's own text.
 
-    python data/text/prepare.py novel.txt notes/*.txt --name mine --tokenizer gpt2
+    python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2     # of a folder, its .txt files
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.prepared import is_prepared, named_tokenizer, write_dataset
-from data.text_files import SEPARATOR, documents_in, expanded, next_document, read_text
+from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, next_document, read_text
 from data.tokenizer import (
     END_OF_TEXT,
     LONGEST_TOKEN,
@@ -52,18 +52,38 @@ SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
+# Data and markup that people take for text: suffixes, and how they begin.
+STRUCTURED = {
+    "JSON": ((".json", ".jsonl"), re.compile(r'\{\s*"|\[\s*[{"]')),
+    "HTML or XML": ((".html", ".htm", ".xml"), re.compile(r"<(?:!doctype|html|\?xml)\b", re.IGNORECASE)),
+    "a CSV table": ((".csv", ".tsv"), re.compile(r'"?\w[\w ]*"?(?:[,;\t]"?\w[\w ]*"?)+\r?\n')),
+}
+
 
 def main(args: argparse.Namespace) -> None:
-    paths = expanded(args.files)
+    paths = expanded(args.files, TEXTS)
     source = ", ".join(path.name for path in paths[:NAMED_FILES])
     texts = [read_text(path) for path in paths]
+    print_structure(paths, texts)
     if len(texts) > 1:
         texts = [text if text.endswith("\n") else text + "\n" for text in texts]
     prepare("".join(texts), args.out, args.tokenizer, source, args.vocab_size)
 
 
+def print_structure(paths: list[Path], texts: list[str]) -> None:
+    """Print a line if files look like data or markup, whose quotes, keys and tags the model would learn."""
+    for kind, (suffixes, beginning) in STRUCTURED.items():
+        for path, text in zip(paths, texts, strict=True):
+            if path.name.lower().endswith(suffixes) or beginning.match(text[:1000].lstrip()):
+                print(
+                    f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To "
+                    "avoid this, convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
+                )
+                break
+
+
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
-    """Writes the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
+    """Write the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
 
     tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
     which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
@@ -109,7 +129,7 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
 
 
 def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
-    """A byte-pair encoding of vocab_size ids for such text; the same text makes the same one.
+    """Train a byte-pair encoding of vocab_size ids on a text; the same text makes the same one.
 
     Raises ValueError if the text has not enough pairs for so many.
     """
@@ -136,7 +156,7 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
 
 
 def sample(text: str) -> Iterator[str]:
-    """Blocks from all over a text, about SAMPLE_BYTES or all of it.
+    """Yield blocks from all over a text, about SAMPLE_BYTES or all of it.
 
     Long words are cut by newlines: the trainer goes through a whole word for each merge in it.
     """
@@ -152,7 +172,7 @@ def folder(name: str) -> Path:
 
 
 def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
-    """The options that say where to write."""
+    """Add the options for the folder to write to."""
     to = parser.add_mutually_exclusive_group(required=default is None)
     about = "folder below data/, or a path; later the value of --dataset"
     to.add_argument("--name", dest="out", type=lambda name: DATA / folder(name), default=default, help=about)
@@ -160,7 +180,7 @@ def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> 
 
 
 def whole_number(text: str) -> int:
-    """A whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
+    """Return a whole number of at least 1, also written as 3e9 or 1_000. Raises ValueError."""
     number = float(text)
     if number < 1 or not number.is_integer():
         raise ValueError

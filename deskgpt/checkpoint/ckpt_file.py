@@ -1,42 +1,40 @@
 """A checkpoint as one file: torch.save with a SHA-256 of its bytes, read by torch.load(weights_only=True).
 
 The checksum is the comment at the end of the zip archive, which torch, Python and nanoGPT ignore. weights_only runs no
-code from the file. A crafted pickle can still take memory: only the pickle's size is limited.
+code from the file. Numbers are read rather than memory-mapped: a file that is cut while it is mapped ends the process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import re
 import stat
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.system.files import file_sha256, replacing
 
 COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
 COMMENT_BYTES = len(COMMENT) + 64
 MOST_PICKLE_BYTES = 4 << 20  # that of GPT-2 XL with AdamW has 0.3 MB
-NOT_CHECKPOINTS = {
-    b"": "it is empty: fetch it again",
-    b"version https://git-lfs": "it is a pointer of git-LFS, not the file: git lfs pull",
-    b"<": "it is an HTML page, perhaps an error of the download: fetch the file again",
-}
+NO_ARCHIVE = "it is not of torch.save, but cut short, empty, an error page or a git-LFS pointer: fetch it again"
+PLAIN = (Tensor, nn.Parameter)  # not those of sharded models
 # NumPy's numbers, which forks of nanoGPT keep as losses.
 scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
 NUMPY = [scalar, (scalar, "numpy.core.multiarray.scalar"), np.dtype, *map(type, map(np.dtype, "fdeil?"))]
 
 
 def write(content: Any, path: Path) -> None:
-    """Writes torch.save(content) with its checksum, in one step. Raises OSError."""
+    """Write torch.save(content) with its checksum, in one step. Raises OSError."""
     with replacing(path) as file:
         try:
             torch.save(content, file)
@@ -49,9 +47,10 @@ def write(content: Any, path: Path) -> None:
 
 
 def refuse_unreadable(content: Any) -> None:
-    """Raises ValueError where torch.load(weights_only=True) would not read back what torch.save writes."""
+    """Raise ValueError if `load` would not read back what `write` writes."""
     file = io.BytesIO()
     try:
+        refuse_odd_tensors(content)
         torch.save(tree_map_only(Tensor, lambda x: torch.empty(0, dtype=x.dtype), content), file)
         file.seek(0)
         torch.load(file, weights_only=True)
@@ -59,54 +58,89 @@ def refuse_unreadable(content: Any) -> None:
         raise ValueError(reason(e)) from None
 
 
-def check(path: Path, checksums: bool = True) -> bool:
-    """Whether a file has a checksum, which is compared if `checksums`. Raises ValueError for damage; OSError."""
+def refuse_odd_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
+    """Raise ValueError for a tensor that is not dense numbers, or not of a `plain` class if any are given.
+
+    Tensors without numbers are in the files of sharded runs only. RecursionError if content holds itself.
+    """
+    is_sharded = isinstance(content, dict) and content.get("shards")
+    for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
+        is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
+        if is_dense and type(x) in PLAIN and not x.is_meta:
+            is_dense = x.nbytes <= x.untyped_storage().nbytes()  # no number that is expanded to many
+        if not is_dense or (x.is_meta and not is_sharded) or (plain and type(x) not in plain):
+            raise ValueError(
+                "it holds a tensor that is sparse, nested, quantized, expanded, sharded or without numbers"
+            )
+
+
+def load(path: Path, checksums: bool = True, numbers: bool = True) -> Any:
+    """Return what a file holds, its tensors on the CPU. Raises ValueError with the reason if it is damaged; OSError.
+
+    checksums: whether to compare the file's checksum. Its structure is always checked. numbers: False leaves tensors
+    with their shapes alone, except single numbers, which takes no time and no memory.
+    """
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait, and a device might never end
         raise ValueError("it is not a plain file but a pipe, a device or a folder")
     with open(path, "rb") as file:
-        head = file.read(100).lstrip()
-    for start, what in NOT_CHECKPOINTS.items():
-        if head.startswith(start) and bool(head) == bool(start):
-            raise ValueError(what)
+        before = os.fstat(file.fileno())
+        has_checksum = check(file, checksums)
+        file.seek(0)
+        # torch's C++ maps no file whose name has bytes that Python could not decode (LC_ALL=C and "ö").
+        maps = not numbers and str(path).isprintable()
+        try:
+            with torch.serialization.safe_globals(NUMPY):
+                found = torch.load(path if maps else file, map_location="cpu", weights_only=True, mmap=maps)
+            refuse_odd_tensors(found, PLAIN)
+            if not numbers:
+                found = tree_map_only(Tensor, lambda x: x.to("meta") if x.dim() else x.clone(), found)
+        except Exception as e:  # pickle, zip and storage errors all differ
+            raise ValueError(reason(e)) from None
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise ValueError("it was changed while it was read")
+    if not isinstance(found, dict):
+        raise ValueError("it holds no dictionary")
+    if "format" in found and not has_checksum:
+        raise ValueError("its checksum is missing")
+    return found
+
+
+def check(file: BinaryIO, checksums: bool) -> bool:
+    """Return whether a file has a checksum, which is compared if `checksums`. Raises ValueError for damage; OSError."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            has_checksum = archive.comment.startswith(COMMENT)
-            damaged = archive.testzip() if checksums and not has_checksum else None
-    except Exception as e:  # zip's errors all differ
-        raise ValueError(f"it is cut short, damaged, or not torch.save's: {reason(e)}") from None
-    if damaged or (checksums and has_checksum and not matches_checksum(path)):
+        archive = zipfile.ZipFile(file)
+    except Exception:  # zip's errors all differ
+        raise ValueError(NO_ARCHIVE) from None
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED:  # to unpack it may take hours
+            raise ValueError("it is compressed, which torch.save does not do")
+        if entry.filename.endswith("data.pkl") and entry.file_size > MOST_PICKLE_BYTES:
+            raise ValueError(f"its data.pkl has more than {MOST_PICKLE_BYTES:,} bytes, an absurd size")
+    has_checksum = archive.comment.startswith(COMMENT)
+    try:
+        is_intact = not checksums or (matches_checksum(file) if has_checksum else archive.testzip() is None)
+    except Exception:  # zip's errors all differ
+        is_intact = False
+    if not is_intact:
         raise ValueError("its checksum does not match")
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise ValueError("it is compressed, which torch.save does not do")
-    if any(e.filename.endswith("data.pkl") and e.file_size > MOST_PICKLE_BYTES for e in entries):
-        raise ValueError(f"its data.pkl has more than {MOST_PICKLE_BYTES:,} bytes, an absurd size")
     return has_checksum
 
 
-def matches_checksum(path: Path) -> bool:
-    """Whether the comment of a file that has one is the checksum of all before it."""
-    content = np.memmap(path, np.uint8, "r")
-    end = 2 + COMMENT_BYTES
-    sha256 = hashlib.sha256(content[:-end].data)
+def matches_checksum(file: BinaryIO) -> bool:
+    """Return whether the comment of a file that has one is the checksum of all before it."""
+    n_bytes = file.seek(-2 - COMMENT_BYTES, io.SEEK_END)
+    end = file.read()
+    file.seek(0)
+    sha256 = hashlib.sha256()
+    while block := file.read(min(1 << 20, n_bytes - file.tell())):
+        sha256.update(block)
     sha256.update(bytes(2))  # the length of no comment
-    comment = COMMENT + sha256.hexdigest().encode()
-    return content[-end:].tobytes() == COMMENT_BYTES.to_bytes(2, "little") + comment
-
-
-def load(path: Path) -> Any:
-    """What a checked file holds, its tensors memory-mapped on the CPU. Raises ValueError with the reason."""
-    # torch's C++ maps no file whose name has bytes that Python could not decode (LC_ALL=C and "ö").
-    is_unicode = not any("\udc80" <= char <= "\udcff" for char in str(path))
-    try:
-        with torch.serialization.safe_globals(NUMPY):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_unicode)
-    except Exception as e:  # pickle, zip and storage errors all differ
-        raise ValueError(reason(e)) from None
+    return end == COMMENT_BYTES.to_bytes(2, "little") + COMMENT + sha256.hexdigest().encode()
 
 
 def reason(e: Exception) -> str:
-    """What an error says, in one line, without torch's advice to run the file's code."""
+    """Return what an error says, in one line, without torch's advice to run the file's code."""
     text = " ".join(str(e).split()) or type(e).__name__
     if isinstance(e, pickle.UnpicklingError) and "eights only" in text:
         found = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", text)

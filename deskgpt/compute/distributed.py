@@ -194,7 +194,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
 
 def data_parallel(model: nn.Module, dist: DistContext) -> nn.Module:
     """Return the model in DDP, which averages gradients over the ranks; itself without ranks, or if it is sharded."""
-    if not dist.distributed or hasattr(next(model.parameters()), "full_tensor"):
+    if not dist.distributed or hasattr(model, "reshard"):
         return model
     # DDP broadcasts buffers before each forward pass. The rotary table never changes.
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["transformer.rotary"])

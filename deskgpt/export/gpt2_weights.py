@@ -73,8 +73,11 @@ def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
     index = read_json(folder / f"{WEIGHTS}.index.json", name).get("weight_map")
     weights: dict[str, Tensor] = {}
     for file in sorted(set(index.values())) if isinstance(index, dict) else [WEIGHTS]:
+        path = folder / Path(file).name
+        if path.exists() and not path.is_file():  # opening a pipe would wait
+            raise ValueError(f"init_from={name}: {path} is not a plain file but a pipe, a device or a folder")
         try:
-            weights |= load_file(folder / Path(file).name)
+            weights |= load_file(path)
         except (SafetensorError, FileNotFoundError) as e:
             raise ValueError(f"init_from={name}: {file} in {folder} is damaged ({e}); fetch it again") from None
     return weights

@@ -155,7 +155,7 @@ class InitState:
             model = model.to(dist.device)
         else:
             mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
-            model = sharding.sharded_copy(model, mesh, True, dist.device, variant.dtype)
+            model = sharding.sharded_copy(model, mesh, dist.device, variant.dtype)
         apply_variant(model, variant)
         return model
 

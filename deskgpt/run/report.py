@@ -296,9 +296,9 @@ def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
     elif forgets_best:
         best = store.best_of(out_dir)
-        is_last = best in store.candidates(out_dir)[:1]  # a folder, from which the run resumes
-        old = store.set_aside(out_dir, () if best is None or is_last else (best.name,))
-        kept = f"; {best.name} is now in {old}" if best and old else ""
+        is_last = store.candidates(out_dir) == [out_dir / store.BEST]  # from which the run resumes
+        old = store.set_aside(out_dir, (store.BEST,)) if best and not is_last else None
+        kept = f"; {store.BEST} is now in {old}" if old else ""
         dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.sharding import group_for_saves, is_dtensor, is_sharded, local
 from deskgpt.run.report import Report
+from deskgpt.run.schedule import Config
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 
@@ -42,92 +44,97 @@ class Kept(NamedTuple):
     step: int
 
 
+@dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of a run into out_dir, one after the other, and knows the latest and the best one there.
 
-    A save that fails is printed, and the run continues. Ranks that share weights write their shards together, at the
-    same step: a save succeeds or fails for all.
+    A save that fails is printed, and the run continues. With a group, which is for saves alone, its ranks write their
+    shards together, at the same step: a save succeeds or fails for all.
     """
 
-    def __init__(self, out_dir: str, best_val_loss: float, timeout_s: float, state: TrainState, report: Report) -> None:
-        """best_val_loss: of the best checkpoint on the disk. timeout_s: the longest that ranks wait for each other."""
-        self.out_dir = store.folder_of(out_dir)
-        self.state = state
-        self.report = report
-        self.print0 = state.dist.print0
-        self.group = group_for_saves(timeout_s) if is_sharded(state.model) else None
-        self.kept = Kept(Path(out_dir), state.step) if state.first_step > 0 else None
-        # Weights that were trained elsewhere can stay the best: they are saved, too.
-        self._is_trained_elsewhere = state.settings["init_from"] not in ("scratch", "resume")
-        self._latest_step = -1 if self._is_trained_elsewhere else state.step  # saved, or that the run began with
-        self._best_val_loss = best_val_loss  # set by the thread, once the file is durable
-        self._last: Saved | None = None
+    out_dir: Path
+    print0: Callable[[str], None]
+    best_val_loss: float  # of the best checkpoint on the disk; the thread that writes sets it, once the file is durable
+    group: distributed.ProcessGroup | None = None
+    kept: Kept | None = None  # the latest checkpoint; at first the one from which the run resumes
+    is_trained_elsewhere: bool = False  # weights that can stay the best: they are saved at step 0, too
+
+    def __post_init__(self) -> None:
+        first_step = self.kept.step if self.kept else 0
+        self.latest_step = -1 if self.is_trained_elsewhere else first_step  # saved, or that the run began with
+        self.last: Saved | None = None
         self._reported: Saved | None = None
         self._thread: threading.Thread | None = None
         self._has_taken_over = False
 
+    @classmethod
+    def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
+        """Return the saver of a run. best_val_loss: of the best checkpoint in its folder."""
+        group = group_for_saves(config.dist_timeout_s) if is_sharded(state.model) else None
+        kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
+        is_trained_elsewhere = config.init_from not in ("scratch", "resume")
+        out_dir = store.folder_of(config.out_dir)
+        return cls(out_dir, state.dist.print0, best_val_loss, group, kept, is_trained_elsewhere)
+
     # ---- in a run ----------------------------------------------------------------------------------------
 
-    def is_best(self, val_loss: float) -> bool:
+    def is_best(self, val_loss: float, step: int) -> bool:
         """Return whether a model with this val loss, evaluated now, is better than the best checkpoint on the disk.
 
         Random weights are never the best: they are not worth a file.
         """
         self.wait()
-        return val_loss < self._best_val_loss and (self.state.step > 0 or self._is_trained_elsewhere)
+        return val_loss < self.best_val_loss and (step > 0 or self.is_trained_elsewhere)
 
-    def save_if_new(self, best_val_loss: float | None = None) -> None:
+    def save_if_new(self, state: TrainState, report: Report, best_val_loss: float | None = None) -> None:
         """Save the run as it is now, unless its step was saved already. All ranks call this.
 
         best_val_loss: the model's, if it is_best.
         """
-        state = self.state
-        if state.step == self._latest_step and best_val_loss is None:
+        if state.step == self.latest_step and best_val_loss is None:
             return
         if state.dist.is_first or self.group is not None:
             self.print0(f"saving checkpoint to {self.out_dir}")
-            with self.report.timer.spent_on("saving"):
+            with report.timer.spent_on("saving"):
                 self.wait()
-                self.report_ended()
-                on_disk = self._best_val_loss if best_val_loss is None else best_val_loss
-                checkpoint = state.checkpoint(on_disk, self.report.wandb_run_id)
-                saving = self._begin(checkpoint, best_val_loss is not None)
-            saving.save_s = self.report.timer.last_s["saving"]
-        self._latest_step = state.step
+                self.report_ended(report)
+                on_disk = self.best_val_loss if best_val_loss is None else best_val_loss
+                saving = self.save(state.checkpoint(on_disk, report.wandb_run_id), best_val_loss is not None)
+            saving.save_s = report.timer.last_s["saving"]
+        self.latest_step = state.step
 
-    def report_ended(self) -> None:
+    def report_ended(self, report: Report) -> None:
         """Report the last save, once, when it has ended."""
-        saved = self._last
+        saved = self.last
         if saved is None or saved.write_s is None or saved is self._reported:
             return
         self._reported = saved
         if saved.error is None:
             times = {"save_s": saved.save_s, "write_s": saved.write_s}
-            self.report.event("save", "", iter=saved.step, best=saved.best, **times)
+            report.event("save", "", iter=saved.step, best=saved.best, **times)
             return
         if not isinstance(saved.error, OSError | ValueError):  # a defect, not the user's
             raise saved.error
-        self._latest_step = -1  # so that the same step is tried again
+        self.latest_step = -1  # so that the same step is tried again
 
-    def finish(self, saves: bool) -> None:
+    def finish(self, state: TrainState, report: Report, saves: bool) -> None:
         """End: save what was not saved yet, if the run is to be resumed, and wait for the last save."""
         if saves:
-            self.save_if_new()
+            self.save_if_new(state, report)
         self.wait()
-        self.report_ended()
+        self.report_ended(report)
 
-    def rewind(self, step: int, position: int) -> bool:
+    def rewind(self, state: TrainState, report: Report, step: int, position: int) -> bool:
         """Return the state to the latest checkpoint, to continue after the batch of a step, which is at `position`.
 
         All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
         """
         self.wait()
-        state = self.state
         kept = state.dist.gather(self.kept)[0]
         if kept is None:
             self.print0("on_spike=rewind: no checkpoint was saved yet, so the run continues")
             return False
-        with self.report.timer.spent_on("saving"):
+        with report.timer.spent_on("saving"):
             if state.rewound_to == kept.step and state.rewinds_there >= MAX_REWINDS:
                 raise ValueError(
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
@@ -136,9 +143,9 @@ class Saver:
             state.rewind(store.load(kept.path, dist=state.dist), kept.path, position)
             state.dist.all(True)  # no rank replaces the file while another reads it
         text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
-        self.report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
-        self._latest_step = -1  # what is skipped must be saved
-        self.save_if_new()
+        report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
+        self.latest_step = -1  # what is skipped must be saved
+        self.save_if_new(state, report)
         return True
 
     def kept_text(self) -> str:
@@ -150,38 +157,41 @@ class Saver:
 
     # ---- writing -----------------------------------------------------------------------------------------
 
-    def _begin(self, checkpoint: Checkpoint, best: bool) -> Saved:
+    def save(self, checkpoint: Checkpoint, best: bool) -> Saved:
         """Begin to write, after the save before has ended. What it holds may change afterwards."""
-        self._last = Saved(checkpoint.iter_num, best)
+        self.wait()
+        self.last = Saved(checkpoint.iter_num, best)
         if has_room_for(checkpoint):
             # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
             copy = snapshot(checkpoint)
-            self._thread = threading.Thread(target=self._write, args=(copy, self._last), name="saver")
+            self._thread = threading.Thread(target=self._write, args=(copy, self.last), name="saver")
             self._thread.start()
-            return self._last
+            return self.last
         self.print0("little memory is free: training waits while the checkpoint is written")
-        self._write(checkpoint, self._last)
-        return self._last
+        self._write(checkpoint, self.last)
+        return self.last
 
     def _write(self, checkpoint: Checkpoint, saved: Saved) -> None:
         t0 = time.perf_counter()
         try:
             if not self._has_taken_over:
-                agreed(self.group, lambda: self._take_over(saved.step))
+                agreed(self.group, self._take_over)
                 self._has_taken_over = True
-            store.save(checkpoint, self.out_dir, saved.best, group=self.group)
-            self.kept = Kept(self.out_dir / store.NAME if self.group is None else self.out_dir, saved.step)
+            store.save(checkpoint, self.out_dir, saved.best, self.group)
+            self.kept = Kept(self.out_dir / store.NAME, saved.step)
             if saved.best:
-                self._best_val_loss = checkpoint.best_val_loss
+                self.best_val_loss = checkpoint.best_val_loss
         except BaseException as e:  # for the training loop, in its own thread
             saved.error = e
+            if saved.best and store.step_of_best(self.out_dir) == saved.step:  # it failed after the best was durable
+                self.best_val_loss = checkpoint.best_val_loss
         saved.write_s = time.perf_counter() - t0
         if isinstance(saved.error, OSError | ValueError):
             self.print0(f"{saved.error}; the run continues and tries again at the next save")
 
-    def _take_over(self, step: int) -> None:
+    def _take_over(self) -> None:
         if self.group is None or distributed.get_rank(self.group) == 0:
-            store.take_over(self.out_dir, self.print0, step)
+            store.take_over(self.out_dir, self.print0)
 
     def wait(self) -> None:
         """Return when the last save has ended."""
@@ -191,8 +201,8 @@ class Saver:
 
     def raise_if_last_failed(self) -> None:
         """Raise what the last save failed with."""
-        if self._last is not None and self._last.error is not None:
-            raise self._last.error
+        if self.last is not None and self.last.error is not None:
+            raise self.last.error
 
 
 def snapshot(state: Checkpoint) -> Checkpoint:

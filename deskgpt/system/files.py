@@ -114,12 +114,28 @@ def copy(path: Path, to: Path) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
+# A folder's fsync on SMB, sshfs, VirtualBox's shared folders and network drives under WSL.
+NO_FOLDER_SYNC = (errno.EINVAL, errno.EIO, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
+_unsynced: set[int] = set()  # devices that were named
+
+
 def sync_folder(folder: Path) -> None:
-    """Makes renames in folder durable; does nothing where folders cannot be opened (Windows)."""
+    """Make renames in folder durable, or print once that its file system cannot. Windows opens no folders."""
     if hasattr(os, "O_DIRECTORY"):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(fd)
-        os.close(fd)
+        try:
+            os.fsync(fd)
+        except OSError as e:
+            if e.errno not in NO_FOLDER_SYNC:
+                raise
+            device = os.fstat(fd).st_dev
+            if device not in _unsynced:
+                _unsynced.add(device)
+                print(
+                    f"note: the file system of {folder} syncs no folders: a power cut may undo a save", file=sys.stderr
+                )
+        finally:
+            os.close(fd)
 
 
 def sha256(content: Any) -> str:
@@ -168,7 +184,7 @@ def is_local(dataset: Any) -> bool:
 # ---- one process in a folder ---------------------------------------------------------------------------------
 
 HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EPROTO, 524)
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 
 
