@@ -90,6 +90,11 @@ def keeping(net: Net, x: Tensor) -> Tensor:
     return y
 
 
+def keeping_rows(net: Net, x: Tensor) -> Tensor:
+    net.kept.append(F.linear(x[0], net.head))
+    return net.kept[-1].view(1, -1, V)
+
+
 HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "linear": lambda net, x: F.linear(x, net.head),
     "tied": lambda net, x: F.linear(x, net.wte),
@@ -187,6 +192,18 @@ def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(softmax):
     idx, _ = a_batch()
     first = F.linear(net.hidden(idx), net.head).flatten(0, 1).detach()
     assert torch.equal(torch.cat([y.flatten(0, 1) for y in net.kept[:4]]), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_copied_only_if_something_else_holds_them(dtype):
+    idx, targets = a_batch()
+    copied = {}
+    for head in ("linear", "bias", "cap with a learned number", "cap last", "no hidden states", "kept", "kept rows"):
+        net = Net((HEADS | {"kept rows": keeping_rows})[head])
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            chunk = loss.Chunk(net.logits, net.hidden(idx)[0], targets[0], False)
+        copied[head] = chunk.is_shared
+    assert [head for head in copied if copied[head]] == ["cap last", "no hidden states", "kept", "kept rows"]
 
 
 def test_hooks_of_parameters_get_each_gradient_once_and_whole():

@@ -116,12 +116,8 @@ class Chunk:
             self.began_at = view.grad_fn._sequence_nr()  # type: ignore[union-attr]
         self.targets = targets
         self.compiled = compiled
-        found = logits(self.h[None])  # (1, n, V)
-        # Is it held elsewhere, too? By autograd, for the backward pass of the last operation, or by an attribute.
-        alone = object()
-        holders = torch._C._storage_Use_Count(found.untyped_storage()._cdata)
-        self.is_shared = holders > HOLDERS or sys.getrefcount(found) > sys.getrefcount(alone)
-        self.logits = found
+        self.logits = logits(self.h[None])  # (1, n, V)
+        self.is_shared = is_held_elsewhere(self.logits)
 
     def leaves(self) -> list[Tensor] | None:
         """Return the leaves, mostly parameters, that a backward pass from the logits reaches, without h.
@@ -180,6 +176,19 @@ class Chunk:
                 logits.masked_fill_(ignored[:, None], 0.0)
             return -log_p.masked_fill(ignored, 0.0).sum()
         return gradient_(logits, targets, ignored)
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Return whether anything but one attribute of the caller, such as autograd or a log, holds the tensor's memory."""
+    alone = torch.empty(1).view(1)  # a tensor that nothing else holds, nor its base
+    if sys.getrefcount(tensor) - 1 > sys.getrefcount(alone):
+        return True
+    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    base = tensor._base  # of which it is a view, as the result of a linear layer is
+    if base is None:
+        return holders > HOLDERS
+    base_alone = alone._base
+    return holders > HOLDERS + 1 or sys.getrefcount(base) > sys.getrefcount(base_alone)
 
 
 def add_to(totals: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
