@@ -241,12 +241,13 @@ def check(name: str, dataset: str, cache: str) -> None:
     for part in ("model", "optimizer", "best_val_loss", "extra_state"):
         assert_equal(half.get(part), whole.get(part))
 
-    usual = definition.attention, GPT.loss
+    gpt: Any = GPT
+    usual = definition.attention, gpt.loss
     window = 128 if name == "sliding_window" else 10**9
     definition.attention = functools.partial(plain_attention, window=window)
-    GPT.loss = smoothed_loss if name == "label_smoothing" else plain_loss
+    gpt.loss = smoothed_loss if name == "label_smoothing" else plain_loss
     expected, expected_weights = plain_loop(name, config(), store.load("whole").model_args["vocab_size"])
-    definition.attention, GPT.loss = usual
+    definition.attention, gpt.loss = usual
     assert losses == pytest.approx(expected, rel=5e-4)
     assert_weights_close(weights(Path("whole")), expected_weights)
 
@@ -255,7 +256,9 @@ def check(name: str, dataset: str, cache: str) -> None:
     if "b/model.py" in PATCHES[name]:
         # Compiling takes 20 s. Whether the blocks are graphs that compute the same is seen without that.
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
-        assert trained(config("--out_dir=compiled", "--compile=True", "--max_iters=2")) == pytest.approx(losses[:2], rel=1e-4)
+        assert trained(config("--out_dir=compiled", "--compile=True", "--max_iters=2")) == pytest.approx(
+            losses[:2], rel=1e-4
+        )
         check_sampling()
         check_export()
 

@@ -227,7 +227,11 @@ def test_hooks_of_modules_get_the_gradients_of_the_whole_loss():
         torch.manual_seed(0)
         head = nn.Linear(C, V)
         found = []
-        head.register_full_backward_hook(lambda module, inputs, outputs: found.append(outputs[0].norm()))
+
+        def keep_norm(module: Any, inputs: Any, outputs: Any) -> None:
+            found.append(outputs[0].norm())
+
+        head.register_full_backward_hook(keep_norm)
         results(Net(lambda net, x: head(x)), function)
         return found
 
@@ -253,7 +257,7 @@ def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused()
     gradients = []
     idx, targets = a_batch()
     for function in (plain, chunked):
-        net = Net(HEADS["linear"])
+        net: Any = Net(HEADS["linear"])
         value = function(net, net.hidden(idx), targets)
         (alone,) = torch.autograd.grad(value, net.head, retain_graph=True)
         (2 * value).backward()

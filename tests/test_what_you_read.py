@@ -52,7 +52,7 @@ def with_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count passes in a plain attribute; the more there were, the more blocks are skipped."""
     forward = Block.forward
 
-    def count(model: GPT, idx: Tensor) -> None:
+    def count(model: Any, idx: Tensor) -> None:
         model.passes = getattr(model, "passes", 0) + model.training
         for block in model.transformer.h:
             block.skip = min(0.5, 0.1 * model.passes)
@@ -362,7 +362,7 @@ def test_change_of_any_setting_of_learning_is_seen(name):
         "dropout": 0.1,
         "n_head": 6,
     }
-    c = TrainConfig(optimizer="muon" if name == "momentum" else "adamw")
+    c: Any = TrainConfig(optimizer="muon" if name == "momentum" else "adamw")
     value = getattr(c, name)
     if name not in others:
         others[name] = not value if isinstance(value, bool) else type(value)(value / 2)
