@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from conftest import assert_one_line
 from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from deskgpt.kernels import chunked_cross_entropy, cpu_kernels, loss
 
@@ -93,6 +97,10 @@ def keeping(net: Net, x: Tensor) -> Tensor:
 def keeping_rows(net: Net, x: Tensor) -> Tensor:
     net.kept.append(F.linear(x[0], net.head))
     return net.kept[-1].view(1, -1, V)
+
+
+def of_module(head: nn.Module, net: Net, x: Tensor) -> Tensor:
+    return head(x)
 
 
 HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -232,7 +240,7 @@ def test_hooks_of_modules_get_the_gradients_of_the_whole_loss():
             found.append(outputs[0].norm())
 
         head.register_full_backward_hook(keep_norm)
-        results(Net(lambda net, x: head(x)), function)
+        results(Net(functools.partial(of_module, head)), function)
         return found
 
     assert_close(norms(chunked), norms(plain))
@@ -267,6 +275,21 @@ def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused()
     with pytest.raises(RuntimeError, match="no second derivative") as e:
         torch.autograd.grad(chunked(net, net.hidden(idx), targets), net.head, create_graph=True)
     assert_one_line(e.value, "create_graph=True", "GPT.loss", "F.cross_entropy")
+
+
+def test_weight_that_is_computed_once_and_cached_gets_its_gradients():
+    """torch's weight_norm, in and out of its cache."""
+    found = []
+    for function, cache in ((plain, nullcontext), (chunked, nullcontext), (chunked, parametrize.cached)):
+        torch.manual_seed(0)
+        head = weight_norm(nn.Linear(C, V))
+        net = Net(functools.partial(of_module, head))
+        idx, targets = a_batch()
+        with cache():
+            function(net, net.hidden(idx), targets).backward()
+        found.append([p.grad for p in (*head.parameters(), net.wte)])
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
 
 
 def test_dropout_in_the_head_draws_for_each_token():

@@ -6,6 +6,7 @@ Shape legend: B batch, T time, C channels, V vocabulary, N = B * T.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,6 @@ LOGITS_ON_CPU = 1 << 25
 LOGITS_ON_GPU = 4096 * 50304
 BYTES_WITH_KERNEL = 1 << 28  # of a chunk's logits, in place of LOGITS_ON_CPU: our softmax takes no memory but theirs
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
-HOLDERS = 2  # of the memory of a tensor, if it is the only one: the tensor, and the object that asks
 CAST = "ToCopyBackward0"  # autocast keeps the cast of a weight for all its uses
 HOOKS_OF_MODULES = "BackwardHookFunctionBackward"
 
@@ -72,7 +72,7 @@ def chunked_cross_entropy(
 
 
 class OtherParametersError(RuntimeError):
-    """A chunk's logits depend on parameters that the first chunk's did not depend on."""
+    """A chunk's logits depend on something that the first chunk's did not depend on."""
 
 
 def cross_entropy(logits: Logits, x: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +155,9 @@ class Chunk:
         gradient = self._own_logits()
         loss = self._become_gradient(gradient)
         with without_hooks(leaves):
-            by_h, *by_leaves = torch.autograd.grad(self.logits, (self.h, *leaves), gradient[None], allow_unused=True)
+            # Chunks may share a part of the graph: the cast of a weight, or another function of it that is cached.
+            options = {"allow_unused": True, "retain_graph": True}
+            by_h, *by_leaves = torch.autograd.grad(self.logits, (self.h, *leaves), gradient[None], **options)
         return loss, by_h, tuple(by_leaves)
 
     def _own_logits(self) -> Tensor:
@@ -180,15 +182,20 @@ class Chunk:
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
     """Return whether anything but one attribute of the caller, such as autograd or a log, holds the tensor's memory."""
-    alone = torch.empty(1).view(1)  # a tensor that nothing else holds, nor its base
-    if sys.getrefcount(tensor) - 1 > sys.getrefcount(alone):
+    alone = torch.empty(1)
+    if tensor._base is not None:  # it is a view, as the result of a linear layer may be
+        alone = alone.view(1)
+    if sys.getrefcount(tensor) - 1 > sys.getrefcount(alone) or holders_of(tensor) > holders_of(alone):
         return True
-    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    base = tensor._base  # of which it is a view, as the result of a linear layer is
-    if base is None:
-        return holders > HOLDERS
+    base = tensor._base
     base_alone = alone._base
-    return holders > HOLDERS + 1 or sys.getrefcount(base) > sys.getrefcount(base_alone)
+    return base is not None and sys.getrefcount(base) > sys.getrefcount(base_alone)
+
+
+def holders_of(tensor: Tensor) -> float:
+    """Return how many tensors have this memory, and the object that asks; infinity if torch does not say it."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return math.inf if count is None else count(tensor.untyped_storage()._cdata)
 
 
 def add_to(totals: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
@@ -258,7 +265,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 with torch.enable_grad():
                     part = Chunk(logits, h[rows], targets[rows], compiled)
-                if not set(part.leaves() or ()) <= {*leaves}:
+                own_leaves = part.leaves()
+                if own_leaves is None or not {*own_leaves} <= {*leaves}:
                     raise OtherParametersError
             part_loss, by_h, by_leaves = part.loss_and_gradients(leaves)
             del part  # its logits, before those of the next chunk exist
