@@ -71,7 +71,7 @@ def main(c: SampleConfig) -> list[str]:
     """Prints samples as c says; returns their texts, prompt included."""
     # ---- model and prompt ------------------------------------------------------------------------------------
     device = hardware.resolve_device(c.device)
-    hardware.forbid_spilling(device)
+    hardware.limit_threads()
     if c.device == "auto" and device.type == "cpu":
         reason = hardware.unused_gpu()
         if reason:

@@ -30,7 +30,7 @@ import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from data.loader import Loader, eval_batches
 from data.splits import mix
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
+from deskgpt.compute.compiling import explained
 from deskgpt.compute.distributed import (
     DistContext,
     data_parallel,
@@ -68,7 +69,7 @@ from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
 from deskgpt.system.hardware import autocast, seed_all
-from deskgpt.system.peaks import find_card
+from deskgpt.system.peaks import find_cards
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, ModelSettings
 
@@ -78,10 +79,23 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
+RETIRED = {  # settings of earlier versions, which old config files may have
+    "attention": "model.py calls what computes it; --cpu_kernels=False leaves out our kernels",
+    "world": 'write --plan_for="8x H100"',
+    "sync_each_batch": "sharded gradients are always reduced after each micro-batch",
+    "reshard_after_forward": "sharded weights are always gathered again for the backward pass",
+    "save_interval": "see --eval_interval and --save_minutes",
+    "save_async": "a checkpoint is always written while training continues",
+    "keep_checkpoints": "the last and the best checkpoint are kept",
+    "align_documents": "windows begin anywhere in the text",
+    "max_bad_steps": "ten bad steps in a row end a run",
+    "cooldown_iters": "the trapezoid falls in its last fifth",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
+    retired: ClassVar[dict[str, str]] = RETIRED
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -104,9 +118,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # batch
     batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: Literal["auto", True, False] = (
-        "auto"  # find the micro-batch that fits, same tokens per step; auto: CUDA
-    )
+    auto_batch: Literal["auto", True, False] = "auto"  # same training in the micro-batch that fits; auto: on CUDA
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
@@ -151,7 +163,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
             )
         if self.plan_for:
             try:
-                find_card(self.plan_for)
+                find_cards(self.plan_for)
             except ValueError as e:
                 raise ValueError(f"plan_for={e}") from None
 
@@ -174,7 +186,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     make_optimizer = functools.partial(build_optimizer, config)
     if config.plans:
-        return print_plan(config, init, make_optimizer, dist)
+        return print_plan(config, init, data, make_optimizer, dist)
     data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
 
@@ -341,11 +353,15 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 # ---- set-up and end ------------------------------------------------------------------------------------------
 
 
-def print_plan(config: TrainConfig, init: InitState, make_optimizer: MakeOptimizer, dist: DistContext) -> float:
-    """Print what a run of config needs and, on this machine, check its model."""
+def print_plan(
+    config: TrainConfig, init: InitState, data: Dataset, make_optimizer: MakeOptimizer, dist: DistContext
+) -> float:
+    """Print what a run of config needs and, on this machine, check its model. Raises ValueError if that is wrong."""
     from deskgpt.estimate import plan
 
-    plan.dry_run(config, init.model_config, make_optimizer, dist)
+    fits = plan.dry_run(config, init.model_config, make_optimizer, dist)
+    if fits and not config.plan_for and dist.world == 1:
+        init.check_model(config, data, dist)
     return math.inf
 
 
@@ -396,8 +412,8 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 if __name__ == "__main__":
     remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
-    with one_line_errors(f"with --auto_batch=False, {remedy}", signal_handler.has_signal, output_lasts=True):
+    with one_line_errors(f"with --auto_batch=False, {remedy}", output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
-        with lock_of(settings):
+        with lock_of(settings), explained():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
             main(config, signal_handler.installed_at)

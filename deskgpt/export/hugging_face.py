@@ -108,7 +108,9 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
     try:
         from transformers import GPT2LMHeadModel
         from transformers.utils import logging
-    except ImportError:
+    except ModuleNotFoundError as e:
+        if e.name != "transformers":
+            raise
         return "transformers is not installed: nothing was compared with model.py"
     cls: Any = GPT2LMHeadModel
     if not is_gpt2(ours.config):

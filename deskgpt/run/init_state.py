@@ -17,9 +17,10 @@ from data.dataset import Dataset
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
+from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory
+from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
@@ -101,7 +102,7 @@ class InitState:
     def choose_variant(self, config: Config, dist: DistContext) -> Variant:
         """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
         hardware.keep_freed_memory()
-        hardware.forbid_spilling(dist.device)
+        hardware.limit_threads()
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
 
         def predicted_s(dtype: str) -> float:
@@ -130,9 +131,12 @@ class InitState:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
 
         A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
-        a user who asks for it.
+        a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
         """
         batching = batching_of(config, dist)
+        if not config.eval_only:
+            shards = sharding.shards_of(config.dp_shard, dist.world)
+            refuse_large_batch(self.model_config, dist.device, shards, batching, variant)
         wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
         if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
@@ -158,6 +162,22 @@ class InitState:
             model = sharding.sharded_copy(model, mesh, dist.device, variant.dtype)
         apply_variant(model, variant)
         return model
+
+    def check_model(self, config: Config, data: Dataset, dist: DistContext) -> None:
+        """Check the model, and how this run computes it, on a short text; print the result (compute/check.py).
+
+        Raises ValueError if something is wrong.
+        """
+        variant = self.choose_variant(config, dist)
+        model = self.build_model(config, Variant(), dist)
+        idx, targets = data.short_text(model.config.block_size, model.config.vocab_size)
+        problems = check_model(model, variant, idx.to(dist.device), targets.to(dist.device))
+        if problems:
+            raise ValueError(f"model.py: {'; '.join(problems)}")
+        dist.print0(
+            f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the cross-entropy of the logits, "
+            f"gradients reach all parameters; {variant} agrees with eager float32"
+        )
 
     def _build(self, block_size: int, reads: bool = True) -> GPT:
         """Return the model on the CPU, with its context shortened to block_size. Raises ValueError.
