@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deskgpt.kernels import cpu_kernels
+import deskgpt.kernels.cpu_kernels as cpu_kernels
 
 Logits = Callable[[Tensor], Tensor]  # hidden states (..., C) to logits (..., V)
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from deskgpt.kernels import cpu_kernels
+import deskgpt.kernels.cpu_kernels as cpu_kernels
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
