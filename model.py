@@ -314,7 +314,7 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., V) of hidden states x (..., C). The loss and generation both call this."""
+        """(..., V) of hidden states x (..., C), each token alone. The loss and generation both call this."""
         return self.lm_head(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

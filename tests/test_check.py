@@ -56,12 +56,11 @@ def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_blocks_compute_what_the_model_says(dtype, monkeypatch):
+def test_compiled_blocks_compute_what_the_model_says(monkeypatch):
     monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)  # so that the loss is computed in chunks
     config = replace(MODERN, n_layer=1)
     try:
-        assert problems_of(make(config), Variant(dtype, compiled=True)) == []
+        assert problems_of(make(config), Variant("bfloat16", compiled=True)) == []
     except Exception as e:
         if "compiler" in str(e).lower():
             pytest.skip("no working C++ compiler here")

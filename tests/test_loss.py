@@ -74,12 +74,6 @@ class Net(nn.Module):
         return self.function(self, x)
 
 
-def routed(net: Net, x: Tensor) -> Tensor:
-    """Tokens of the first chunk take another matrix than some of the others."""
-    is_first = x[..., :1] > -0.5
-    return torch.where(is_first, F.linear(x, net.head), F.linear(x, net.head) * net.number)
-
-
 def by_rows(net: Net, x: Tensor) -> Tensor:
     """Only tokens from 40 on, of which the first chunk has none, use the bias."""
     y = F.linear(x, net.head)
@@ -118,7 +112,6 @@ HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "activation alone": lambda net, x: net.activation * net.bias.expand(*x.shape[:-1], V),
     "no hidden states": lambda net, x: net.bias.expand(*x.shape[:-1], V),
     "masked token": lambda net, x: F.linear(x, net.head).index_fill(-1, torch.tensor([0]), -torch.inf),
-    "two matrices": routed,
     "other parameters": by_rows,
     "kept": keeping,
 }
@@ -290,28 +283,6 @@ def test_weight_that_is_computed_once_and_cached_gets_its_gradients():
         found.append([p.grad for p in (*head.parameters(), net.wte)])
     assert_close(found[1], found[0])
     assert_close(found[2], found[0])
-
-
-def test_dropout_in_the_head_draws_for_each_token():
-    net = Net(lambda net, x: F.linear(F.dropout(x, 0.5), net.head))
-    torch.manual_seed(0)
-    found = results(net, chunked)
-    assert all(x.isfinite().all() for x in found)
-
-
-def test_largest_thing_that_lives_is_a_chunk_of_logits(monkeypatch):
-    """Counted on autograd's side: no tensor of all logits is saved for the backward pass."""
-    saved: list[int] = []
-    net = Net(HEADS["linear"])
-    idx, targets = a_batch()
-
-    def count(x: Tensor) -> Tensor:
-        saved.append(x.numel())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        chunked(net, net.hidden(idx), targets)
-    assert max(saved) < B * T * V / 3
 
 
 @pytest.mark.parametrize(
