@@ -75,7 +75,7 @@ from model import GPT, ModelSettings
 
 if TYPE_CHECKING:
     from deskgpt.estimate.memory import MakeOptimizer
-    from deskgpt.sampling.training_samples import Sampler
+    from deskgpt.generate.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
@@ -131,9 +131,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = (
-        "cosine"  # after the warm-up; trapezoid: constant, then a fifth down
-    )
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: constant, then a fifth down
     warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
     min_lr: float | None = None  # None = learning_rate / 10
@@ -371,7 +369,7 @@ def sampler_for(
     """Return the sampler of --sample_interval; None without it."""
     if config.eval_only or not config.sample_interval:
         return None
-    from deskgpt.sampling import training_samples
+    from deskgpt.generate import training_samples
 
     return training_samples.sampler_for(config.sample_interval, model, variant, dist, tokenizer)
 

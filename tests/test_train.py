@@ -33,6 +33,7 @@ from deskgpt.run.init_state import InitState
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import resumed_settings
 from deskgpt.run.timer import StepTimer
+from deskgpt.system.settings import settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -55,7 +56,7 @@ def test_log_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(c
     assert (len(iters), len(evals)) == (6, 3)
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
-    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
+    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in settings_of(TrainConfig)}
     model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
