@@ -270,6 +270,22 @@ def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused()
     assert_one_line(e.value, "create_graph=True", "GPT.loss", "F.cross_entropy")
 
 
+def test_further_loss_of_what_logits_has_kept_is_refused():
+    """It would be that of the last chunk, and its gradient would end there."""
+
+    def keeping_z(net: Net, x: Tensor) -> Tensor:
+        y = F.linear(x, net.head)
+        net.kept = [y.logsumexp(-1)]
+        return y
+
+    net = Net(keeping_z)
+    idx, targets = a_batch()
+    total = chunked(net, net.hidden(idx), targets) + net.kept[0].square().mean()
+    with pytest.raises(RuntimeError, match="keeps a tensor") as e:
+        total.backward()
+    assert_one_line(e.value, "GPT.logits", "GPT.forward")
+
+
 def test_weight_that_is_computed_once_and_cached_gets_its_gradients():
     """torch's weight_norm, in and out of its cache."""
     found = []

@@ -158,6 +158,7 @@ class Chunk:
             # Chunks may share a part of the graph: the cast of a weight, or another function of it that is cached.
             options = {"allow_unused": True, "retain_graph": True}
             by_h, *by_leaves = torch.autograd.grad(self.logits, (self.h, *leaves), gradient[None], **options)
+        self.h.register_hook(refuse)  # of what logits has kept with its graph, as for a further loss
         return loss, by_h, tuple(by_leaves)
 
     def _own_logits(self) -> Tensor:
@@ -178,6 +179,14 @@ class Chunk:
                 logits.masked_fill_(ignored[:, None], 0.0)
             return -log_p.masked_fill(ignored, 0.0).sum()
         return gradient_(logits, targets, ignored)
+
+
+def refuse(gradient: Tensor) -> None:
+    """Raise RuntimeError: a backward pass that ends at the hidden states of one chunk would be lost."""
+    raise RuntimeError(
+        "GPT.logits keeps a tensor that has gradients, and is called for one chunk after the other: compute that tensor "
+        "in GPT.forward, or GPT.loss by F.cross_entropy of self.logits(x)"
+    )
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
