@@ -63,7 +63,7 @@ from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
 from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
-from deskgpt.run.settings import settings_of_start
+from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
@@ -79,23 +79,11 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
-RETIRED = {  # settings of earlier versions, which old config files may have
-    "attention": "model.py calls what computes it; --cpu_kernels=False leaves out our kernels",
-    "world": 'write --plan_for="8x H100"',
-    "sync_each_batch": "sharded gradients are always reduced after each micro-batch",
-    "reshard_after_forward": "sharded weights are always gathered again for the backward pass",
-    "save_interval": "see --eval_interval and --save_minutes",
-    "save_async": "a checkpoint is always written while training continues",
-    "keep_checkpoints": "the last and the best checkpoint are kept",
-    "align_documents": "windows begin anywhere in the text",
-    "max_bad_steps": "ten bad steps in a row end a run",
-    "cooldown_iters": "the trapezoid falls in its last fifth",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
-    retired: ClassVar[dict[str, str]] = RETIRED
+    retired: ClassVar[dict[str, str]] = RETIRED  # settings of earlier versions, which old config files may have
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin

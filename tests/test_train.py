@@ -178,6 +178,16 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
     assert [train.learning_rate(schedule, step) for step in rates] == pytest.approx([*rates.values()], abs=0.003)
 
 
+def test_schedule_that_contradicts_itself_is_named():
+    for settings, named in (
+        ({"warmup_iters": 2000, "max_iters": 200}, ["warmup_iters=2000", "max_iters=200", "--warmup_iters=20"]),
+        ({"min_lr": 1e-3, "learning_rate": 1e-5, "warmup_iters": 0}, ["min_lr=0.001", "learning_rate=1e-05"]),
+    ):
+        [line] = Schedule.of(TrainConfig(**settings)).warnings()
+        assert_one_line(line, *named)
+    assert Schedule.of(TrainConfig()).warnings() == []
+
+
 # ---- what the end of a run says is true ------------------------------------------------------------------------
 
 
