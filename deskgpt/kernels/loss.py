@@ -184,7 +184,7 @@ class Chunk:
 def refuse(gradient: Tensor) -> None:
     """Raise RuntimeError: a backward pass that ends at the hidden states of one chunk would be lost."""
     raise RuntimeError(
-        "GPT.logits keeps a tensor that has gradients, and is called for one chunk after the other: compute that tensor "
+        "GPT.logits keeps a tensor that has gradients, and is called for one chunk after the other: compute the tensor "
         "in GPT.forward, or GPT.loss by F.cross_entropy of self.logits(x)"
     )
 
