@@ -255,7 +255,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     with gradients_exchanged(net, now=batch.is_last):
                         with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
                             parts = named_losses(*net(batch.x, batch.y))
-                            total = sum(parts.values()) * batch.weight
+                            total: Any = sum(parts.values()) * batch.weight
                         scaler.scale(total).backward()
                     for name, part in parts.items():
                         losses[name] += part.detach() * batch.weight
@@ -307,10 +307,10 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def named_losses(logits: None, loss: Tensor, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the losses of GPT.forward by name. Raises ValueError if a further one cannot be added."""
     for name, part in (further or {}).items():
-        if name == "loss" or not isinstance(part, Tensor) or part.numel() != 1:
+        is_taken = name in ("loss", "step", "lr", "tokens", "grad_norm")  # what report.step is given beside it
+        if is_taken or not isinstance(part, Tensor) or part.numel() != 1:
             raise ValueError(
-                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, under another name "
-                "than loss"
+                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, with its own name"
             )
     return {"loss": loss, **(further or {})}
 
