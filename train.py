@@ -202,10 +202,11 @@ def main(config: TrainConfig, started: float | None = None) -> float:
 
     try:
         while True:
-            lr = learning_rate(state.schedule, state.step)
-            is_last = state.step >= state.schedule.max_iters or config.eval_only
-            evaluates = (is_last or state.step % config.eval_interval == 0) and state.step != evaluated_at
-            save_is_due = stops.poll(state.step > state.first_step, evaluates)
+            step = state.step
+            lr = learning_rate(state.schedule, step)
+            is_last = step >= state.schedule.max_iters or config.eval_only
+            evaluates = (is_last or step % config.eval_interval == 0) and step != evaluated_at
+            save_is_due = stops.poll(step > state.first_step, evaluates)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
@@ -223,11 +224,11 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     train = evaluate(model, variant, stops.until_signal(train_batches), dist)
                     val_batches = eval_batches(data.val, state.batching, dist.device)
                     val = evaluate(model, variant, stops.until_signal(val_batches), dist)
-                    number = state.step // config.eval_interval
+                    number = step // config.eval_interval
                     texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
                 if not stops.is_interrupted():
-                    evaluated_at = state.step
-                    is_best = saver.is_best(val.loss, state.step)
+                    evaluated_at = step
+                    is_best = saver.is_best(val.loss, step)
                     state.add_evaluation(train, val)
                     report.evaluation(train, val, lr, texts)
                     health.check_val_loss(val.loss)
@@ -250,17 +251,17 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             try:
                 for batch in loader.step():
                     # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
-                    seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
+                    seed_all(random_stream(config.seed, step, batch.number), dist.device)
                     with gradients_exchanged(net, now=batch.is_last):
                         with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
                             parts = named_losses(*net(batch.x, batch.y))
-                            total = sum(parts.values()) * batch.weight
+                            total: Any = sum(parts.values()) * batch.weight
                         scaler.scale(total).backward()
                     for name, part in parts.items():
                         losses[name] += part.detach() * batch.weight
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it
-                is_early = state.step <= state.first_step + 1  # only the second step has the optimizer's states
+                is_early = step <= state.first_step + 1  # only the second step has the optimizer's states
                 may_halve = bool(config.auto_batch) and dist.world == 1 and is_early
                 state.batching = halved_batch(dist.device, may_halve, state.batching)
                 loader.seek(state.position, state.batching)
@@ -268,7 +269,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                 parts = {}  # as total, it held the activations of the pass that failed
                 total = 0.0
                 continue
-            seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
+            seed_all(random_stream(config.seed, step), dist.device)  # from here on, the same on all ranks
 
             scaler.unscale_(optimizer)
             grad_norms = gradient_norms(parameters)
@@ -278,10 +279,10 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             optimizer.zero_grad(set_to_none=True)
 
             # ---- log -----------------------------------------------------------------------------------------
-            health.record(state.step, losses["loss"], grad_norms, grad_norm)
-            report.step(state.step, lr, tokens, grad_norm=grad_norm, **losses)
-            state.step += 1
-            state.schedule = budget.replan(state.schedule, state.step, report.timer, config.eval_interval)
+            health.record(step, losses["loss"], grad_norms, grad_norm)
+            report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
+            state.step = step + 1
+            state.schedule = budget.replan(state.schedule, step + 1, report.timer, config.eval_interval)
     except DataError as e:  # a damaged token file: the state is that of the last whole step
         stops.fail(e)
     return finish(state, saver, report, health, loader, net, stops)
@@ -309,10 +310,10 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def named_losses(logits: None, loss: Tensor, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the losses of GPT.forward by name. Raises ValueError if a further one cannot be added."""
     for name, part in (further or {}).items():
-        if name == "loss" or not isinstance(part, Tensor) or part.numel() != 1:
+        is_taken = name in ("loss", "step", "lr", "tokens", "grad_norm")  # what report.step is given beside it
+        if is_taken or not isinstance(part, Tensor) or part.numel() != 1:
             raise ValueError(
-                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, under another name "
-                "than loss"
+                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, with its own name"
             )
     return {"loss": loss, **(further or {})}
 

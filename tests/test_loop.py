@@ -94,7 +94,7 @@ def test_tokens_per_second_and_mfu_count_all_ranks(chars, tmp_path):
 
 
 def test_further_loss_that_cannot_be_added_is_named():
-    for name, part in (("loss", torch.tensor(1.0)), ("z", torch.ones(2)), ("z", 1.0)):
+    for name, part in (("loss", torch.tensor(1.0)), ("lr", torch.tensor(1.0)), ("z", torch.ones(2)), ("z", 1.0)):
         with pytest.raises(ValueError, match="further loss") as e:
             train.named_losses(None, torch.tensor(1.0), {name: part})  # type: ignore[dict-item]
         assert_one_line(e.value, name)
