@@ -103,7 +103,7 @@ def test_further_loss_that_cannot_be_added_is_named():
 def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_trains_the_same(
     chars, tmp_path, monkeypatch
 ):
-    """A later step, several ranks, or --auto_batch=False end the run and say what to set."""
+    """The third step, several ranks, or --auto_batch=False end the run and say what to set."""
     settings = {"batch_size": 4, "max_iters": 3, "learning_rate": 1e-3}
     main(tiny(chars, tmp_path / "whole", **settings))
     named_losses = train.named_losses
@@ -116,7 +116,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_train
         return named_losses(logits, loss)
 
     monkeypatch.setattr(train, "named_losses", short_of_memory)
-    for fails_at, auto_batch in ((0, "auto"), (1, True), (0, False)):
+    for fails_at, auto_batch in ((0, "auto"), (2, True), (0, False)):
         seen: list[int] = []
         c = tiny(chars, tmp_path / f"{fails_at}{auto_batch}", auto_batch=auto_batch, **settings)
         if fails_at == 0 and auto_batch == "auto":
