@@ -401,7 +401,7 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 if __name__ == "__main__":
     remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
-    with one_line_errors(f"with --auto_batch=False, {remedy}", output_lasts=True):
+    with one_line_errors(remedy, output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explained():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
