@@ -296,10 +296,9 @@ def whole_logs(finished, folder) -> list[Path]:
     printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
     found = [finished / "log.jsonl", printed]
     val = {i: 4 - i / 40 for i in range(0, 24, 2)}
-    text: dict[str, Any] = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900, "bytes_per_token": 2.0}
     for seed, batch_size in itertools.product((1, 2), (4, 8)):
         made = folder / f"made-{seed}-{batch_size}"
-        log(made, val, 90.0 + seed, seed=seed, batch_size=batch_size, val_sha256=str(batch_size), **text)
+        log(made, val, 90.0 + seed, seed=seed, batch_size=batch_size, val_sha256=str(batch_size), bytes_per_token=2.0)
         found.append(made / "log.jsonl")
     return found
 
