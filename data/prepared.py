@@ -104,23 +104,21 @@ def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
 def named_tokenizer(name: str) -> dict[str, Any]:
     """Return the description of the tokenizer of this name, or of the prepared folder with this path.
 
-    Raises ValueError if the folder's meta.json is damaged, or the path has none.
+    Raises ValueError if there is none.
     """
-    path = Path(name)
-    if (path / "meta.json").is_file():
-        return read_meta(path)["tokenizer"]
-    if path.exists() and name not in ("char", "bytes", "bpe", "gpt2"):
-        raise ValueError(
-            f"--tokenizer={name} has no meta.json; give char, bytes, bpe, gpt2, or the path of a prepared "
-            "folder (tokenizers of other programs, such as tokenizer.json, are not read)"
-        )
-    return {"name": name}
+    if name in ("char", "bytes", "bpe", "gpt2"):
+        return {"name": name}
+    if (Path(name) / "meta.json").is_file():
+        return read_meta(Path(name))["tokenizer"]
+    raise ValueError(
+        f"--tokenizer={name} is not char, bytes, bpe, gpt2 or the path of a prepared folder (tokenizers of other "
+        "programs, such as tokenizer.json, are not read)"
+    )
 
 
 def document_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that named_tokenizer describes. Raises ValueError if it has no token between documents."""
-    described = named_tokenizer(name)
-    tokenizer = None if described in ({"name": "char"}, {"name": "bpe"}) else from_meta(described)
+    tokenizer = None if name in ("char", "bpe") else from_meta(named_tokenizer(name))
     if tokenizer is None or tokenizer.end_of_text is None:
         raise ValueError(
             f"--tokenizer={name} has no token between documents, or is made of a text by data/text/prepare.py; "

@@ -27,7 +27,7 @@ from data.loader import Loader, eval_batches
 from data.meta_files import read_record
 from data.splits import Split
 from data.text.prepare import prepare as prepare_text
-from data.tokenizer import BytesTokenizer, Tokenizer, named
+from data.tokenizer import BytesTokenizer, Tokenizer, gpt2
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
@@ -79,7 +79,7 @@ messages = st.lists(
 
 @pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return BytesTokenizer() if request.param == "bytes" else named("gpt2")
+    return BytesTokenizer() if request.param == "bytes" else gpt2()
 
 
 @given(dialogue=messages, answer=texts)

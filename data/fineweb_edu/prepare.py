@@ -251,7 +251,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     of("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
     of("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
     add("--text_column", default="text", help="column, or key of a jsonl line, with the text (default: text)")
-    add("--tokenizer", default="gpt2", help="gpt2 or another tiktoken encoding, bytes, or a prepared folder's path")
+    add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
     add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
     add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
     add("--shard_tokens", type=whole_number, default=100_000_000, help="per file (default: 1e8)")

@@ -192,7 +192,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
     add_folder(parser)
-    about = "char, bytes, bpe (trained on this text), a tiktoken encoding such as gpt2, or a prepared folder's path"
+    about = "char, bytes, bpe (trained on this text), gpt2, or a prepared folder's path"
     add("--tokenizer", default="char", help=about)
     add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {BPE_SIZE})")
     args = parser.parse_args()
