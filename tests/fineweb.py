@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,8 +19,6 @@ PREPARE = "data/fineweb_edu/prepare.py"
 END_OF_TEXT = 255  # of --tokenizer=bytes
 PACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
 }
 

@@ -59,14 +59,12 @@ def test_faults_of_own_text_are_named(tmp_path, script):
 def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(tmp_path, script, tokenizer):
     stories = [f"Once upon a time {i} there was a Kätzchen 🧀.\n" for i in range(900)]
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), "utf-8-sig", newline="\r\n")
-    on_lines_with_text = "<|endoftext|>".join(stories).rstrip()  # and no newline at the end
-    (tmp_path / "0.txt").write_text(on_lines_with_text, "utf-8", newline="\r")
+    (tmp_path / "0.txt").write_text("A <|endoftext|> in a line.")  # and no newline at the end
     size = ["--vocab_size=300"] if tokenizer == "bpe" else []
     prepare = ("data/text/prepare.py", tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size)
     done = script(*prepare)
     assert done.code == 0, done.err
     assert "900 documents" in done.out
-    assert "899 times <|endoftext|> is not alone" in done.out
     meta = read_meta(tmp_path / "own")
     assert ("char has no such token" in done.out) == (meta["end_of_text"] is None) == (tokenizer == "char")
     if tokenizer != "char":
@@ -82,8 +80,6 @@ DATA_OR_MARKUP = {
     "a.txt": ('{"text": "a line"}\n' * 20, "JSON"),
     "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), "JSON"),
     "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, "HTML"),
-    "c.txt": ("id,text\n" + '7,"a line, and more"\n' * 20, "CSV"),
-    "c.csv": ("text\n" + "a line\n" * 20, "CSV"),
     "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, ""),
 }
 
