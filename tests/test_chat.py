@@ -73,7 +73,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.samp
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
 messages = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts, st.just(True)), min_size=1, max_size=5
+    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5
 )
 
 
@@ -179,28 +179,15 @@ LINE = json.dumps({"messages": HELLO_JSON})
 SHAREGPT = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
 AS_PEOPLE_HAVE_IT = {
     "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(HELLO_JSON)}\n  {LINE}",
-    "array": json.dumps([{"messages": HELLO_JSON}] * 3),
-    "array of lists over many lines": json.dumps([HELLO_JSON] * 3, indent=2),
     "ShareGPT": 3 * (json.dumps({"id": "7", "conversations": SHAREGPT}) + "\n"),
-    "Alpaca": 3 * (json.dumps({"instruction": "Hello!", "input": "", "output": "Hi."}) + "\n"),
-    "prompts": 3 * (json.dumps({"prompt": "Hello!", "completion": "Hi.", "category": "x"}) + "\n"),
-    "parts": 3 * LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]'),
+    "parts": 3 * (LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]') + "\n"),
 }
 
 
 @pytest.mark.parametrize("content", AS_PEOPLE_HAVE_IT.values(), ids=AS_PEOPLE_HAVE_IT)
 def test_dialogues_as_people_have_them(tmp_path, content):
-    (tmp_path / "d.json").write_text(content, "utf-8", newline="")
-    assert list(read_dialogues(tmp_path / "d.json")) == [HELLO] * 3
-
-
-def test_message_of_weight_0_is_masked_and_half_a_surrogate_is_replaced(tmp_path):
-    messages = [*HELLO_JSON, {"role": "assistant", "content": "No \ud800", "weight": 0}]
-    (tmp_path / "d.jsonl").write_text(json.dumps(messages))
-    [dialogue] = read_dialogues(tmp_path / "d.jsonl")
-    assert dialogue[2] == Message("assistant", "No \ufffd", unmasked=False)
-    ids, mask = Template(BytesTokenizer()).encode(dialogue)
-    assert bytes(ids[mask == 1].astype(np.uint8).tolist()) == b"Hi.\xff"
+    (tmp_path / "d.jsonl").write_text(content, "utf-8", newline="")
+    assert list(read_dialogues(tmp_path / "d.jsonl")) == [HELLO] * 3
 
 
 NO_DIALOGUE = [
@@ -208,8 +195,7 @@ NO_DIALOGUE = [
     b'[{"role": "user"}]',
     b'[{"role": "tool", "content": "x"}]',
     b'[{"role": "assistant", "content": [{"type": "image"}]}]',
-    b'[{"role": "assistant", "content": "x", "weight": 0}]',
-    b'[{"role": "assistant", "content": "x", "weight": NaN}]',
+    b'[{"role": "user", "content": "nobody answers"}]',
 ]
 
 
