@@ -72,9 +72,7 @@ def chat_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
-messages = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5
-)
+messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
 
 
 @pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
@@ -180,7 +178,8 @@ SHAREGPT = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."
 AS_PEOPLE_HAVE_IT = {
     "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(HELLO_JSON)}\n  {LINE}",
     "ShareGPT": 3 * (json.dumps({"id": "7", "conversations": SHAREGPT}) + "\n"),
-    "parts": 3 * (LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]') + "\n"),
+    "parts": 3
+    * (LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]') + "\n"),
 }
 
 

@@ -10,8 +10,8 @@ Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 byt
 meta.json, which lists them. Every document begins with <|endoftext|>; a document may continue in the next shard.
 If it is stopped, at any point, the same command continues after the last finished shard.
 
-With --part, each part of the source files has shards of its own, train_<part>_<shard>.bin, and a record of them,
-parts/<part>.json; the beginning of the first part is val. The part that is finished last lists them all in meta.json.
+With --part, each part of the source files has shards of its own, train_<part>_<shard>.bin, and adds them to the same
+meta.json; the beginning of the first part is val.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.meta_files import CHECKSUM, read_record, write_meta
+from data.meta_files import read_record, write_meta
 from data.prepared import damaged, document_tokenizer, locked, remove_leftovers
-from data.shards import Source, TokenStream, first_line, local_source, missing_shards, write_shard
+from data.shards import Entry, Source, TokenStream, first_line, local_source, missing_shards, write_shard
 from data.text.prepare import add_folder, whole_number
-from data.token_files import HEADER_BYTES, TOKEN_BYTES
 from data.tokenizer import Tokenizer, short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
 BYTES_PER_VAL_TOKEN = 40  # of files on this machine: with four bytes per token, a tenth of them is val
-WAIT_S = 60.0  # for another part that lists all shards, which takes a moment
+WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
-Record = dict[str, Any]  # of the shards of a part, as meta.json has it
+Record = dict[str, Any]  # the content of meta.json
 
 
 class Part(NamedTuple):
@@ -50,20 +49,20 @@ class Part(NamedTuple):
     of: int = 1
 
     @property
-    def record(self) -> str:
-        """The file in --out that lists the shards of this part."""
-        return "meta.json" if self.of == 1 else f"parts/{self.number:06}.json"
-
-    @property
     def prefix(self) -> str:
-        """The beginning of its shards' numbers."""
+        """Return the beginning of its shards' numbers."""
         return "" if self.of == 1 else f"{self.number:06}_"
+
+    def entries(self, record: Record) -> dict[str, Entry]:
+        """Return what meta.json records of this part's shards."""
+        names = (f"train_{self.prefix}", f"val_{self.prefix}")
+        return {name: entry for name, entry in record["files"].items() if name.startswith(names)}
 
     def shards(self, record: Record, tokens: float) -> Iterator[tuple[str, int]]:
         """Yield names and sizes of the shards that hold this part's share of `tokens`, math.inf for all there are."""
         share = math.ceil(tokens / self.of) if tokens < math.inf else tokens
         # Shards of an earlier start with more --tokens stay as they are: training reads all that are listed.
-        made = sum(entry["tokens"] for name, entry in record["files"].items() if name.startswith("train"))
+        made = sum(entry["tokens"] for name, entry in self.entries(record).items() if name.startswith("train"))
         number = 0
         for split, left in (("val", 0 if self.number else record["val_tokens"]), ("train", max(share, made))):
             while left > 0:
@@ -71,53 +70,46 @@ class Part(NamedTuple):
                 left -= record["shard_tokens"]
                 number += 1
 
-    def is_made(self, folder: Path, record: Record, tokens: float) -> bool:
-        """Return whether folder holds all shards of this part, by their sizes; none if its files hold no text."""
-        if not record:
-            return False
-        entries = record["files"]
-        harmed = [name for name, entry in entries.items() if not has_size(folder / name, entry["tokens"])]
-        to_make = missing_shards(self.shards(record, tokens), entries, harmed)
-        return not entries or next(to_make, None) is None
+    def is_made(self, record: Record, tokens: float) -> bool:
+        """Return whether meta.json lists all shards of this part."""
+        return next(missing_shards(self.shards(record, tokens), record["files"]), None) is None
 
 
 def main(args: argparse.Namespace) -> None:
-    part: Part = args.part
-    if part.of == 1:
-        with locked(args.out):
-            finish(args.out, make(args))
-        return
-    with locked(args.out / "parts", f".{part.number:06}"):
-        make(args)
-    with locked(args.out, wait_s=WAIT_S):
-        merge(args.out, part.of, args.tokens)
+    with locked(args.out, f".part_{args.part.prefix}"):
+        record = make(args)
+    parts = [Part(number, args.part.of) for number in range(args.part.of)]
+    missing = [part.number for part in parts if not part.is_made(record, args.tokens)]
+    if missing and args.part.of > 1:
+        example = f"--part={missing[0]}/{args.part.of}"
+        print(f"{args.out}: {len(missing)} of {args.part.of} parts are still to be made, {example} among them")
+    else:
+        print_totals(args.out, record)
 
 
 # ---- make ----------------------------------------------------------------------------------------------------
 
 
 def make(args: argparse.Namespace) -> Record:
-    """Make the shards of this part that args.out lacks. Returns its record. Raises ValueError, OSError."""
+    """Make the shards of this part that args.out lacks. Return what meta.json records. Raises ValueError, OSError."""
     folder: Path = args.out
     part: Part = args.part
-    records = earlier_records(folder)
     source = local_source(args.source, args.text_column) if args.source else None
+    if not source and not read_record(folder):
+        source = hub_source(args.subset, args.text_column, None)
     tokenizer = document_tokenizer(args.tokenizer)
-    identity = identity_of(args, source, tokenizer)
-    for record in records.values():
-        check_identity(folder, record, identity)
-    remove_leftovers(folder, f"*_{part.prefix}*.bin.", f"{part.record}.")
-
-    revision = next((record.get("revision") for record in records.values()), None)  # all parts have the same one
-    record = records.get(part.record) or {**identity, "revision": revision, "files": {}}
-    entries = record["files"]
+    settings = settings_of(args, source, tokenizer)
+    record = add_shards(folder, settings, {})
+    if not args.source:
+        source = None  # another part may have been first, with another revision
+    remove_leftovers(folder, f"*_{part.prefix}*.bin.")
+    entries = part.entries(record)
     harmed = damaged(folder, entries)
     for name in harmed:
         print(f"{name} is missing or damaged (its checksum does not match) and is made again")
     stream: TokenStream | None = None
     for name, size, start in missing_shards(part.shards(record, args.tokens), entries, harmed):
         source = source or hub_source(args.subset, args.text_column, record["revision"])
-        record["revision"] = source.revision
         if stream is None or stream.position != start:
             of_part = replace(source, files=source.files[part.number :: part.of])
             stream = TokenStream(of_part, tokenizer, start)
@@ -128,23 +120,24 @@ def make(args: argparse.Namespace) -> Record:
         if entry:
             entries[name] = entry
         elif entries:  # the source ended exactly with the shard before
-            entries[list(entries)[-1]]["last"] = True
-        write_meta(folder, record, part.record)
+            entries[max(entries, key=lambda name: name[-10:])]["last"] = True
+        record = add_shards(folder, settings, entries)
     if stream is None:
         print(f"{folder}: already prepared")
     return record
 
 
-def identity_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
-    """Return the settings that all shards of a folder share."""
+def settings_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
+    """Return the settings that all shards of a folder share, and the revision of the first source."""
     val_tokens = args.shard_tokens
-    if source:
+    if args.source and source:
         val_tokens = max(1, min(val_tokens, sum(map(os.path.getsize, source.files)) // BYTES_PER_VAL_TOKEN))
     return {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
-        "source": source.name if source else f"{REPO}, {args.subset}",
+        "source": source.name if args.source and source else f"{REPO}, {args.subset}",
+        "revision": source.revision if source else None,
         "text_column": args.text_column,
         "shard_tokens": args.shard_tokens,
         "val_tokens": args.val_tokens or val_tokens,
@@ -152,23 +145,27 @@ def identity_of(args: argparse.Namespace, source: Source | None, tokenizer: Toke
     }
 
 
-def check_identity(folder: Path, record: Record, identity: Record) -> None:
-    """Raise ValueError if the earlier start that wrote this record had other settings."""
-    for key, wanted in identity.items():
-        found: Any = record.get(key, 1 if key == "parts" else None)  # older versions do not record a single part
-        if found != wanted:
-            if key == "tokenizer":
-                found, wanted = short_name(found), short_name(wanted)
-            raise ValueError(
-                f"{folder} was prepared with {key} {found}, not {wanted}; choose another --out, or delete the folder"
-            )
+def add_shards(folder: Path, settings: Record, entries: dict[str, Entry]) -> Record:
+    """List shards in the folder's meta.json, and return what it records then.
 
-
-def earlier_records(folder: Path) -> dict[str, Record]:
-    """Return the records of parts and of the full data set, by file. Raises ValueError if one is damaged."""
-    names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
-    records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
-    return {name: record for name, record in records.items() if record}
+    Raises ValueError if the shards that it lists were made with other settings.
+    """
+    with locked(folder, wait_s=WAIT_S):
+        record = read_record(folder)
+        if not record.get("files"):  # settings that made no shard do not count
+            record = settings | {"revision": record.get("revision", settings["revision"]), "files": {}}
+        for key, wanted in settings.items():
+            found = record.get(key)
+            if key != "revision" and found != wanted:
+                if key == "tokenizer":
+                    found, wanted = short_name(found), short_name(wanted)
+                raise ValueError(
+                    f"{folder} was made with {key} {found}, not {wanted}; choose another --out, or delete it"
+                )
+        record["files"] = dict(sorted((record["files"] | entries).items()))
+        remove_leftovers(folder, "meta.json.")
+        write_meta(folder, record)
+    return record
 
 
 def hub_source(subset: str, text_column: str, revision: str | None) -> Source:
@@ -193,34 +190,7 @@ def hub_source(subset: str, text_column: str, revision: str | None) -> Source:
     return Source(f"{REPO}, {subset}", urls, text_column, info.sha)
 
 
-# ---- list ----------------------------------------------------------------------------------------------------
-
-
-def merge(folder: Path, n_parts: int, tokens: float) -> None:
-    """List the shards of all parts in the folder's meta.json, once all of them are made."""
-    parts = [Part(number, n_parts) for number in range(n_parts)]
-    records = [read_record(folder, part.record) for part in parts]
-    missing = []
-    for part, record in zip(parts, records, strict=True):
-        if not part.is_made(folder, record, tokens):
-            missing.append(f"--part={part.number}/{n_parts}")
-    if missing:
-        print(f"{folder}: {len(missing)} of {n_parts} parts are still to be made, {missing[0]} among them")
-        return
-    meta = {key: value for key, value in records[0].items() if key not in ("files", CHECKSUM)}
-    for record in records:
-        check_identity(folder, record, meta)
-    remove_leftovers(folder, "meta.json.")
-    meta["files"] = {name: entry for record in records for name, entry in record["files"].items()}
-    write_meta(folder, meta)
-    finish(folder, meta)
-
-
-def has_size(path: Path, tokens: int) -> bool:
-    return path.is_file() and path.stat().st_size == HEADER_BYTES + TOKEN_BYTES * tokens
-
-
-def finish(folder: Path, meta: Record) -> None:
+def print_totals(folder: Path, meta: Record) -> None:
     """Print what folder holds. Raises ValueError if the source left no tokens for train."""
     tokens = {"train": 0, "val": 0}
     for name, entry in meta["files"].items():
