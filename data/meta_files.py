@@ -138,9 +138,10 @@ def read_nanogpt(folder: Path) -> dict[str, Any]:
             check_record(meta, META, required=["vocab_size"])
             itos = meta.get("itos") or {}
             pieces = [itos[i] for i in range(meta["vocab_size"] if itos else 0)]
-            if meta.get("stoi", {}) != {piece: i for i, piece in enumerate(pieces)} or len(itos) != len(pieces):
+            ids = {piece: i for i, piece in enumerate(pieces)}
+            if not len(ids) == len(pieces) == len(itos) or meta.get("stoi") not in (None, ids):
                 raise ValueError("vocab_size, itos and stoi contradict each other")
-            is_char = pieces and all(is_text(piece) and len(piece) == 1 for piece in pieces)
+            is_char = bool(pieces) and all(len(piece) == 1 for piece in pieces)
             tokenizer = {"name": "char", "chars": "".join(pieces)} if is_char else {}
         except Exception as e:  # a damaged pickle can raise nearly anything
             raise ValueError(f"{type(e).__name__}: " + " ".join(str(e).split())[:200]) from None

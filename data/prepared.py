@@ -1,9 +1,9 @@
-"""What all prepare.py share: writing a folder of token files, and recognising one that is already there."""
+"""What all prepare.py share: writing a folder of token files, and finding the tokenizer that is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data.meta_files import read_nanogpt, read_record, to_json
-from data.token_files import MASK_SUFFIX, listed_with_masks, read_meta
-from data.tokenizer import Ids, Tokenizer, from_meta, short_name
+from data.meta_files import to_json
+from data.token_files import MASK_SUFFIX, read_meta
+from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt.system.files import TEMPORARY, file_sha256, if_free, replacing, sha256
 
 
@@ -41,7 +41,6 @@ def write_dataset(
             meta[key] = meta.get(key, {}) | {f"{split}{suffix}": entry}
     contents["meta.json"] = to_json(meta)
     with locked(folder):
-        print_other_vocabulary(folder, tokenizer)
         remove_leftovers(folder, *(f"{name}." for name in contents))
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
@@ -53,26 +52,6 @@ def write_dataset(
                     (folder / name).unlink(missing_ok=True)
         except OSError as e:
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
-
-
-def print_other_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Print a line if folder holds data with another vocabulary, which is about to be replaced."""
-    with suppress(OSError, ValueError):
-        before = (read_record(folder) or read_nanogpt(folder)).get("tokenizer")
-        if before and before != tokenizer.meta():
-            print(
-                f"note: the data in {folder} had another vocabulary ({short_name(before)}) and are replaced; models "
-                "trained on them need them to resume: --name or --out writes to another folder"
-            )
-
-
-def is_prepared(folder: Path, source: str) -> bool:
-    """Return whether folder holds what was prepared from `source`, each file with the checksum of meta.json."""
-    try:
-        meta = read_record(folder)
-    except (OSError, ValueError):
-        return False
-    return meta.get("source") == source and not damaged(folder, listed_with_masks(meta))
 
 
 def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:

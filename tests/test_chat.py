@@ -152,7 +152,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_dialogues_that_ship_and_ones_own_are_prepared_once_and_again_where_a_mask_is_damaged(tmp_path, script):
+def test_dialogues_that_ship_and_ones_own_are_prepared_and_text_in_their_place_has_no_mask(tmp_path, script):
     assert script("data/chat/prepare.py", "--out", tmp_path / "shipped", "--tokenizer=bytes").code == 0
     source = write(tmp_path / "d.jsonl", varied(40))
     command = ("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", f"--block_size={T}")
@@ -161,12 +161,6 @@ def test_dialogues_that_ship_and_ones_own_are_prepared_once_and_again_where_a_ma
     assert "val.bin has 4 dialogues in " in done.out
     assert "of 40 dialogues are longer than a window and were cut" in done.out
     assert read_record(tmp_path / "c")["chat"] == "deskgpt-chat-1"
-    assert script(*command).out == "c: already prepared\n"
-    mask = tmp_path / "c" / "val.mask"
-    before = mask.read_bytes()
-    mask.write_bytes(bytes(len(before)))
-    assert "already" not in script(*command).out
-    assert mask.read_bytes() == before
     prepare_text("plain text " * 20, tmp_path / "c", "bytes", "text")  # leaves no mask behind
     assert not list(tmp_path.glob("c/*.mask"))
     assert Split(tmp_path / "c", "train", 8, 256).masks == []

@@ -5,7 +5,8 @@
     python train.py config/finetune_chat.py
 
 A file has one dialogue in each line, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
-"content": "Hi, how are you?"}]}, or ShareGPT's keys (conversations, from, value). data/chat/template.py says how a dialogue becomes text. Only what the assistant says is a target of the loss.
+"content": "Hi, how are you?"}]}, or the same with ShareGPT's keys (conversations, from, value). data/chat/template.py
+says how a dialogue becomes text. Only what the assistant says is a target of the loss.
 
 Writes data/NAME/train.bin, val.bin (the last tenth of the dialogues) and meta.json, and beside each token file a mask,
 train.mask and val.mask: a byte for each token, 1 if the loss counts it as a target. Dialogues are packed into
@@ -28,12 +29,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
-from data.prepared import document_tokenizer, is_prepared, write_dataset
+from data.prepared import document_tokenizer, write_dataset
 from data.text.prepare import DATA, add_folder, whole_number
 from data.text_files import expanded, lines_in
 from data.tokenizer import Tokenizer
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import file_sha256, sha256
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
@@ -41,16 +41,10 @@ NAMED_FILES = 10  # in the source that meta.json names
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
-    """Write the packed token files and masks of the dialogues in `paths`, unless folder already holds them unharmed.
+    """Write the packed token files and masks of the dialogues in `paths`.
 
     Raises ValueError if a line is not a dialogue or there are fewer than two, OSError.
     """
-    made_by = [*map(file_sha256, paths), tokenizer.meta(), tokenizer.end_of_text]
-    names = ", ".join(path.name for path in paths[:NAMED_FILES])
-    source = f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
-    if is_prepared(folder, source):
-        print(f"{folder.name}: already prepared")
-        return
     template = Template(tokenizer)
     read = tqdm(itertools.chain(*map(read_dialogues, paths)), "dialogues", disable=None)
     dialogues = [template.encode(messages) for messages in read]
@@ -71,6 +65,7 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
     if n_long:
         print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
     about = {"end_of_text": template.end_of_text, "packed": block_size, "chat": NAME}
+    source = ", ".join(path.name for path in paths[:NAMED_FILES])
     write_dataset(folder, ids, tokenizer, source, masks, **about)
 
 

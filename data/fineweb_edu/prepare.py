@@ -158,10 +158,9 @@ def add_shards(folder: Path, settings: Record, entries: dict[str, Entry]) -> Rec
             found = record.get(key)
             if key != "revision" and found != wanted:
                 if key == "tokenizer":
-                    found, wanted = short_name(found), short_name(wanted)
-                raise ValueError(
-                    f"{folder} was made with {key} {found}, not {wanted}; choose another --out, or delete it"
-                )
+                    found, wanted = short_name(record[key]), short_name(wanted)
+                remedy = "choose another --out, or delete the folder"
+                raise ValueError(f"{folder} was made with {key} {found}, not {wanted}; {remedy}")
         record["files"] = dict(sorted((record["files"] | entries).items()))
         remove_leftovers(folder, "meta.json.")
         write_meta(folder, record)

@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.prepared import is_prepared, named_tokenizer, write_dataset
+from data.prepared import named_tokenizer, write_dataset
 from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, next_document, read_text
 from data.tokenizer import (
     END_OF_TEXT,
@@ -35,7 +35,6 @@ from data.tokenizer import (
     encoded_document,
     from_meta,
     of_merges,
-    short_name,
 )
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.files import sha256
@@ -75,26 +74,18 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
     """Write the token files of text, split by characters into 90% train and 10% val, and print their sizes.
 
     tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
-    which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
-    an unknown tokenizer or too short a text.
+    which is trained on the train split. Raises ValueError for an unknown tokenizer or too short a text.
     """
     cut = next_document(text, int(len(text) * TRAIN_SHARE))
     if len(text) - cut < 2:
         raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
-    described = named_tokenizer(tokenizer_name)
-    source = f"{source} (sha256 {sha256(text.encode())}), {short_name(described)}"
-    if tokenizer_name == "bpe":
-        source += f" of {vocab_size}"
-    if is_prepared(folder, source):
-        print(f"{folder.name}: already prepared")
-        return
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
         tokenizer: Tokenizer = train_bpe("".join(documents_in(text[:cut])), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
-        tokenizer = from_meta(described)
+        tokenizer = from_meta(named_tokenizer(tokenizer_name))
     name = tokenizer.meta()["name"]
     end_of_text = None
     if SEPARATOR.search(text):
@@ -107,6 +98,7 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
             splits[split] = tokenizer.encode(part)
         else:
             splits[split] = np.concatenate([encoded_document(tokenizer, document) for document in documents_in(part)])
+    source = f"{source} (sha256 {sha256(text.encode())})"
     write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
     print(f"{folder.name}: tokenizer {name}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
