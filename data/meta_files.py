@@ -42,7 +42,6 @@ META: Fields = {
 ENTRY: Fields = {
     "tokens": is_number,
     "sha256": lambda value: is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None,
-    "end": lambda value: isinstance(value, list) and len(value) == 3 and all(map(is_number, value)),
 }
 
 # ---- meta.json -----------------------------------------------------------------------------------------------
