@@ -1,4 +1,4 @@
-"""The descriptions beside token files, which may come from anybody: meta.json, and nanoGPT's meta.pkl.
+"""Read and check the descriptions beside token files: meta.json, and nanoGPT's meta.pkl. Anybody may have made them.
 
 meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with sorted keys and no
 spaces. Files without that key come from older versions.

@@ -357,7 +357,7 @@ def read_data(folder: Path) -> None:
     if meta["tokenizer"]:
         from_meta(meta["tokenizer"])
     for split in ("train", "val"):
-        opened = Split(folder, split, BLOCK, vocab_size, document_start=meta["end_of_text"])
+        opened = Split(folder, split, BLOCK, vocab_size)
         opened.train_batch(3, np.arange(4), 4)
         opened.train_batch(10**6, np.arange(4), 4)
         opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))
