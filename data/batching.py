@@ -103,7 +103,3 @@ class Batching:
         """
         for first in range(0, n, self.world * self.batch_size):
             yield first + self.rank * self.batch_size + np.arange(self.batch_size)
-
-    def eval_batches(self, n: int) -> int:
-        """Return the micro-batches of each rank in an evaluation of n windows."""
-        return math.ceil(n / (self.world * self.batch_size))

@@ -1,9 +1,8 @@
-"""The data of a run: what its folder says of itself, its two splits, their checksums, and the text behind them."""
+"""The data of a run: its two splits, their checksums, and the bytes of text that a token stands for."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import threading
 from collections.abc import Iterable
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from data.batching import Batching
-from data.meta_files import CHECKSUM, read_record
-from data.splits import SCANNED, Split
+from data.meta_files import read_record
+from data.splits import Split
 from data.token_files import (
     NumberFile,
     assumptions,
@@ -27,12 +25,11 @@ from data.token_files import (
     read_meta,
     token_files,
 )
-from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_size
+from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
 SHORT = 256  # tokens of a text on which a model is checked
-BEGINNING = 1 << 16  # bytes of text that a split is identified by
 
 
 class Dataset:
@@ -51,7 +48,7 @@ class Dataset:
         self.meta = read_meta(folder)
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
-        self.text: dict[str, Any] = {}  # statistics of val's, if they are known
+        self.bytes_per_token: float | None = None  # of the text that an evaluation reads, if it is known
         self._digests: dict[int, str] = {}  # of evaluations, by the number of their windows
 
     @property
@@ -130,7 +127,7 @@ class Dataset:
         if reads_text:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
-                self.text = text_statistics(self.val, windows, from_meta_offline(self.tokenizer))
+                self.bytes_per_token = bytes_per_token(self.val, windows, from_meta_offline(self.tokenizer))
             except (ValueError, OSError, ImportError) as e:
                 found.append(f"bits per byte are not known: {e}")
         return found
@@ -140,17 +137,17 @@ class Dataset:
 
         The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
         """
-        return val_loss / self.text["bytes_per_token"] / math.log(2) if self.text else None
+        return val_loss / self.bytes_per_token / math.log(2) if self.bytes_per_token else None
 
     def log_metadata(self) -> dict[str, Any]:
         """Return what log.jsonl records of the data."""
-        found = {
+        return {
             "tokenizer": self.tokenizer.get("name"),
             "train_tokens": self.train.tokens,
             "val_tokens": self.val.tokens,
             "val_sha256": self.metadata["val data"]["fingerprint"],
+            "bytes_per_token": self.bytes_per_token,
         }
-        return found | self.text
 
 
 # ---- checksums -----------------------------------------------------------------------------------------------
@@ -164,8 +161,7 @@ class Checksums:
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
-        meta = read_record(folder)
-        self._listed = {name: entry["sha256"] for name, entry in listed_with_masks(meta).items()}
+        self._listed = {name: entry["sha256"] for name, entry in listed_with_masks(read_record(folder)).items()}
         files = [file for split in splits for file in split.files() if file.path.name in self._listed]
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._compare, args=[files], name="checksums", daemon=True)
@@ -178,8 +174,6 @@ class Checksums:
             self.state = "checksums verified"
         else:
             self.state = "checksums are verified while it trains"
-        if self._listed and CHECKSUM not in meta:
-            self.state += "; meta.json is of an older version and has no checksum itself"
 
     def check(self) -> None:
         """Raises ValueError if a file has turned out to be another so far, or OSError. Cheap: for each step."""
@@ -198,46 +192,20 @@ class Checksums:
 # ---- the text behind the tokens ------------------------------------------------------------------------------
 
 
-def text_statistics(split: Split, n: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what log.jsonl records of the text of a split whose evaluation reads n windows. end_of_text has no bytes.
+def bytes_per_token(split: Split, n: int, tokenizer: Tokenizer) -> float:
+    """Return the bytes of text per target of an evaluation that reads n windows of a split.
 
-    Raises ValueError if the tokenizer lacks one of the tokens, or no text is evaluated, and as Split.
+    Raises ValueError if the tokenizer lacks one of the tokens, or the windows hold no text, and as Split.
     """
-    lengths = tokenizer.token_bytes()
-    targets = 0
-    evaluated_bytes = 0
+    lengths = tokenizer.token_bytes()  # 0 for end_of_text
+    n_targets = 0
+    n_bytes = 0
     for _, y in split.eval_chunks(n):
-        learned = y[y >= 0]
-        targets += len(learned)
-        evaluated_bytes += total_bytes(learned, lengths)
-    if not evaluated_bytes:
+        targets = y[y >= 0]
+        if targets.max(initial=0) >= len(lengths):  # the model's vocabulary may be padded
+            raise ValueError(f"the data holds token {targets.max()}, which its tokenizer does not have")
+        n_targets += len(targets)
+        n_bytes += int(lengths[targets].sum())
+    if not n_bytes:
         raise ValueError("the evaluated tokens hold no text")
-    all_bytes = None  # of a split that would take long to read
-    if split.tokens <= SCANNED:
-        all_bytes = sum(total_bytes(ids, lengths) for shard in split.shards for _, ids in shard.chunks())
-    return {
-        "bytes_per_token": evaluated_bytes / targets,
-        "val_bytes": evaluated_bytes,
-        "val_text": hashlib.sha256(text_beginning(split, tokenizer, lengths)).hexdigest()[:16],  # with any tokenizer
-        "val_text_bytes": all_bytes,
-    }
-
-
-def total_bytes(ids: npt.NDArray[Any], lengths: Lengths) -> int:
-    """Return the bytes of text of these tokens. Raises ValueError if one is past the tokenizer's vocabulary."""
-    if len(ids) and ids.max() >= len(lengths):  # the model's vocabulary may be padded
-        raise ValueError(f"the data holds token {ids.max()}, which its tokenizer does not have")
-    return int(lengths[ids].sum())
-
-
-def text_beginning(split: Split, tokenizer: Tokenizer, lengths: Lengths) -> bytes:
-    """Return the first BEGINNING bytes of the split's text, or all of it. Raises ValueError as total_bytes."""
-    text = b""
-    for shard in split.shards:
-        for first in range(0, len(shard), BEGINNING):  # each token of text has a byte at least
-            ids = shard.read(first, BEGINNING)
-            if total_bytes(ids, lengths):
-                text += tokenizer.decode_bytes(ids[lengths[ids] > 0].tolist())
-            if len(text) >= BEGINNING:
-                return text[:BEGINNING]
-    return text
+    return n_bytes / n_targets

@@ -1,4 +1,4 @@
-"""The descriptions beside token files, which may come from anybody: meta.json, and nanoGPT's meta.pkl.
+"""Read and check the descriptions beside token files: meta.json, and nanoGPT's meta.pkl. Anybody may have made them.
 
 meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with sorted keys and no
 spaces. Files without that key come from older versions.
@@ -8,8 +8,6 @@ Reading runs no code and raises nothing but ValueError and OSError.
 
 from __future__ import annotations
 
-import copy
-import functools
 import io
 import json
 import os
@@ -44,7 +42,6 @@ META: Fields = {
 ENTRY: Fields = {
     "tokens": is_number,
     "sha256": lambda value: is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None,
-    "end": lambda value: isinstance(value, list) and len(value) == 3 and all(map(is_number, value)),
 }
 
 # ---- meta.json -----------------------------------------------------------------------------------------------
@@ -56,7 +53,7 @@ def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
     Raises ValueError if it is damaged or cannot be right, OSError.
     """
     with described(folder / name) as path:
-        return copy.deepcopy(record_in(read_small(path, JSON_BYTES))) if os.path.lexists(path) else {}
+        return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
 
 
 def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
@@ -73,7 +70,6 @@ def described(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} does not describe token files ({e}); delete it and prepare the data again") from None
 
 
-@functools.lru_cache(maxsize=1)  # that of thousands of shards takes long, and is asked for often
 def record_in(content: bytes) -> dict[str, Any]:
     """Return what a file with this content records. Raises ValueError, which says in a few words what is wrong."""
     try:
@@ -108,12 +104,13 @@ def checksum_of(meta: dict[str, Any]) -> str:
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
     name = tokenizer.get("name")
-    size = vocab_size
-    if name in ("char", "bytes"):
-        size = from_meta(tokenizer).vocab_size
-    elif name == "bpe":  # without tiktoken, which may not be installed
+    if name == "bpe":  # without tiktoken, which may not be installed
         size = len(tokens_of(tokenizer.get("merges"))) + 1
-    elif tokenizer and (not isinstance(name, str) or not name.isprintable() or len(tokenizer) > 1):
+    elif name in ("char", "bytes"):
+        size = from_meta(tokenizer).vocab_size
+    elif tokenizer in ({}, {"name": "gpt2"}):
+        size = vocab_size
+    else:
         raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
     if size != vocab_size:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
@@ -130,7 +127,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_nanogpt(folder: Path) -> dict[str, Any]:
     """Return the description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {} without one.
 
-    Raises ValueError as read_record, OSError.
+    The tokenizer is {} if it is not one of characters. Raises ValueError as read_record, OSError.
     """
     with described(folder / "meta.pkl") as path:
         if not os.path.lexists(path):
@@ -138,21 +135,13 @@ def read_nanogpt(folder: Path) -> dict[str, Any]:
         try:
             meta = PlainUnpickler(io.BytesIO(read_small(path, PICKLE_BYTES))).load()
             check_record(meta, META, required=["vocab_size"])
-            tokenizer = char_tokenizer(meta["vocab_size"], meta.get("itos"), meta.get("stoi"))
+            itos = meta.get("itos") or {}
+            pieces = [itos[i] for i in range(meta["vocab_size"] if itos else 0)]
+            ids = {piece: i for i, piece in enumerate(pieces)}
+            if not len(ids) == len(pieces) == len(itos) or meta.get("stoi") not in (None, ids):
+                raise ValueError("vocab_size, itos and stoi contradict each other")
+            is_char = bool(pieces) and all(len(piece) == 1 for piece in pieces)
+            tokenizer = {"name": "char", "chars": "".join(pieces)} if is_char else {}
         except Exception as e:  # a damaged pickle can raise nearly anything
             raise ValueError(f"{type(e).__name__}: " + " ".join(str(e).split())[:200]) from None
     return {"tokenizer": tokenizer, "vocab_size": meta["vocab_size"], "end_of_text": None}
-
-
-def char_tokenizer(vocab_size: int, itos: Any, stoi: Any) -> dict[str, Any]:
-    """Return the tokenizer of nanoGPT's tables, {} if there is none or its tokens are longer pieces of text.
-
-    Raises an error if the tables cannot be right.
-    """
-    if not itos:
-        return {}
-    pieces = [itos[i] for i in range(vocab_size)]
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    if not len(itos) == len(ids) == vocab_size or stoi not in (None, ids) or not all(map(is_text, pieces)):
-        raise ValueError(f"vocab_size={vocab_size}, itos and stoi contradict each other")
-    return {"name": "char", "chars": "".join(pieces)} if all(len(piece) == 1 for piece in pieces) else {}

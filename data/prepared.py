@@ -1,9 +1,9 @@
-"""What all prepare.py share: writing a folder of token files, and recognising one that is already there."""
+"""What all prepare.py share: writing a folder of token files, and finding the tokenizer that is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data.meta_files import read_nanogpt, read_record, to_json
-from data.token_files import MASK_SUFFIX, listed_with_masks, read_meta
-from data.tokenizer import Ids, Tokenizer, from_meta, short_name
+from data.meta_files import to_json
+from data.token_files import MASK_SUFFIX, read_meta
+from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt.system.files import TEMPORARY, file_sha256, if_free, replacing, sha256
 
 
@@ -41,7 +41,6 @@ def write_dataset(
             meta[key] = meta.get(key, {}) | {f"{split}{suffix}": entry}
     contents["meta.json"] = to_json(meta)
     with locked(folder):
-        print_other_vocabulary(folder, tokenizer)
         remove_leftovers(folder, *(f"{name}." for name in contents))
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk
@@ -53,26 +52,6 @@ def write_dataset(
                     (folder / name).unlink(missing_ok=True)
         except OSError as e:
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
-
-
-def print_other_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Print a line if folder holds data with another vocabulary, which is about to be replaced."""
-    with suppress(OSError, ValueError):
-        before = (read_record(folder) or read_nanogpt(folder)).get("tokenizer")
-        if before and before != tokenizer.meta():
-            print(
-                f"note: the data in {folder} had another vocabulary ({short_name(before)}) and are replaced; models "
-                "trained on them need them to resume: --name or --out writes to another folder"
-            )
-
-
-def is_prepared(folder: Path, source: str) -> bool:
-    """Return whether folder holds what was prepared from `source`, each file with the checksum of meta.json."""
-    try:
-        meta = read_record(folder)
-    except (OSError, ValueError):
-        return False
-    return meta.get("source") == source and not damaged(folder, listed_with_masks(meta))
 
 
 def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
@@ -104,23 +83,21 @@ def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
 def named_tokenizer(name: str) -> dict[str, Any]:
     """Return the description of the tokenizer of this name, or of the prepared folder with this path.
 
-    Raises ValueError if the folder's meta.json is damaged, or the path has none.
+    Raises ValueError if there is none.
     """
-    path = Path(name)
-    if (path / "meta.json").is_file():
-        return read_meta(path)["tokenizer"]
-    if path.exists() and name not in ("char", "bytes", "bpe", "gpt2"):
-        raise ValueError(
-            f"--tokenizer={name} has no meta.json; give char, bytes, bpe, gpt2, or the path of a prepared "
-            "folder (tokenizers of other programs, such as tokenizer.json, are not read)"
-        )
-    return {"name": name}
+    if name in ("char", "bytes", "bpe", "gpt2"):
+        return {"name": name}
+    if (Path(name) / "meta.json").is_file():
+        return read_meta(Path(name))["tokenizer"]
+    raise ValueError(
+        f"--tokenizer={name} is not char, bytes, bpe, gpt2 or the path of a prepared folder (tokenizers of other "
+        "programs, such as tokenizer.json, are not read)"
+    )
 
 
 def document_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that named_tokenizer describes. Raises ValueError if it has no token between documents."""
-    described = named_tokenizer(name)
-    tokenizer = None if described in ({"name": "char"}, {"name": "bpe"}) else from_meta(described)
+    tokenizer = None if name in ("char", "bpe") else from_meta(named_tokenizer(name))
     if tokenizer is None or tokenizer.end_of_text is None:
         raise ValueError(
             f"--tokenizer={name} has no token between documents, or is made of a text by data/text/prepare.py; "

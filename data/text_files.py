@@ -1,28 +1,21 @@
-"""Text that people have in files: UTF-8, UTF-16 or UTF-32, packed or not, documents with <|endoftext|> between them."""
+"""Text that people have in files: UTF-8, packed or not, in one or several documents with <|endoftext|> between them."""
 
 from __future__ import annotations
 
-import bz2
-import codecs
 import glob
 import gzip
 import io
 import itertools
-import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from data.tokenizer import END_OF_TEXT
 
-PACKED = ("", ".gz", ".bz2", ".xz", ".zst")  # suffixes of packed files
+PACKED = ("", ".gz", ".zst")  # suffixes of packed files
 TEXTS = tuple(f".txt{packed}" for packed in PACKED)
-MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16"}
-MARKS |= {codecs.BOM_UTF16_BE: "utf-16"}  # after UTF-32's, one of which begins like one of UTF-16's
-DOCUMENTS = (b"%PDF", b"{\\rtf", b"PK\3\4")  # what files of other programs begin with
-LONGEST_BEGIN = 8  # bytes
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are not UTF-8
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
 
@@ -34,13 +27,11 @@ def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     """
     found = []
     for path in paths:
-        # The Windows shell leaves patterns to programs.
-        matches = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))
-        for match in map(Path, matches or [str(path)]):
-            files = sorted(file for file in match.rglob("*") if is_shown(match, file, suffixes))
-            if match.is_dir() and not files:
-                raise ValueError(f"the folder {match} holds no file *{', *'.join(suffixes)}")
-            found += files or [match]
+        matches = [] if path.exists() else sorted(glob.glob(str(path)))  # Windows leaves patterns to programs
+        files = sorted(file for file in path.rglob("*") if is_shown(path, file, suffixes))
+        if path.is_dir() and not files:
+            raise ValueError(f"the folder {path} holds no file *{', *'.join(suffixes)}")
+        found += files or [Path(match) for match in matches] or [path]
     return found
 
 
@@ -52,59 +43,35 @@ def is_shown(folder: Path, path: Path, suffixes: tuple[str, ...]) -> bool:
 
 def read_text(path: Path) -> str:
     """Return the text of a file, line ends as they are. Raises as lines_in."""
-    return "".join(lines_in(path, whole=True))
+    return "".join(lines_in(path, newline=""))
 
 
-def lines_in(path: Path, whole: bool = False) -> Iterator[str]:
-    """Yield the lines of a text file, packed or not, each with "\\n" at its end; if whole, the text as it is.
+def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
+    """Yield the lines of a text file, packed or not. newline: as of open; None makes each line end with "\n".
 
-    Raises ValueError at a line that is not text, OSError.
+    Raises ValueError at a line that is not text, OSError, ImportError.
     """
     try:
-        with open(path, "rb") as raw, io.BufferedReader(unpacked(raw)) as file:
-            begin = file.peek(LONGEST_BEGIN)
-            if begin.startswith(DOCUMENTS):
-                raise ValueError(
-                    f"{path}, line 1: this is a PDF, RTF or zip (docx, epub) file, not text; convert it first"
-                )
-            encoding = next((name for mark, name in MARKS.items() if begin.startswith(mark)), "utf-8-sig")
-            with io.TextIOWrapper(file, encoding, "surrogateescape", newline="" if whole else None) as text:
-                for number, piece in enumerate([text.read()] if whole else text, 1):
-                    if bad := NOT_TEXT.search(piece):
-                        line = number + piece.count("\n", 0, bad.start())
-                        what = "NUL characters (UTF-16?)" if bad[0] == "\0" else "this is not UTF-8 text"
-                        raise ValueError(f"{path}, line {line}: {what}; convert it first, e.g. with iconv")
-                    yield piece
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} begins as {e.encoding.upper()} and is not ({e.reason}); is it damaged?") from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:  # unpacking raises all of these
+        with open_unpacked(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline) as text:
+            for number, line in enumerate(text, 1):
+                if NOT_TEXT.search(line):
+                    raise ValueError(f"{path}, line {number}: this is not UTF-8 text; convert it first")
+                yield line
+    except (OSError, EOFError, zlib.error) as e:  # unpacking raises all of these
         if reason := getattr(e, "strerror", None):
             raise OSError(f"cannot read {path}: {reason}; is its name right?") from None
         raise OSError(f"{path} is damaged ({e}); fetch or pack it again") from None
 
 
-def unpacked(raw: BinaryIO) -> Any:
-    """Return the file, unpacked if it is packed. Raises ImportError."""
-    begin = raw.read(LONGEST_BEGIN)
-    raw.seek(0)
-    for mark, unpack in UNPACKERS.items():
-        if begin.startswith(mark):
-            return unpack(raw)
-    return raw
+def open_unpacked(path: Path) -> Any:
+    """Return the file, open for reading bytes, unpacked if its name says that it is packed."""
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path)
+    if path.suffix.lower() == ".zst":
+        import pyarrow  # zstandard's own reader does not notice that a file is cut short
 
-
-def unpacked_zstd(raw: BinaryIO) -> Any:
-    import pyarrow  # zstandard's own reader does not notice that a file is cut short
-
-    return pyarrow.CompressedInputStream(raw, "zstd")
-
-
-UNPACKERS: dict[bytes, Callable[..., Any]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-    b"\x28\xb5\x2f\xfd": unpacked_zstd,
-}
+        return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+    return open(path, "rb")
 
 
 def documents_of(lines: Iterable[str]) -> Iterator[str]:

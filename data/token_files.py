@@ -11,7 +11,6 @@ it is not learned as a target. Either all shards of a split have one or none has
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import re
@@ -28,19 +27,13 @@ from data.tokenizer import Ids, padded_vocab_size, short_name
 from deskgpt.system.files import sha256, write_atomically
 
 MAGIC = 20240520
+MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
 CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
-LEAST_OF_GPT2 = 1 << 15  # the largest id of a thousand tokens of text; vocabularies of characters or 32,000 stay below
-
-MAGIC_32_BITS = 20240801  # of llm.c's files with 32-bit ids
-SAMPLED = 1 << 16  # tokens at the beginning of a bare file that are checked for being text or 32-bit
-LEAST_SAMPLED = 64
-LARGEST_HIGH_HALF = 3  # of 32-bit ids below 2^18, larger than any vocabulary in use
-
 
 # ---- one file ------------------------------------------------------------------------------------------------
 
@@ -70,40 +63,19 @@ def find_tokens(path: Path) -> tuple[int, int]:
     head = b""
     if size:
         with open(path, "rb") as file:
-            head = file.read(TOKEN_BYTES * SAMPLED)
+            head = file.read(HEADER_BYTES)
     magic, version, tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
-    # Bare tokens may happen to begin with the magic, but hardly with another part of a header that fits too.
-    matches = [magic == MAGIC, version == VERSION, size == HEADER_BYTES + TOKEN_BYTES * tokens]
-    if all(matches) and tokens:
-        return HEADER_BYTES, tokens
     if not size:
         reason = "it is missing or empty"
-    elif sum(matches) >= 2:
-        reason = f"its header says {tokens:,} tokens, and it has {size:,} bytes (magic {magic}, version {version})"
+    elif magic in MAGICS:
+        if magic == MAGIC and version == VERSION and tokens and size == HEADER_BYTES + TOKEN_BYTES * tokens:
+            return HEADER_BYTES, tokens
+        reason = f"its header says {tokens:,} tokens of version {version}, magic {magic}, and it has {size:,} bytes"
     elif size % TOKEN_BYTES:
         reason = f"it has {size:,} bytes, an odd number"
-    elif magic == MAGIC_32_BITS or is_32_bits(np.frombuffer(head, "<u2")):
-        reason = "its ids have 32 or 64 bits"
-    elif is_text(head):
-        reason = "it holds text"
     else:
         return 0, size // TOKEN_BYTES
     raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
-
-
-def is_text(head: bytes) -> bool:
-    """Return whether a file begins with UTF-8 without NUL, which small token ids have."""
-    with suppress(UnicodeDecodeError):
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-        return len(head) >= LEAST_SAMPLED and "\0" not in text
-    return False
-
-
-def is_32_bits(ids: Ids) -> bool:
-    """Return whether numbers read as uint16 are halves of larger ones: every second one is next to nothing."""
-    if len(ids) < LEAST_SAMPLED:
-        return False
-    return bool(ids[1::2].max() <= LARGEST_HIGH_HALF and len(np.unique(ids[::2])) > LEAST_SAMPLED // 4)
 
 
 class NumberFile:
@@ -202,13 +174,11 @@ def token_files(folder: Path, split: str) -> list[Path]:
 
 def how_to_make(folder: Path, split: str) -> str:
     """Return the error's message if a split has no files."""
+    command = "python data/text/prepare.py makes one of a text"
     if (folder / "prepare.py").exists():
-        remedy = f"run: python {os.path.relpath(folder / 'prepare.py')}"
-    else:
-        prepared = sorted({path.parent.name for path in folder.parent.glob("*/train*.bin")} - {folder.name})
-        remedy = f"prepared: {', '.join(prepared[:10]) or 'none'}; python data/text/prepare.py makes one of a text"
+        command = f"run: python {os.path.relpath(folder / 'prepare.py')}"
     state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
-    return f"dataset folder {folder} {state}; {remedy}"
+    return f"dataset folder {folder} {state}; {command}"
 
 
 def open_shards(folder: Path, split: str) -> list[NumberFile]:
@@ -281,40 +251,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
     It comes from meta.json, else from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does. end_of_text is the
     token that documents begin with, None if there is none. Raises ValueError if the description cannot be read.
     """
-    meta = read_record(folder) or read_nanogpt(folder)
-    if not meta:
-        is_gpt2 = largest_id(folder) >= LEAST_OF_GPT2
-        meta = GPT2 if is_gpt2 else {"tokenizer": {}, "vocab_size": 50304}  # as many rows as GPT-2's take
+    meta = read_record(folder) or read_nanogpt(folder) or GPT2
     return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
-
-
-def largest_id(folder: Path) -> int:
-    """Return the largest token id at the beginning of a split; GPT-2's if the folder has no tokens."""
-    for split in ("val", "train"):
-        with suppress(ValueError, OSError):
-            return int(open_tokens(token_files(folder, split)[0]).read(0, CHUNK).max())
-    return 50256
 
 
 def assumptions(folder: Path) -> list[str]:
     """Return what is assumed about a folder without a list of its files or a description, in sentences."""
     found = []
-    listed = read_record(folder).get("files", {})
-    for split in ("train", "val"):
-        names = [path.name for path in token_files(folder, split)]
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        if names[0] not in listed and names != [f"{split}.bin"]:
-            found.append(f"no meta.json lists the files: {split} is, in name order, {len(names)} files: {shown}")
-        ignored = sorted({path.name for path in folder.glob(f"*{split}*.bin")} - set(names))
-        if ignored:
-            found.append(f"{split} is read from {shown}; not read: {', '.join(ignored[:3])}")
-    if not any(os.path.lexists(folder / name) for name in ("meta.json", "meta.pkl")):
-        largest = largest_id(folder)
-        whose = "taken for GPT-2's" if largest >= LEAST_OF_GPT2 else "not GPT-2's, so their text is not known"
-        found.append(
-            f"{folder} has no meta.json or meta.pkl: its ids, 0 to {largest:,} at the beginning, are {whose}; a "
-            "vocabulary of GPT-2's size is assumed"
-        )
+    if not read_record(folder).get("files"):
+        for split in ("train", "val"):
+            names = [path.name for path in token_files(folder, split)]
+            if len(names) > 1:
+                found.append(f"no meta.json lists the files: {split} is {names[0]} to {names[-1]}, in name order")
+    if not read_record(folder) and not read_nanogpt(folder):
+        found.append(f"{folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")
     return found
 
 

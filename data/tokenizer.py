@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters, UTF-8 bytes, tiktoken's encodings, or merges of data/text/prepare.py.
+"""Text to token ids and back: characters, UTF-8 bytes, GPT-2's encoding, or merges of data/text/prepare.py.
 
 A small dictionary describes a tokenizer (`meta()`, `from_meta()`), in a data folder's meta.json and in checkpoints.
 """
@@ -121,7 +121,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class BpeTokenizer(Tokenizer):
-    """A byte-pair encoding of tiktoken's, described by meta: `named` and `of_merges` make them."""
+    """A byte-pair encoding of tiktoken's, described by meta: `gpt2` and `of_merges` make them."""
 
     def __init__(self, encoding: Any, meta: dict[str, Any]) -> None:
         self._encoding = encoding
@@ -149,20 +149,15 @@ class BpeTokenizer(Tokenizer):
         return self._meta
 
 
-def named(name: str) -> BpeTokenizer:
-    """Return tiktoken's encoding of this name, "gpt2" above all. Raises ValueError."""
+def gpt2() -> BpeTokenizer:
+    """Return GPT-2's encoding. Raises ValueError if its files can be neither found nor downloaded."""
     import tiktoken
 
     try:
-        encoding = tiktoken.get_encoding(name)
-    except ValueError as e:
-        raise ValueError(f"tokenizer {name!r}: {str(e).splitlines()[0]}") from None
+        return BpeTokenizer(tiktoken.get_encoding("gpt2"), {"name": "gpt2"})
     except Exception as e:  # tiktoken downloads with requests and lets its exceptions through
         remedy = "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds its files"
-        raise ValueError(f"tokenizer {name!r} cannot be downloaded ({type(e).__name__}); {remedy}") from None
-    if encoding.n_vocab > MOST_IDS:
-        raise ValueError(f"tokenizer {name!r} has {encoding.n_vocab:,} ids; token files hold uint16, at most 65,536")
-    return BpeTokenizer(encoding, {"name": name})
+        raise ValueError(f"tokenizer 'gpt2' cannot be downloaded ({type(e).__name__}); {remedy}") from None
 
 
 def of_merges(merges: str) -> BpeTokenizer:
@@ -215,22 +210,21 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         return BytesTokenizer()
     if name == "bpe" and "merges" in meta:
         return of_merges(meta["merges"])
-    if isinstance(name, str) and name not in ("char", "bpe"):
-        return named(name)
+    if name == "gpt2":
+        return gpt2()
     raise ValueError(f"{reprlib.repr(meta)} describes no tokenizer")
 
 
 def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer as from_meta, without a download. Raises ValueError if tiktoken's cache lacks a file."""
-    name = meta.get("name")
-    if name not in (None, "char", "bytes", "bpe"):
+    if meta.get("name") == "gpt2":
         default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)  # an empty name means no cache
-        cached = [Path(folder) / hashlib.sha1(f"{GPT2_FILES}{file}".encode()).hexdigest() for file in GPT2_SHA256]
-        # tiktoken would delete a damaged file and download it again.
-        intact = folder and [path.is_file() and file_sha256(path) for path in cached] == list(GPT2_SHA256.values())
-        if name != "gpt2" or not intact:
-            raise ValueError(f"the files of tokenizer {name!r} are not cached (TIKTOKEN_CACHE_DIR); no run downloads")
+        folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR", default))
+        for name, checksum in GPT2_SHA256.items():
+            path = folder / hashlib.sha1(f"{GPT2_FILES}{name}".encode()).hexdigest()
+            # tiktoken would delete a damaged file and download it again.
+            if not path.is_file() or file_sha256(path) != checksum:
+                raise ValueError("the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR); no run downloads")
     return from_meta(meta)
 
 

@@ -271,7 +271,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> 
     from fineweb import PREPARE, SMALL, write_documents  # which imports this file
 
     folder = tmp_path_factory.mktemp("prepared")
-    source = write_documents(folder / "a.parquet", documents)
+    source = folder / "source"
+    for i in range(4):
+        write_documents(source / f"{i}.parquet", documents[i::4])
     subprocess.run([sys.executable, PREPARE, "--source", source, *SMALL, "--out", folder / "out"], cwd=ROOT, check=True)
     return source, folder / "out"
 

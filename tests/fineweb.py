@@ -1,11 +1,9 @@
-"""What the tests of data/fineweb_edu/prepare.py share."""
+"""Helpers for the tests of data/fineweb_edu/prepare.py."""
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,14 +19,12 @@ PREPARE = "data/fineweb_edu/prepare.py"
 END_OF_TEXT = 255  # of --tokenizer=bytes
 PACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
 }
 
 
 def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
-    """Writes a file of documents, with one more column, in the format of its name."""
+    """Write a file of documents, with one more column, in the format of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"id": list(range(len(texts))), column: pa.array(texts, pa.string())}), path, 100)
@@ -39,29 +35,29 @@ def write_documents(path: Path, texts: Sequence[str | None], column: str = "text
 
 
 def as_bytes(texts: list[str]) -> bytes:
-    """What --tokenizer=bytes makes of documents, one byte per token."""
+    """Return the tokens of documents with --tokenizer=bytes, one byte per token."""
     return b"".join(bytes([END_OF_TEXT]) + text.encode() for text in texts if text)
 
 
 def tokens(folder: Path) -> np.ndarray:
-    """All tokens of a folder in the order they were made."""
-    paths = sorted(folder.glob("*.bin"), key=lambda p: p.stem.split("_")[1])
-    return np.concatenate([read_tokens(p) for p in paths])
+    """Return all tokens of a folder in the order they were made."""
+    paths = [folder / "val_000000.bin", *sorted(folder.glob("train_*.bin"))]
+    return np.concatenate([read_tokens(path) for path in paths])
 
 
 Script = Callable[..., Finished]
-SMALL = ("--tokenizer=bytes", "--shard_tokens=250_000", "--val_tokens=50_000")
+SMALL = ("--tokenizer=bytes", "--shard_bytes=1", "--val_tokens=50_000")  # a shard for each file
 
 
 def fails(done: Finished, *named: object) -> str:
-    """The error of a script that ended with status 1: one line, which names these."""
+    """Return the error of a script that ended with status 1: one line, which names these."""
     assert done.code == 1, done
     assert_one_line(done.err, *named)
     return done.err
 
 
 def made(*options: str | Path) -> None:
-    """As prepare.py does it; raises what goes wrong."""
+    """Run prepare.py; raise what goes wrong."""
     main(arguments([*map(str, options)]))
 
 

@@ -15,25 +15,23 @@ from conftest import TINY, events, flags, needs_bpe
 
 from bench.analysis.logs import read_run
 from bench.analysis.verdict import compare
-from data.dataset import BEGINNING, text_statistics
+from data.dataset import bytes_per_token
 from data.splits import Split
 from data.text.prepare import prepare
 from data.token_files import write_tokens
-from data.tokenizer import GPT2_FILES, BytesTokenizer, CharTokenizer, Tokenizer, from_meta, from_meta_offline
+from data.tokenizer import GPT2_FILES, BytesTokenizer, from_meta_offline
 
 MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of one to four bytes a character
 
 
-def split_of(folder: Path, ids: np.ndarray, vocab_size: int, block: int = 16, parts: int = 1) -> Split:
-    """A val split with these tokens, in as many shards."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, part in enumerate(np.array_split(ids.astype(np.uint16), parts)):
-        write_tokens(folder / f"val_{number}.bin", part)
+def split_of(folder: Path, ids: np.ndarray, vocab_size: int, block: int) -> Split:
+    """Return a val split with these tokens."""
+    write_tokens(folder / "val.bin", ids.astype(np.uint16))
     return Split(folder, "val", block, vocab_size)
 
 
 def targets_by_hand(ids: np.ndarray, block: int, n: int) -> list[int]:
-    """The targets of n windows, evenly spaced over one shard."""
+    """Return the targets of n windows, evenly spaced over one shard."""
     windows = (len(ids) - 1) // block
     firsts = [row * windows // n * block for row in range(n)]
     return [int(i) for first in firsts for i in ids[first + 1 : first + block + 1]]
@@ -46,14 +44,13 @@ def targets_by_hand(ids: np.ndarray, block: int, n: int) -> list[int]:
 def test_of_gpt2_it_counts_the_bytes_that_its_own_vocabulary_file_names(tmp_path, text):
     tokenizer = from_meta_offline({"name": "gpt2"})
     ids = tokenizer.encode(text[:20_000] + MULTI_BYTE * 40)
-    facts = text_statistics(split_of(tmp_path, ids, 50304, block=64), 30, tokenizer)
+    found = bytes_per_token(split_of(tmp_path, ids, 50304, block=64), 30, tokenizer)
 
     file = Path(os.environ["TIKTOKEN_CACHE_DIR"]) / hashlib.sha1(f"{GPT2_FILES}encoder.json".encode()).hexdigest()
     pieces = {number: piece for piece, number in json.loads(file.read_text()).items()}
     # A piece is written in printable characters, one for each of its bytes.
     n_bytes = sum(len(pieces[i]) for i in targets_by_hand(ids, 64, 30))
-    assert facts["val_bytes"] == n_bytes
-    assert facts["bytes_per_token"] == n_bytes / (30 * 64)
+    assert found == n_bytes / (30 * 64)
 
 
 def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
@@ -61,26 +58,8 @@ def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
     tokenizer = BytesTokenizer()
     ids = np.concatenate([[255, *tokenizer.encode(text)] for text in documents])
     split = split_of(tmp_path, ids, 256, block=len(ids) - 1)
-    facts = text_statistics(split, 1, tokenizer)
-    assert facts["val_bytes"] == facts["val_text_bytes"] == len("".join(documents).encode())
-    assert facts["bytes_per_token"] == facts["val_bytes"] / (len(ids) - 1)  # all but the first token are predicted
-
-
-def test_text_is_recognised_in_any_tokens_and_shards(tmp_path):
-    text = MULTI_BYTE * 1500
-    assert len(text.encode()) > BEGINNING
-    tokenizers: list[Tokenizer] = [CharTokenizer.of(text + "x"), BytesTokenizer()]
-    if "TIKTOKEN_CACHE_DIR" in os.environ:
-        tokenizers.append(from_meta({"name": "gpt2"}))
-    known = set()
-    for number, tokenizer in enumerate(tokenizers):
-        for parts in (1, 3):
-            begin = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-            ids = np.concatenate([begin, tokenizer.encode(text)])
-            split = split_of(tmp_path / f"{number}-{parts}", ids, tokenizer.vocab_size, parts=parts)
-            facts = text_statistics(split, 4, tokenizer)
-            known.add((facts["val_text"], facts["val_text_bytes"]))
-    assert known == {(hashlib.sha256(text.encode()[:BEGINNING]).hexdigest()[:16], len(text.encode()))}
+    n_bytes = len("".join(documents).encode())
+    assert bytes_per_token(split, 1, tokenizer) == n_bytes / (len(ids) - 1)  # all but the first token are predicted
 
 
 # ---- a tokenizer that is not there ---------------------------------------------------------------------------
@@ -117,12 +96,9 @@ def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_
         printed += re.findall(pattern, done.out, re.M)
     logged = events(tmp_path / "out", "eval")
     assert printed == [(f"{e['val_loss']:.4f}", f"{e['val_bpb']:.4f}") for e in logged]
-    starts = events(tmp_path / "out", "start")
-    [facts, again] = [{name: s[name] for name in ("bytes_per_token", "val_text", "val_text_bytes")} for s in starts]
-    assert facts == again
-    assert facts["val_text_bytes"] == len(mixed[int(len(mixed) * 0.9) :].encode())
+    [found] = {start["bytes_per_token"] for start in events(tmp_path / "out", "start")}
     for e in logged:
-        assert e["val_bpb"] == pytest.approx(e["val_loss"] / math.log(2) / facts["bytes_per_token"], rel=1e-12)
+        assert e["val_bpb"] == pytest.approx(e["val_loss"] / math.log(2) / found, rel=1e-12)
     rows = compare([read_run(str(tmp_path / "out"))]).rows["Learning"]
     assert ["bits per byte there", f"{min(e['val_bpb'] for e in logged):.4f}"] in rows
     for batch_size in (1, 8):

@@ -26,7 +26,7 @@ from data.loader import Loader, eval_batches
 from data.meta_files import read_record
 from data.splits import Split
 from data.text.prepare import prepare as prepare_text
-from data.tokenizer import BytesTokenizer, Tokenizer, named
+from data.tokenizer import BytesTokenizer, Tokenizer, gpt2
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
@@ -72,14 +72,12 @@ def chat_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
-messages = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts, st.just(True)), min_size=1, max_size=5
-)
+messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
 
 
 @pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return BytesTokenizer() if request.param == "bytes" else named("gpt2")
+    return BytesTokenizer() if request.param == "bytes" else gpt2()
 
 
 @given(dialogue=messages, answer=texts)
@@ -154,7 +152,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_dialogues_that_ship_and_ones_own_are_prepared_once_and_again_where_a_mask_is_damaged(tmp_path, script):
+def test_dialogues_that_ship_and_ones_own_are_prepared_and_text_in_their_place_has_no_mask(tmp_path, script):
     assert script("data/chat/prepare.py", "--out", tmp_path / "shipped", "--tokenizer=bytes").code == 0
     source = write(tmp_path / "d.jsonl", varied(40))
     command = ("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", f"--block_size={T}")
@@ -163,12 +161,6 @@ def test_dialogues_that_ship_and_ones_own_are_prepared_once_and_again_where_a_ma
     assert "val.bin has 4 dialogues in " in done.out
     assert "of 40 dialogues are longer than a window and were cut" in done.out
     assert read_record(tmp_path / "c")["chat"] == "deskgpt-chat-1"
-    assert script(*command).out == "c: already prepared\n"
-    mask = tmp_path / "c" / "val.mask"
-    before = mask.read_bytes()
-    mask.write_bytes(bytes(len(before)))
-    assert "already" not in script(*command).out
-    assert mask.read_bytes() == before
     prepare_text("plain text " * 20, tmp_path / "c", "bytes", "text")  # leaves no mask behind
     assert not list(tmp_path.glob("c/*.mask"))
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
@@ -179,28 +171,16 @@ LINE = json.dumps({"messages": HELLO_JSON})
 SHAREGPT = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
 AS_PEOPLE_HAVE_IT = {
     "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(HELLO_JSON)}\n  {LINE}",
-    "array": json.dumps([{"messages": HELLO_JSON}] * 3),
-    "array of lists over many lines": json.dumps([HELLO_JSON] * 3, indent=2),
     "ShareGPT": 3 * (json.dumps({"id": "7", "conversations": SHAREGPT}) + "\n"),
-    "Alpaca": 3 * (json.dumps({"instruction": "Hello!", "input": "", "output": "Hi."}) + "\n"),
-    "prompts": 3 * (json.dumps({"prompt": "Hello!", "completion": "Hi.", "category": "x"}) + "\n"),
-    "parts": 3 * LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]'),
+    "parts": 3
+    * (LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]') + "\n"),
 }
 
 
 @pytest.mark.parametrize("content", AS_PEOPLE_HAVE_IT.values(), ids=AS_PEOPLE_HAVE_IT)
 def test_dialogues_as_people_have_them(tmp_path, content):
-    (tmp_path / "d.json").write_text(content, "utf-8", newline="")
-    assert list(read_dialogues(tmp_path / "d.json")) == [HELLO] * 3
-
-
-def test_message_of_weight_0_is_masked_and_half_a_surrogate_is_replaced(tmp_path):
-    messages = [*HELLO_JSON, {"role": "assistant", "content": "No \ud800", "weight": 0}]
-    (tmp_path / "d.jsonl").write_text(json.dumps(messages))
-    [dialogue] = read_dialogues(tmp_path / "d.jsonl")
-    assert dialogue[2] == Message("assistant", "No \ufffd", unmasked=False)
-    ids, mask = Template(BytesTokenizer()).encode(dialogue)
-    assert bytes(ids[mask == 1].astype(np.uint8).tolist()) == b"Hi.\xff"
+    (tmp_path / "d.jsonl").write_text(content, "utf-8", newline="")
+    assert list(read_dialogues(tmp_path / "d.jsonl")) == [HELLO] * 3
 
 
 NO_DIALOGUE = [
@@ -208,8 +188,7 @@ NO_DIALOGUE = [
     b'[{"role": "user"}]',
     b'[{"role": "tool", "content": "x"}]',
     b'[{"role": "assistant", "content": [{"type": "image"}]}]',
-    b'[{"role": "assistant", "content": "x", "weight": 0}]',
-    b'[{"role": "assistant", "content": "x", "weight": NaN}]',
+    b'[{"role": "user", "content": "nobody answers"}]',
 ]
 
 

@@ -15,44 +15,38 @@ from fineweb import PACK, PREPARE, SMALL, Script, as_bytes, fails, tokens, write
 from data.text_files import lines_in, read_text
 
 TEXT = "hello Käse 🧀\r\nand a second line\n" * 300
-ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-32"]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("suffix", ["", *PACK])
-def test_text_is_read_in_each_encoding_with_a_mark_packed_or_not_and_never_cut_short(tmp_path, encoding, suffix):
-    path = tmp_path / "a"  # by its content, not by its name
-    whole = PACK[suffix](TEXT.encode(encoding)) if suffix else TEXT.encode(encoding)
-    path.write_bytes(whole)
+def test_text_is_read_packed_or_not_and_never_cut_short(tmp_path, suffix):
+    path = tmp_path / f"a.txt{suffix}"
+    content = TEXT.encode("utf-8-sig")
+    content = PACK[suffix](content) if suffix else content
+    path.write_bytes(content)
     assert read_text(path) == TEXT
     assert "".join(lines_in(path)) == TEXT.replace("\r\n", "\n")
     if suffix:
-        path.write_bytes(whole[:-9])
+        path.write_bytes(content[:-9])
         for read in (read_text, lambda path: list(lines_in(path))):
-            with pytest.raises(OSError, match="a is damaged"):
+            with pytest.raises(OSError, match=r"a\.txt.* is damaged"):
                 read(path)
 
 
 NOT_TEXT = {
     "latin-1": "line\nKäse".encode("latin-1"),
     "half a surrogate": b"line\n\xed\xa0\x80",
-    "UTF-16 without a mark": "line\n".encode("utf-16-le"),
-    "UTF-16 cut in a character": "line\n".encode("utf-16") + b"x",
+    "UTF-16": "line\n".encode("utf-16"),
     "zip": b"PK\x03\x04" + bytes(50),
-    "parquet": b"PAR1" + bytes(50),
-    "PDF": b"%PDF-1.4\n",
-    "RTF": rb"{\rtf1 text}",
+    "packed under another name": PACK[".gz"](b"line"),
 }
 
 
 @pytest.mark.parametrize("content", NOT_TEXT.values(), ids=NOT_TEXT.keys())
-def test_what_is_no_text_is_named_with_its_line(tmp_path, content):
+def test_file_that_is_not_text_is_named_with_its_line(tmp_path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.txt") as e:
+    with pytest.raises(ValueError, match=r"a\.txt, line " + ("2" if content.startswith(b"line\n") else "1")):
         read_text(path)
-    if content.startswith(b"line\n"):
-        assert "line 2" in str(e.value)
 
 
 # ---- sources of data/fineweb_edu/prepare.py ------------------------------------------------------------------
@@ -66,7 +60,7 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
     pq.write_table(table, folder / "c #.parquet")
     lines = ['{"text": "three"}', "", '{"meta": {"x": [1]}, "text": "four \\ud800"}', '{"text": null}']
     (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
-    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"]('{"text": "four and a half"}\r\n'.encode("utf-16")))
+    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"]('{"text": "four and a half"}\r\n'.encode()))
     (folder / "e.txt").write_bytes(b"five\r\nsix\r\n<|endoftext|>\r\nsix and a half")
     views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
     pq.write_table(views, folder / "z.parquet")

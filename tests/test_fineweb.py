@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from fineweb import PREPARE, SMALL, UNTIL_RENAME, Script, as_bytes, fails, made,
 from data.dataset import Checksums
 from data.meta_files import read_record
 from data.splits import Split
-from data.token_files import read_tokens
 from deskgpt.system import files
 
 # ---- one sequence --------------------------------------------------------------------------------------------
@@ -32,22 +30,29 @@ def test_tokens_are_the_documents_each_after_an_end_of_text(tmp_path, documents)
     expected = [text for i in range(3) for text in texts[i::3] if text] + ["  \n\n".join(documents[1:-1])]
     assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes(expected)
     files = read_record(tmp_path / "out")["files"]
-    sizes = [entry["tokens"] for entry in files.values()]
-    assert sizes[:-1] == [50_000] + [250_000] * (len(sizes) - 2)
-    names = ["meta.json", *(f"train_{n:06}.bin" for n in range(1, len(sizes))), "val_000000.bin"]
-    assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == names
+    assert list(files) == [*(f"train_{n:06}.bin" for n in range(4)), "val_000000.bin"]
+    assert files["val_000000.bin"]["tokens"] == 50_000
+    assert sorted(p.name for p in (tmp_path / "out").glob("[!.]*")) == ["meta.json", *files]
+
+
+def test_small_files_share_a_shard(tmp_path):
+    for i in range(7):
+        (tmp_path / f"{i}.txt").write_text(f"{i}" * 100)
+    made("--source", tmp_path, "--tokenizer=bytes", "--shard_bytes=250", "--val_tokens=10", "--out", tmp_path / "out")
+    assert [entry["tokens"] for entry in read_record(tmp_path / "out")["files"].values()] == [293, 303, 101, 10]
+    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes([f"{i}" * 100 for i in range(7)])
 
 
 # ---- stopped, harmed and started again -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm", ["byte", "cut", "header", "gone"])
+@pytest.mark.parametrize("harm", ["byte", "cut", "gone"])
 def test_harmed_shard_is_made_again_and_no_other(tmp_path, script: Script, prepared, harm):
     for name, content in contents(prepared[1]).items():
         (tmp_path / name).write_bytes(content)
     path = tmp_path / "train_000002.bin"
     harmed = bytearray(path.read_bytes())
-    harmed[5000 if harm == "byte" else 8] ^= 1
+    harmed[5000] ^= 1
     path.write_bytes(harmed[:7000] if harm == "cut" else harmed)
     if harm == "gone":
         path.unlink()
@@ -57,16 +62,14 @@ def test_harmed_shard_is_made_again_and_no_other(tmp_path, script: Script, prepa
     assert contents(tmp_path) == contents(prepared[1])
 
 
-def test_source_that_has_changed_is_noticed_and_nothing_overwritten(tmp_path, script: Script, documents):
+def test_source_that_has_changed_is_noticed(tmp_path, script: Script, documents):
     source = write_documents(tmp_path / "a.jsonl", documents)
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path / "out")
     assert script(*prepare).code == 0
     write_documents(source, documents[::-1])  # which has the same size
-    (tmp_path / "out" / "train_000003.bin").unlink()
-    before = contents(tmp_path / "out")
+    (tmp_path / "out" / "train_000000.bin").unlink()
     for _ in range(2):
-        fails(script(*prepare), "train_000003.bin", "another --out")
-        assert before.items() <= contents(tmp_path / "out").items()
+        fails(script(*prepare), "train_000000.bin", "another --out")
 
 
 @pytest.mark.nightly
@@ -86,8 +89,6 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
 
 
 # ---- in parts ------------------------------------------------------------------------------------------------
-
-PARTS = ("--tokenizer=bytes", "--shard_tokens=40_000", "--val_tokens=50_000")
 
 
 @pytest.fixture(scope="session")
@@ -111,83 +112,72 @@ def undisturbed(source, tmp_path_factory) -> Path:
     """Three parts of source, made undisturbed."""
     out = tmp_path_factory.mktemp("undisturbed")
     for number in range(3):
-        made("--source", source, *PARTS, f"--part={number}/3", "--out", out)
+        made("--source", source, *SMALL, f"--part={number}/3", "--out", out)
     return out
 
 
-def test_parts_are_every_third_file_and_the_first_begins_with_val(undisturbed, texts):
-    for number in range(3):
-        of_part = [
-            read_tokens(path) for path in sorted(undisturbed.glob(f"*_{number:06}_*.bin"), key=lambda p: p.stem[-6:])
-        ]
-        expected = as_bytes([*itertools.chain(*texts[number::3])])
-        assert np.concatenate(of_part).astype(np.uint8).tobytes() == expected
+def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts, source, tmp_path):
+    assert tokens(undisturbed).astype(np.uint8).tobytes() == as_bytes([*itertools.chain(*texts)])
     files = read_record(undisturbed)["files"]
     assert set(files) == {path.name for path in undisturbed.glob("*.bin")}
     splits = [Split(undisturbed, split, 64, 256) for split in ("train", "val")]
     assert Checksums(undisturbed, splits).state.startswith("checksums verified")
     assert splits[1].tokens == 50_000
-
-
-def test_any_order_makes_the_same_bytes_and_tokens_can_be_raised_later(tmp_path, source, undisturbed):
-    for tokens_, order in (("--tokens=120_001", "201"), ("--tokens=1e9", "120")):
-        for number in order:
-            made("--source", source, *PARTS, tokens_, f"--part={number}/3", "--out", tmp_path)
-        if order == "201":
-            made_of_each = [entry["tokens"] for entry in read_record(tmp_path)["files"].values()]
-            assert sum(made_of_each) == 50_000 + 3 * 40_001
+    made("--source", source, *SMALL, "--out", tmp_path)
     assert contents(tmp_path) == contents(undisturbed)
 
 
-def test_what_is_missing_or_harmed_is_made_by_its_part_and_nobody_elses(tmp_path, script: Script, source, undisturbed):
-    prepare = (PREPARE, "--source", source, *PARTS, "--out", tmp_path)
+@pytest.mark.parametrize("parts", ["", "201"])
+def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undisturbed, parts):
+    for tokens_, expected in (("--tokens=120_001", 120_001 + 2 * bool(parts)), ("--tokens=1e9", None)):
+        for part in [f"--part={number}/3" for number in parts] or [""]:
+            made("--source", source, *SMALL, tokens_, *filter(None, [part]), "--out", tmp_path)
+        n_made = sum(entry["tokens"] for entry in read_record(tmp_path)["files"].values())
+        assert expected is None or n_made == 50_000 + expected
+    assert contents(tmp_path) == contents(undisturbed)
+
+
+def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(tmp_path, script: Script, source, undisturbed):
+    prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
-    with files.if_free(tmp_path / "parts", ".000001") as is_free:  # as another process holds it
+    with files.if_free(tmp_path, ".part_1_3") as is_free:  # as another process holds it
         assert is_free
         fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
-    assert script(*prepare, "--part=1/3").code == 0
-    (tmp_path / "train_000001_000000.bin").write_bytes(b"harmed")
-    (tmp_path / "train_000001_000000.bin.1-a.tmp").touch()  # left by a kill
-    assert "--part=1/3" in script(*prepare, "--part=2/3").out
-    assert not (tmp_path / "meta.json").exists()
+    assert "--part=2/3" in script(*prepare, "--part=1/3").out
+    assert "train and" in script(*prepare, "--part=2/3").out
+    (tmp_path / "train_000004.bin").write_bytes(b"harmed")
+    (tmp_path / "train_000004.bin.1-a.tmp").touch()  # left by a kill
     assert script(*prepare, "--part=1/3").code == 0
     assert contents(tmp_path) == contents(undisturbed)
 
 
-def test_other_settings_and_other_layouts_are_errors_and_change_nothing(tmp_path, script: Script, texts):
+def test_other_settings_are_errors_and_change_nothing(tmp_path, script: Script, texts):
     for i in range(2):
         write_documents(tmp_path / "in" / f"{i}.jsonl", texts[i][:50])
-    out = ("--out", tmp_path / "out")
-    parts = (PREPARE, "--tokenizer=bytes", "--source", tmp_path / "in", "--val_tokens=1e4")
-    assert script(*parts, *out, "--shard_tokens=1e4", "--part=0/2").code == 0
+    prepare = (PREPARE, "--tokenizer=bytes", "--source", tmp_path / "in", "--val_tokens=1e4", "--out", tmp_path / "out")
+    assert script(*prepare, "--shard_bytes=1", "--part=0/2").code == 0
     before = contents(tmp_path / "out")
-    for option, *named in (
-        ("--shard_tokens=2e4", "--part=1/2", "shard_tokens", 10000, 20000),
-        ("--text_column=id", "--part=1/2", "text_column", "id"),
-        ("--shard_tokens=1e4", "--part=1/3", "parts 2"),
-    ):
-        fails(script(*parts, *out, option, named[0]), *named[1:], "--out")
-    fails(script(*parts, *out, "--shard_tokens=1e4"), "parts 2", "--out")
+    for options in (["--text_column=id"], ["--shard_bytes=1e9"], ["--val_tokens=2e4"]):
+        fails(script(*prepare, "--shard_bytes=1", *options), "was made with", "--out")
+    fails(script(*prepare, "--shard_bytes=1", "--part=2/3"), "--part=2/3", "2 shards")
     assert contents(tmp_path / "out") == before
-    (tmp_path / "out" / "parts" / "000000.json").write_text('{"file": "0.jsonl", "job": "", "files": {}}')
-    fails(script(*parts, *out, "--shard_tokens=1e4", "--part=1/2"), "000000.json")  # of an older version
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
 @pytest.mark.parametrize("parts", [[""], ["--part=0/2", "--part=1/2"]], ids=["one sequence", "two parts"])
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(tmp_path, python, source, parts):
-    options = ("--tokenizer=bytes", "--shard_tokens=90_000", "--val_tokens=50_000", "--source", source)
+    options = (*SMALL, "--source", source)
     commands = [(*options, *filter(None, [part])) for part in parts]
     for command in commands:
         made(*command, "--out", tmp_path / "undisturbed")
     out = tmp_path / "killed"
-    renames = itertools.cycle(itertools.product("123", ("before", "after")))
+    renames = itertools.cycle(itertools.product("1234", ("before", "after")))
     n_killed = 0
     for command in commands:
         ended = False
         while not ended:
-            finished = {name for path in out.rglob("*.json") for name in json.loads(path.read_text())["files"]}
+            finished = read_record(out).get("files", {})
             before = {name: (out / name).stat().st_mtime_ns for name in finished}
             code = f"{UNTIL_RENAME}from data.fineweb_edu.prepare import *; main(arguments(options))"
             words = [python, "-c", code, *next(renames), *command, "--out", out]

@@ -296,10 +296,9 @@ def whole_logs(finished, folder) -> list[Path]:
     printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
     found = [finished / "log.jsonl", printed]
     val = {i: 4 - i / 40 for i in range(0, 24, 2)}
-    text: dict[str, Any] = {"val_text": "abc", "val_text_bytes": 5000, "val_bytes": 4900, "bytes_per_token": 2.0}
     for seed, batch_size in itertools.product((1, 2), (4, 8)):
         made = folder / f"made-{seed}-{batch_size}"
-        log(made, val, 90.0 + seed, seed=seed, batch_size=batch_size, val_sha256=str(batch_size), **text)
+        log(made, val, 90.0 + seed, seed=seed, batch_size=batch_size, val_sha256=str(batch_size), bytes_per_token=2.0)
         found.append(made / "log.jsonl")
     return found
 
@@ -358,7 +357,7 @@ def read_data(folder: Path) -> None:
     if meta["tokenizer"]:
         from_meta(meta["tokenizer"])
     for split in ("train", "val"):
-        opened = Split(folder, split, BLOCK, vocab_size, document_start=meta["end_of_text"])
+        opened = Split(folder, split, BLOCK, vocab_size)
         opened.train_batch(3, np.arange(4), 4)
         opened.train_batch(10**6, np.arange(4), 4)
         opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))

@@ -33,7 +33,7 @@ SIZES = [
 
 @needs_shakespeare
 @pytest.mark.parametrize(("name", "train", "val"), SIZES)
-def test_shakespeare_has_the_usual_sizes_and_is_prepared_once(tmp_path, script, name, train, val):
+def test_shakespeare_has_the_usual_sizes(tmp_path, script, name, train, val):
     prepare = (f"data/{name}/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
     done = script(*prepare)
     assert (done.code, done.err) == (0, "")
@@ -41,7 +41,6 @@ def test_shakespeare_has_the_usual_sizes_and_is_prepared_once(tmp_path, script, 
     assert f"val.bin has {val} tokens" in done.out
     assert decoded(tmp_path / "s", "train") + decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()
     assert SHA256 in (tmp_path / "s" / "meta.json").read_text()
-    assert script(*prepare).out == "s: already prepared\n"
 
 
 def test_faults_of_own_text_are_named(tmp_path, script):
@@ -59,14 +58,12 @@ def test_faults_of_own_text_are_named(tmp_path, script):
 def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(tmp_path, script, tokenizer):
     stories = [f"Once upon a time {i} there was a Kätzchen 🧀.\n" for i in range(900)]
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), "utf-8-sig", newline="\r\n")
-    on_lines_with_text = "<|endoftext|>".join(stories).rstrip()  # and no newline at the end
-    (tmp_path / "0.txt").write_text(on_lines_with_text, "utf-8", newline="\r")
+    (tmp_path / "0.txt").write_text("A <|endoftext|> in a line.")  # and no newline at the end
     size = ["--vocab_size=300"] if tokenizer == "bpe" else []
     prepare = ("data/text/prepare.py", tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size)
     done = script(*prepare)
     assert done.code == 0, done.err
     assert "900 documents" in done.out
-    assert "899 times <|endoftext|> is not alone" in done.out
     meta = read_meta(tmp_path / "own")
     assert ("char has no such token" in done.out) == (meta["end_of_text"] is None) == (tokenizer == "char")
     if tokenizer != "char":
@@ -74,16 +71,12 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(t
         assert np.count_nonzero(ids == meta["end_of_text"]) == 900
         text = from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
         assert text.endswith("\n" + "".join(stories).replace("\n", "\r\n"))
-    (tmp_path / "0.txt").unlink()
-    assert "already prepared" not in script(*prepare).out  # another text
 
 
 DATA_OR_MARKUP = {
     "a.txt": ('{"text": "a line"}\n' * 20, "JSON"),
     "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), "JSON"),
     "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, "HTML"),
-    "c.txt": ("id,text\n" + '7,"a line, and more"\n' * 20, "CSV"),
-    "c.csv": ("text\n" + "a line\n" * 20, "CSV"),
     "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, ""),
 }
 
@@ -100,16 +93,14 @@ def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script, 
     assert not kind or (name in notes[0] and kind in notes[0])
 
 
-def test_folder_means_its_texts_and_another_vocabulary_in_place_of_the_first_is_printed(tmp_path, script):
+def test_folder_means_its_texts(tmp_path, script):
     (tmp_path / "texts" / "more").mkdir(parents=True)
     for name, text in (("a.txt", "one\n"), ("more/b.TXT", "two\n"), (".hidden.txt", "x"), ("c.md", "x")):
         (tmp_path / "texts" / name).write_text(text * 20)
     prepare = ("data/text/prepare.py", "--out", tmp_path / "own")
-    assert "note" not in script(*prepare, tmp_path / "texts").out
+    assert script(*prepare, tmp_path / "texts").code == 0
     assert decoded(tmp_path / "own", "train") + decoded(tmp_path / "own", "val") == "one\n" * 20 + "two\n" * 20
-    assert "note" not in script(*prepare, tmp_path / "texts" / "*.txt", "--tokenizer", tmp_path / "own").out
-    done = script(*prepare, tmp_path / "texts", "--tokenizer=bytes")
-    assert_one_line(next(line for line in done.out.splitlines() if "note" in line), tmp_path / "own", "char", "--out")
+    assert script(*prepare, tmp_path / "texts" / "*.txt", "--tokenizer", tmp_path / "own").code == 0
     fails(script(*prepare, tmp_path / "none"), "none")
     fails(script(*prepare, ROOT / "config"), "config", "*.txt")
 
@@ -155,20 +146,6 @@ def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, pyt
 
 
 # ---- downloads -----------------------------------------------------------------------------------------------
-
-
-@needs_bpe
-def test_without_a_network_the_text_that_was_given_before_is_kept(tmp_path, script, monkeypatch):
-    """After `prepare.py --input FILE`, the notebook runs the same script without --input."""
-    monkeypatch.setattr("data.shakespeare_char.prepare.DATA", tmp_path)  # where no input.txt is
-    monkeypatch.setattr("data.shakespeare_char.prepare.URL", "http://127.0.0.1:9/input.txt")
-    (tmp_path / "text.txt").write_text("To be, or not to be.\n" * 100)
-    prepare = ("data/shakespeare/prepare.py", "--out", tmp_path / "s")
-    fails(script(*prepare), "127.0.0.1:9", "--input FILE")
-    assert script(*prepare, "--input", tmp_path / "text.txt").code == 0
-    assert script(*prepare).out == "s: already prepared\n"
-    (tmp_path / "s" / "val.bin").unlink()
-    fails(script(*prepare), "--input FILE")
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "Connection refused|cannot download"), (b"hello", "checksum")])

@@ -62,7 +62,10 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
         (folder / name).write_text(corpus[:20_000])
     (folder / "prompt.txt").write_text("the ")
     documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
-    (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
+    (folder / "documents").mkdir()
+    for i in range(2):
+        lines = (json.dumps(document) + "\n" for document in documents[i::2])
+        (folder / "documents" / f"{i}.jsonl").write_text("".join(lines))
     turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
     (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
     ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
@@ -98,7 +101,7 @@ def shortened(command: str) -> str:
         return f"{command} --block_size {16 if 'novel' in command else 32}"  # as training_flags sets it
     if "fineweb_edu/prepare.py" in command:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
-        return f"{command.replace(' --source folder/', '')} --source documents.jsonl{tokenizer} --shard_tokens 5000"
+        return f"{command.replace(' --source folder/', '')} --source documents/{tokenizer} --shard_bytes 1"
     if "train.py" in command and "--help" not in command:
         return f"{command} {training_flags(command)}"
     if "bench/speed.py" in command:

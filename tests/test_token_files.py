@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -14,11 +13,12 @@ from hypothesis import strategies as st
 import data.dataset
 from data import token_files
 from data.dataset import Checksums
-from data.prepared import is_prepared, locked, write_dataset
+from data.prepared import locked, write_dataset
 from data.splits import Split
 from data.token_files import (
     HEADER_BYTES,
     MAGIC,
+    VERSION,
     assumptions,
     check_vocabulary,
     llmc_header,
@@ -29,8 +29,7 @@ from data.token_files import (
 )
 from data.tokenizer import BytesTokenizer, CharTokenizer
 
-# Not the halves of 32-bit ids, which are an error: the high ones would all be small.
-ids_lists = st.lists(st.integers(4, 65535), min_size=1, max_size=700)
+ids_lists = st.lists(st.integers(0, 65535), min_size=1, max_size=700)
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
@@ -56,17 +55,14 @@ def headed(tokens: int, at: int = 0, value: int = MAGIC) -> bytes:
     return content.tobytes()
 
 
-WIDE = np.random.default_rng(0).integers(1, 32_000, 5000)
 NOT_TOKENS = {
     "empty": b"",
     "odd": b"abc",
     "cut short": headed(100)[:-160],
     "without tokens": headed(0),
-    "another magic": headed(100, 0, MAGIC + 1),
+    "another version": headed(100, 1, VERSION + 1),
     "a token more": headed(100, 2, 101),
-    "32 bits": WIDE.astype("<u4").tobytes(),
     "llm.c's 32 bits": np.array([20240801, 7, 9], "<i4").tobytes() + bytes(1024),
-    "text": "Käse und Brot. ".encode() * 64,
     "a folder": None,
 }
 
@@ -82,12 +78,6 @@ def test_file_that_is_no_token_file_is_named(tmp_path, content):
         with pytest.raises(ValueError, match="prepare") as e:
             open_file(path)
         assert_one_line(str(e.value), path)
-
-
-def test_tokens_of_a_small_vocabulary_are_not_taken_for_32_bits(tmp_path):
-    for vocab_size in (1, 2, 3, 4):
-        write_tokens(tmp_path / "x.bin", np.random.default_rng(0).integers(0, vocab_size, 500).astype(np.uint16))
-        assert len(read_tokens(tmp_path / "x.bin")) == 500
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace mapped files")
@@ -120,14 +110,11 @@ def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
     return folder
 
 
-def test_two_do_not_write_at_once_and_what_is_damaged_or_missing_is_noticed(tmp_path):
+def test_two_do_not_write_at_once_and_a_file_that_is_missing_is_named(tmp_path):
     dataset(tmp_path, [1, 2, 3], [4, 5])
     with locked(tmp_path), pytest.raises(ValueError, match="wait") as e:
         dataset(tmp_path, [7, 8, 9], [7, 7])
     assert_one_line(str(e.value), tmp_path)
-    assert is_prepared(tmp_path, "test")
-    (tmp_path / "val.bin").write_bytes(b"\x04\x00\x06\x00")
-    assert not is_prepared(tmp_path, "test")
     dataset(tmp_path, [7, 8, 9], [7, 7])
     assert read_tokens(tmp_path / "train.bin").tolist() == [7, 8, 9]
     assert {path.name for path in tmp_path.iterdir()} <= {"train.bin", "val.bin", "meta.json"}
@@ -148,7 +135,7 @@ FOUND: list[tuple[list[str], list[str] | None]] = [
 
 
 @pytest.mark.parametrize(("names", "read"), FOUND, ids=lambda value: " ".join(value or ["an error"]))
-def test_files_of_a_folder_without_a_list_are_those_of_one_name_and_the_rest_is_printed(tmp_path, names, read):
+def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names, read):
     for name in (*names, "val.bin"):
         write_tokens(tmp_path / name, np.arange(300, 320, dtype=np.uint16))
     if read is None:
@@ -159,7 +146,7 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name_and_the_rest_is_
     assert [path.name for path in token_files.token_files(tmp_path, "train")] == read
     printed = " ".join(assumptions(tmp_path))
     assert "no meta.json" in printed
-    assert all(name in printed for name in names if names != ["train.bin"])
+    assert (read[-1] in printed) == (len(read) > 1)
 
 
 def test_missing_data_names_the_script_that_makes_it(tmp_path):
@@ -195,13 +182,8 @@ def test_one_flipped_bit_is_named(tmp_path, monkeypatch, at_once):
     assert_one_line(str(e.value), tmp_path / "val.bin")
 
 
-def test_folders_without_a_list_and_files_outside_of_it_are_named(tmp_path):
+def test_folder_without_a_list_cannot_be_verified(tmp_path):
     dataset(tmp_path, [*range(250)], [*range(250)])
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    write_tokens(tmp_path / "train_2.bin", np.arange(20, dtype=np.uint16))
-    assert "not read: train_2.bin" in " ".join(assumptions(tmp_path))
-    (tmp_path / "meta.json").write_text(json.dumps({key: value for key, value in meta.items() if key != "sha256"}))
-    assert "meta.json is of an older version" in verified(tmp_path)
     (tmp_path / "meta.json").unlink()
     assert verified(tmp_path) == "no checksums (no meta.json that lists files)"
 
@@ -209,11 +191,8 @@ def test_folders_without_a_list_and_files_outside_of_it_are_named(tmp_path):
 # ---- the description -----------------------------------------------------------------------------------------
 
 
-def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2_if_the_ids_can_be(tmp_path):
+def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
-    for vocab_size in (65, 32_000):  # characters, Llama 2
-        write_tokens(tmp_path / "val.bin", np.arange(vocab_size, dtype=np.uint16))
-        assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 50304, "end_of_text": None}
     chars = ["b", "a"]
     nanogpt = {"vocab_size": 2, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt))

@@ -5,8 +5,8 @@
     python train.py config/finetune_chat.py
 
 A file has one dialogue in each line, {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant",
-"content": "Hi, how are you?"}]}, or is one JSON array of them; docs/data.md names what else is read.
-data/chat/template.py says how a dialogue becomes text. Only what the assistant says is a target of the loss.
+"content": "Hi, how are you?"}]}, or the same with ShareGPT's keys (conversations, from, value). data/chat/template.py
+says how a dialogue becomes text. Only what the assistant says is a target of the loss.
 
 Writes data/NAME/train.bin, val.bin (the last tenth of the dialogues) and meta.json, and beside each token file a mask,
 train.mask and val.mask: a byte for each token, 1 if the loss counts it as a target. Dialogues are packed into
@@ -19,11 +19,9 @@ import bisect
 import itertools
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -31,30 +29,22 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
-from data.prepared import document_tokenizer, is_prepared, write_dataset
+from data.prepared import document_tokenizer, write_dataset
 from data.text.prepare import DATA, add_folder, whole_number
-from data.text_files import expanded, read_text
+from data.text_files import expanded, lines_in
 from data.tokenizer import Tokenizer
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import file_sha256, sha256
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
 NAMED_FILES = 10  # in the source that meta.json names
-NOT_SPACE = re.compile(r"\S")
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
-    """Write the packed token files and masks of the dialogues in `paths`, unless folder already holds them unharmed.
+    """Write the packed token files and masks of the dialogues in `paths`.
 
     Raises ValueError if a line is not a dialogue or there are fewer than two, OSError.
     """
-    made_by = [*map(file_sha256, paths), tokenizer.meta(), tokenizer.end_of_text]
-    names = ", ".join(path.name for path in paths[:NAMED_FILES])
-    source = f"{names} (sha256 {sha256(json.dumps(made_by).encode())}), {NAME}, windows of {block_size}"
-    if is_prepared(folder, source):
-        print(f"{folder.name}: already prepared")
-        return
     template = Template(tokenizer)
     read = tqdm(itertools.chain(*map(read_dialogues, paths)), "dialogues", disable=None)
     dialogues = [template.encode(messages) for messages in read]
@@ -75,46 +65,21 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
     if n_long:
         print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
     about = {"end_of_text": template.end_of_text, "packed": block_size, "chat": NAME}
+    source = ", ".join(path.name for path in paths[:NAMED_FILES])
     write_dataset(folder, ids, tokenizer, source, masks, **about)
 
 
-# ---- reading -------------------------------------------------------------------------------------------------
-
-
 def read_dialogues(path: Path) -> Iterator[list[Message]]:
-    """Yield the dialogues of a file: JSON values one after another, as in jsonl, or arrays of them.
-
-    Raises ValueError, which names the line, if one is not a dialogue.
-    """
-    for line, value in json_values(path, read_text(path)):
-        is_array = isinstance(value, list) and not any(map(is_message, value))
-        for number, dialogue in enumerate(value if is_array else [value], 1):
-            try:
-                messages = as_messages(dialogue)
-            except ValueError as e:
-                where = f"line {line}, dialogue {number}" if is_array else f"line {line}"
-                raise ValueError(f"{path}, {where}: {e}") from None
-            yield messages
-
-
-def is_message(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
-
-
-def json_values(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the JSON values of a text, each with the line where it begins. Raises ValueError, which names the line."""
-    decoder = json.JSONDecoder()
-    line = 1
-    at = 0
-    while start := NOT_SPACE.search(text, at):
-        begin = start.start()
-        line += text.count("\n", at, begin)
+    """Yield the dialogues of a file, one a line. Raises ValueError, which names the line, if one is not a dialogue."""
+    for number, line in enumerate(lines_in(path), 1):
+        if not line.strip():
+            continue
         try:
-            value, at = decoder.raw_decode(text, begin)
+            yield as_messages(json.loads(line))
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path}, line {number}: it is not JSON ({e.msg}); write one dialogue a line") from None
         except (ValueError, RecursionError) as e:
-            raise ValueError(f"{path}, line {line}: it is not JSON ({e})") from None
-        yield line, value
-        line += text.count("\n", begin, at)
+            raise ValueError(f"{path}, line {number}: {e}") from None
 
 
 # ---- packing -------------------------------------------------------------------------------------------------
@@ -166,4 +131,4 @@ if __name__ == "__main__":
         parser.add_argument("--block_size", type=whole_number, default=1024, help=about)
         args = parser.parse_args()
         tokenizer = document_tokenizer(args.tokenizer)
-        prepare(expanded(args.files or [EXAMPLE], (".jsonl", ".json")), args.out, tokenizer, args.block_size)
+        prepare(expanded(args.files or [EXAMPLE], (".jsonl",)), args.out, tokenizer, args.block_size)

@@ -25,10 +25,6 @@ from data.tokenizer import END_OF_TEXT, Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}  # of roles
-# Keys of a question and its answer alone, as Alpaca, Dolly and OpenAI's first format have them.
-ASKED = ("instruction", "prompt", "question")
-GIVEN = ("input", "context")  # what the question is about
-ANSWERED = ("output", "response", "completion", "answer")
 NAME = "deskgpt-chat-1"  # as meta.json and checkpoints record it: another number for another template
 HEADERS = {role: f"{role.capitalize()}:\n" for role in ROLES}
 # A model that has learned too little may write the next turn by itself, without an end_of_text before it.
@@ -53,7 +49,6 @@ OLLAMA = (
 class Message(NamedTuple):
     role: str  # one of ROLES
     content: str
-    unmasked: bool = True  # a target, if it is the assistant's
 
 
 class Encoded(NamedTuple):
@@ -85,9 +80,8 @@ class Template:
             header = self._headers[message.role]
             content = self.tokenizer.encode(message.content)
             ids += [header, content, self._end]
-            is_target = message.role == "assistant" and message.unmasked
             mask.append(np.zeros(len(header), np.uint8))
-            mask.append(np.full(len(content) + 1, is_target, np.uint8))
+            mask.append(np.full(len(content) + 1, message.role == "assistant", np.uint8))
         return Encoded(np.concatenate(ids), np.concatenate(mask))
 
     def prompt(self, messages: list[Message]) -> Ids:
@@ -98,25 +92,17 @@ class Template:
 def as_messages(value: Any) -> list[Message]:
     """Return the messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
 
-    ShareGPT's keys (conversations, from, value) and those of a question and its answer alone are read too. Raises
-    ValueError, whose message says in a few words what is wrong.
+    ShareGPT's keys (conversations, from, value) are read too. Raises ValueError, whose message says in a few words what
+    is wrong.
     """
     if isinstance(value, dict):
-        value = value.get("messages") or value.get("conversations") or question_and_answer(value)
+        value = value.get("messages") or value.get("conversations")
     if not isinstance(value, list):
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
-    if not any(message.role == "assistant" and message.unmasked for message in messages):
+    if not any(message.role == "assistant" for message in messages):
         raise ValueError("it has no assistant turn to learn, so nothing is learned from it; leave it out")
     return messages
-
-
-def question_and_answer(value: dict[str, Any]) -> list[Any]:
-    asked = [value[key] for keys in (ASKED, GIVEN) for key in keys if value.get(key)]
-    answered = [value[key] for key in ANSWERED if key in value]
-    if not asked or len(answered) != 1 or not all(isinstance(text, str) for text in asked):
-        raise ValueError('it has neither "messages" nor "conversations", nor one question and one answer')
-    return [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": answered[0]}]
 
 
 def as_message(value: Any, n: int) -> Message:
@@ -132,7 +118,4 @@ def as_message(value: Any, n: int) -> Message:
     role = OTHER_NAMES.get(value["role"], value["role"])
     if role not in ROLES:
         raise ValueError(f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}")
-    weight = value.get("weight", 1)
-    if weight not in (0, 1, None):
-        raise ValueError(f"message {n} has weight={reprlib.repr(weight)}; it can be 0 (masked) or 1")
-    return Message(role, valid_unicode(content), weight != 0)
+    return Message(role, valid_unicode(content))

@@ -6,172 +6,204 @@
     python data/fineweb_edu/prepare.py --tokenizer data/novel-bpe --out data/own_vocabulary
     python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
 
-Writes val_000000.bin, then train_000001.bin and so on (llm.c's format: 1024 bytes of header, uint16 token ids) and
-meta.json, which lists them. Every document begins with <|endoftext|>; a document may continue in the next shard.
-If it is stopped, at any point, the same command continues after the last finished shard.
-
-With --part, each part of the source files has shards of its own, train_<part>_<shard>.bin, and a record of them,
-parts/<part>.json; the beginning of the first part is val. The part that is finished last lists them all in meta.json.
+Writes a shard for each source file, train_000000.bin and so on (uint16 token ids), and meta.json, which lists them; the
+beginning of the first file is val_000000.bin. Small files of --source share a shard. Every document begins with
+<|endoftext|>. If it is stopped, at any point, the same command continues after the last finished shard.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.meta_files import CHECKSUM, read_record, write_meta
+from data.meta_files import read_record, write_meta
 from data.prepared import damaged, document_tokenizer, locked, remove_leftovers
-from data.shards import Source, TokenStream, first_line, local_source, missing_shards, write_shard
+from data.shards import FORMATS, Entry, TokenStream, documents_in_file, first_line, tokens_in, write_shard
 from data.text.prepare import add_folder, whole_number
-from data.token_files import HEADER_BYTES, TOKEN_BYTES
+from data.text_files import expanded
 from data.tokenizer import Tokenizer, short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
-BYTES_PER_VAL_TOKEN = 40  # of files on this machine: with four bytes per token, a tenth of them is val
-WAIT_S = 60.0  # for another part that lists all shards, which takes a moment
+VAL_TOKENS = 100_000_000
+BYTES_PER_VAL_TOKEN = 40  # of the first shard's files on this machine: with four bytes per token, a tenth is val
+WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
-Record = dict[str, Any]  # of the shards of a part, as meta.json has it
+Record = dict[str, Any]  # the content of meta.json
 
 
 class Part(NamedTuple):
-    """Every `of`-th file of the source, from file `number` on. The first part's beginning is val."""
+    """The shards `number`, `number` + `of`, `number` + 2 `of` ..."""
 
     number: int = 0
     of: int = 1
 
-    @property
-    def record(self) -> str:
-        """The file in --out that lists the shards of this part."""
-        return "meta.json" if self.of == 1 else f"parts/{self.number:06}.json"
 
-    @property
-    def prefix(self) -> str:
-        """The beginning of its shards' numbers."""
-        return "" if self.of == 1 else f"{self.number:06}_"
+class Source(NamedTuple):
+    """Files of documents."""
 
-    def shards(self, record: Record, tokens: float) -> Iterator[tuple[str, int]]:
-        """Yield names and sizes of the shards that hold this part's share of `tokens`, math.inf for all there are."""
-        share = math.ceil(tokens / self.of) if tokens < math.inf else tokens
-        # Shards of an earlier start with more --tokens stay as they are: training reads all that are listed.
-        made = sum(entry["tokens"] for name, entry in record["files"].items() if name.startswith("train"))
-        number = 0
-        for split, left in (("val", 0 if self.number else record["val_tokens"]), ("train", max(share, made))):
-            while left > 0:
-                yield f"{split}_{self.prefix}{number:06}.bin", int(min(record["shard_tokens"], left))
-                left -= record["shard_tokens"]
-                number += 1
-
-    def is_made(self, folder: Path, record: Record, tokens: float) -> bool:
-        """Return whether folder holds all shards of this part, by their sizes; none if its files hold no text."""
-        if not record:
-            return False
-        entries = record["files"]
-        harmed = [name for name, entry in entries.items() if not has_size(folder / name, entry["tokens"])]
-        to_make = missing_shards(self.shards(record, tokens), entries, harmed)
-        return not entries or next(to_make, None) is None
+    name: str  # as meta.json records it
+    shards: list[list[str]]  # the files of each shard
+    revision: str | None = None  # of a data set on the hub
 
 
 def main(args: argparse.Namespace) -> None:
     part: Part = args.part
-    if part.of == 1:
-        with locked(args.out):
-            finish(args.out, make(args))
-        return
-    with locked(args.out / "parts", f".{part.number:06}"):
-        make(args)
-    with locked(args.out, wait_s=WAIT_S):
-        merge(args.out, part.of, args.tokens)
+    with locked(args.out, f".part_{part.number}_{part.of}"):
+        record = make(args)
+    parts = [Part(number, part.of) for number in range(part.of)]
+    missing = [other.number for other in parts if next(unfinished(record, other, args.tokens), None)]
+    if missing and part.of > 1:
+        example = f"--part={missing[0]}/{part.of}"
+        print(f"{args.out}: {len(missing)} of {part.of} parts are still to be made, {example} among them")
+    else:
+        print_totals(args.out, record)
 
 
 # ---- make ----------------------------------------------------------------------------------------------------
 
 
 def make(args: argparse.Namespace) -> Record:
-    """Make the shards of this part that args.out lacks. Returns its record. Raises ValueError, OSError."""
+    """Make the shards of this part that args.out lacks. Return what meta.json records. Raises ValueError, OSError."""
     folder: Path = args.out
     part: Part = args.part
-    records = earlier_records(folder)
-    source = local_source(args.source, args.text_column) if args.source else None
+    source = local_source(args.source, args.shard_bytes) if args.source else None
+    earlier = read_record(folder)
+    if not source and not (earlier.get("files") and "shards" in earlier):
+        source = hub_source(args.subset, None)
     tokenizer = document_tokenizer(args.tokenizer)
-    identity = identity_of(args, source, tokenizer)
-    for record in records.values():
-        check_identity(folder, record, identity)
-    remove_leftovers(folder, f"*_{part.prefix}*.bin.", f"{part.record}.")
-
-    revision = next((record.get("revision") for record in records.values()), None)  # all parts have the same one
-    record = records.get(part.record) or {**identity, "revision": revision, "files": {}}
-    entries = record["files"]
-    harmed = damaged(folder, entries)
+    record = add_shards(folder, settings_of(args, source, tokenizer), {})
+    if part.number >= record["shards"]:
+        raise ValueError(f"--part={part.number}/{part.of}: the source makes {record['shards']} shards; use fewer parts")
+    own = {name: entry for name, entry in record["files"].items() if number_of(name) % part.of == part.number}
+    harmed = damaged(folder, own)
     for name in harmed:
         print(f"{name} is missing or damaged (its checksum does not match) and is made again")
-    stream: TokenStream | None = None
-    for name, size, start in missing_shards(part.shards(record, args.tokens), entries, harmed):
-        source = source or hub_source(args.subset, args.text_column, record["revision"])
-        record["revision"] = source.revision
-        if stream is None or stream.position != start:
-            of_part = replace(source, files=source.files[part.number :: part.of])
-            stream = TokenStream(of_part, tokenizer, start)
-        entry = write_shard(folder / name, size, stream)
-        before = entries.get(name)
-        if before and entry.get("tokens", 0) <= before["tokens"] and entry.get("sha256") != before["sha256"]:
-            raise ValueError(f"{folder / name} differs from what it was: its source has changed; take another --out")
-        if entry:
-            entries[name] = entry
-        elif entries:  # the source ended exactly with the shard before
-            entries[list(entries)[-1]]["last"] = True
-        write_meta(folder, record, part.record)
-    if stream is None:
+    is_prepared = True
+    for number, tokens in unfinished(record, part, args.tokens, {number_of(name) for name in harmed}):
+        is_prepared = False
+        source = source or hub_source(args.subset, record["revision"])
+        documents = itertools.chain(*(documents_in_file(path, args.text_column) for path in source.shards[number]))
+        stream = TokenStream(tokens_in(documents, tokenizer))
+        sizes = {f"train_{number:06}.bin": tokens}
+        if number == 0:
+            sizes = {"val_000000.bin": record["val_tokens"]} | sizes
+        entries = {}
+        for name, at_most in sizes.items():
+            remove_leftovers(folder, f"{name}.")
+            entry = write_shard(folder / name, at_most, stream)
+            before = record["files"].get(name)
+            if before and "cut" not in before and entry != before:
+                raise ValueError(
+                    f"{folder / name} differs from what it was: its source has changed; take another --out"
+                )
+            if entry:
+                entries[name] = entry
+        empty = [] if f"train_{number:06}.bin" in entries else [number]
+        record.update(add_shards(folder, settings_of(args, source, tokenizer), entries, empty))
+    if is_prepared:
         print(f"{folder}: already prepared")
     return record
 
 
-def identity_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
-    """Return the settings that all shards of a folder share."""
-    val_tokens = args.shard_tokens
-    if source:
-        val_tokens = max(1, min(val_tokens, sum(map(os.path.getsize, source.files)) // BYTES_PER_VAL_TOKEN))
-    return {
+def number_of(name: str) -> int:
+    """Return the number of a shard, from the name of its file."""
+    return int(Path(name).stem.split("_")[1])
+
+
+def unfinished(record: Record, part: Part, tokens: float, harmed: Collection[int] = ()) -> Iterator[tuple[int, float]]:
+    """Yield the numbers of a part's shards that are to be made, each with the train tokens that are still wanted.
+
+    tokens: of all parts, math.inf for all there are. The caller lists a shard in record before it asks for the next.
+    """
+    wanted = math.ceil(tokens / part.of) if tokens < math.inf else tokens
+    for number in range(part.number, record["shards"], part.of):
+        if wanted <= 0:
+            return
+        name = f"train_{number:06}.bin"
+        entry = record["files"].get(name, {"tokens": 0})
+        is_missing = name not in record["files"] and number not in record["empty"]
+        is_short = "cut" in entry and entry["tokens"] < wanted
+        if is_missing or is_short or number in harmed:
+            yield number, wanted
+        wanted -= record["files"].get(name, {"tokens": 0})["tokens"]
+
+
+def settings_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
+    """Return the settings that all shards of a folder share, without those of the source if it is not known."""
+    settings = {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
         "source": source.name if source else f"{REPO}, {args.subset}",
         "text_column": args.text_column,
-        "shard_tokens": args.shard_tokens,
-        "val_tokens": args.val_tokens or val_tokens,
-        "parts": args.part.of,
     }
+    if source:
+        val_tokens = VAL_TOKENS
+        if args.source:
+            n_bytes = sum(map(os.path.getsize, source.shards[0]))
+            val_tokens = max(1, min(val_tokens, n_bytes // BYTES_PER_VAL_TOKEN))
+        settings["val_tokens"] = args.val_tokens or val_tokens
+        settings["shards"] = len(source.shards)
+        settings["revision"] = source.revision
+    return settings
 
 
-def check_identity(folder: Path, record: Record, identity: Record) -> None:
-    """Raise ValueError if the earlier start that wrote this record had other settings."""
-    for key, wanted in identity.items():
-        found: Any = record.get(key, 1 if key == "parts" else None)  # older versions do not record a single part
-        if found != wanted:
-            if key == "tokenizer":
-                found, wanted = short_name(found), short_name(wanted)
-            raise ValueError(
-                f"{folder} was prepared with {key} {found}, not {wanted}; choose another --out, or delete the folder"
-            )
+def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty: Collection[int] = ()) -> Record:
+    """List shards in the folder's meta.json, and return what it records then. empty: numbers of shards without tokens.
+
+    Raises ValueError if the shards that it lists were made with other settings.
+    """
+    with locked(folder, wait_s=WAIT_S):
+        record = read_record(folder)
+        if not record.get("files"):  # settings that made no shard do not count
+            record = settings | {"files": {}, "empty": []}
+        for key, wanted in settings.items():
+            found = record.get(key)
+            if found != wanted:
+                if key == "tokenizer":
+                    found, wanted = short_name(record[key]), short_name(wanted)
+                remedy = "choose another --out, or delete the folder"
+                raise ValueError(f"{folder} was made with {key} {found}, not {wanted}; {remedy}")
+        record["files"] = dict(sorted((record["files"] | entries).items()))
+        remove_leftovers(folder, "meta.json.")
+        record["empty"] = sorted({*record["empty"], *empty})
+        if entries or empty or not record["files"]:
+            write_meta(folder, record)
+    return record
 
 
-def earlier_records(folder: Path) -> dict[str, Record]:
-    """Return the records of parts and of the full data set, by file. Raises ValueError if one is damaged."""
-    names = [f"parts/{path.name}" for path in sorted((folder / "parts").glob("[0-9]*.json"))]
-    records = {name: read_record(folder, name) for name in [*names, "meta.json"]}
-    return {name: record for name, record in records.items() if record}
+def local_source(paths: list[Path], shard_bytes: int) -> Source:
+    """Return a source of these files, of folders all readable ones in name order. Raises ValueError."""
+    files = expanded(paths, FORMATS)
+    shards: list[list[str]] = []
+    n_bytes = total = 0
+    for path in files:
+        if not path.exists():
+            raise ValueError(f"--source {path} does not exist")
+        if not path.name.lower().endswith(FORMATS):
+            raise ValueError(f"--source {path} is not a *.parquet, *.jsonl or *.txt file (the latter also packed)")
+        if not shards or n_bytes >= shard_bytes:
+            shards.append([])
+            n_bytes = 0
+        shards[-1].append(os.path.abspath(path))
+        n_bytes += path.stat().st_size
+        total += path.stat().st_size
+    names = ", ".join(path.name for path in files[:3])
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return Source(f"{names}{more} ({total:,} bytes)", shards)
 
 
-def hub_source(subset: str, text_column: str, revision: str | None) -> Source:
+def hub_source(subset: str, revision: str | None) -> Source:
     """Return a subset of FineWeb-Edu, at its newest revision if none is given. Raises ValueError."""
     from huggingface_hub import HfApi
 
@@ -190,37 +222,10 @@ def hub_source(subset: str, text_column: str, revision: str | None) -> Source:
     if not files:
         raise ValueError(f"--subset {subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}")
     urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
-    return Source(f"{REPO}, {subset}", urls, text_column, info.sha)
+    return Source(f"{REPO}, {subset}", [[url] for url in urls], info.sha)
 
 
-# ---- list ----------------------------------------------------------------------------------------------------
-
-
-def merge(folder: Path, n_parts: int, tokens: float) -> None:
-    """List the shards of all parts in the folder's meta.json, once all of them are made."""
-    parts = [Part(number, n_parts) for number in range(n_parts)]
-    records = [read_record(folder, part.record) for part in parts]
-    missing = []
-    for part, record in zip(parts, records, strict=True):
-        if not part.is_made(folder, record, tokens):
-            missing.append(f"--part={part.number}/{n_parts}")
-    if missing:
-        print(f"{folder}: {len(missing)} of {n_parts} parts are still to be made, {missing[0]} among them")
-        return
-    meta = {key: value for key, value in records[0].items() if key not in ("files", CHECKSUM)}
-    for record in records:
-        check_identity(folder, record, meta)
-    remove_leftovers(folder, "meta.json.")
-    meta["files"] = {name: entry for record in records for name, entry in record["files"].items()}
-    write_meta(folder, meta)
-    finish(folder, meta)
-
-
-def has_size(path: Path, tokens: int) -> bool:
-    return path.is_file() and path.stat().st_size == HEADER_BYTES + TOKEN_BYTES * tokens
-
-
-def finish(folder: Path, meta: Record) -> None:
+def print_totals(folder: Path, meta: Record) -> None:
     """Print what folder holds. Raises ValueError if the source left no tokens for train."""
     tokens = {"train": 0, "val": 0}
     for name, entry in meta["files"].items():
@@ -251,11 +256,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     of("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
     of("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
     add("--text_column", default="text", help="column, or key of a jsonl line, with the text (default: text)")
-    add("--tokenizer", default="gpt2", help="gpt2 or another tiktoken encoding, bytes, or a prepared folder's path")
+    add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
     add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
-    add("--val_tokens", type=whole_number, help="made first (default: a shard; of --source a tenth at most)")
-    add("--shard_tokens", type=whole_number, default=100_000_000, help="per file (default: 1e8)")
-    add("--part", type=i_of_n, default=Part(), metavar="I/N", help="make only source files I, I + N, I + 2N ...")
+    add("--val_tokens", type=whole_number, help="(default: 1e8; of --source a tenth of the first shard at most)")
+    add("--shard_bytes", type=whole_number, default=400_000_000, help="of --source files per shard (default: 4e8)")
+    add("--part", type=i_of_n, default=Part(), metavar="I/N", help="make only shards I, I + N, I + 2N ...")
     add_folder(parser, Path(__file__).resolve().parent)
     return parser.parse_args(argv)
 

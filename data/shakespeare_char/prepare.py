@@ -15,8 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.meta_files import read_record
-from data.prepared import is_prepared
 from data.text.prepare import add_folder, prepare
 from data.text_files import read_text
 from deskgpt.system.errors import OneLineParser, one_line_errors
@@ -62,15 +60,7 @@ def main(name: str, tokenizer: str) -> None:
     add_folder(parser, DATA / name)
     with one_line_errors():
         args = parser.parse_args()
-        try:
-            text = shakespeare(args.input)
-        except ValueError:  # without a network, what an earlier --input has made is still there
-            source = read_record(args.out).get("source", "")
-            if args.input or not (source.startswith(SOURCE) and is_prepared(args.out, source)):
-                raise
-            print(f"{args.out.name}: already prepared")
-        else:
-            prepare(text, args.out, tokenizer, SOURCE)
+        prepare(shakespeare(args.input), args.out, tokenizer, SOURCE)
 
 
 if __name__ == "__main__":

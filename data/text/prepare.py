@@ -4,9 +4,8 @@
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
-Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files may be UTF-8, or UTF-16 and UTF-32 with a
-mark, also packed (gzip, bzip2, xz, zstd). If lines with nothing but <|endoftext|> separate documents, each document
-begins with that token.
+Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UTF-8, also packed (.gz, .zst). If lines
+with nothing but <|endoftext|> separate documents, each document begins with that token.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.prepared import is_prepared, named_tokenizer, write_dataset
+from data.prepared import named_tokenizer, write_dataset
 from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, next_document, read_text
 from data.tokenizer import (
     END_OF_TEXT,
@@ -36,7 +35,6 @@ from data.tokenizer import (
     encoded_document,
     from_meta,
     of_merges,
-    short_name,
 )
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.files import sha256
@@ -52,76 +50,55 @@ SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
-# Data and markup that people take for text: suffixes, and how they begin.
-STRUCTURED = {
-    "JSON": ((".json", ".jsonl"), re.compile(r'\{\s*"|\[\s*[{"]')),
-    "HTML or XML": ((".html", ".htm", ".xml"), re.compile(r"<(?:!doctype|html|\?xml)\b", re.IGNORECASE)),
-    "a CSV table": ((".csv", ".tsv"), re.compile(r'"?\w[\w ]*"?(?:[,;\t]"?\w[\w ]*"?)+\r?\n')),
-}
+# Data and markup that people take for text, by their first character.
+STRUCTURED = {"{": "JSON", "[": "JSON", "<": "HTML or XML"}
 
 
 def main(args: argparse.Namespace) -> None:
     paths = expanded(args.files, TEXTS)
     source = ", ".join(path.name for path in paths[:NAMED_FILES])
     texts = [read_text(path) for path in paths]
-    print_structure(paths, texts)
+    for path, text in zip(paths, texts, strict=True):
+        if kind := STRUCTURED.get(text.lstrip()[:1]):
+            print(
+                f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To avoid this, "
+                "convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
+            )
+            break
     if len(texts) > 1:
         texts = [text if text.endswith("\n") else text + "\n" for text in texts]
     prepare("".join(texts), args.out, args.tokenizer, source, args.vocab_size)
 
 
-def print_structure(paths: list[Path], texts: list[str]) -> None:
-    """Print a line if files look like data or markup, whose quotes, keys and tags the model would learn."""
-    for kind, (suffixes, beginning) in STRUCTURED.items():
-        for path, text in zip(paths, texts, strict=True):
-            if path.name.lower().endswith(suffixes) or beginning.match(text[:1000].lstrip()):
-                print(
-                    f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To "
-                    "avoid this, convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
-                )
-                break
-
-
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
-    """Write the token files of text, split by characters into 90% train and 10% val, and prints their sizes.
+    """Write the token files of text, split by characters into 90% train and 10% val, and print their sizes.
 
     tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
-    which is trained on the train split. Does nothing if folder already holds the files unharmed. Raises ValueError for
-    an unknown tokenizer or too short a text.
+    which is trained on the train split. Raises ValueError for an unknown tokenizer or too short a text.
     """
     cut = next_document(text, int(len(text) * TRAIN_SHARE))
     if len(text) - cut < 2:
         raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
-    described = named_tokenizer(tokenizer_name)
-    source = f"{source} (sha256 {sha256(text.encode('utf-8', 'surrogatepass'))}), {short_name(described)}"
-    if tokenizer_name == "bpe":
-        source += f" of {vocab_size}"
-    if is_prepared(folder, source):
-        print(f"{folder.name}: already prepared")
-        return
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
         tokenizer: Tokenizer = train_bpe("".join(documents_in(text[:cut])), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
-        tokenizer = from_meta(described)
+        tokenizer = from_meta(named_tokenizer(tokenizer_name))
     name = tokenizer.meta()["name"]
-    documents = documents_in(text)
-    separated = SEPARATOR.search(text) is not None
-    end_of_text = tokenizer.end_of_text if separated else None
-    if separated:
+    end_of_text = None
+    if SEPARATOR.search(text):
+        end_of_text = tokenizer.end_of_text
         how = f"{name} has no such token, so they are spelt out" if end_of_text is None else "one token each"
-        print(f"{len(documents):,} documents, separated by {END_OF_TEXT}: {how}")
-    within = sum(document.count(END_OF_TEXT) for document in documents)
-    if within:
-        print(f"note: {within:,} times {END_OF_TEXT} is not alone on its line, and is spelt out as text")
+        print(f"{len(documents_in(text)):,} documents, separated by {END_OF_TEXT}: {how}")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         if end_of_text is None:
             splits[split] = tokenizer.encode(part)
         else:
             splits[split] = np.concatenate([encoded_document(tokenizer, document) for document in documents_in(part)])
+    source = f"{source} (sha256 {sha256(text.encode())})"
     write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
     print(f"{folder.name}: tokenizer {name}, vocab_size {tokenizer.vocab_size:,}")
     for split, ids in splits.items():
@@ -192,7 +169,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
     add_folder(parser)
-    about = "char, bytes, bpe (trained on this text), a tiktoken encoding such as gpt2, or a prepared folder's path"
+    about = "char, bytes, bpe (trained on this text), gpt2, or a prepared folder's path"
     add("--tokenizer", default="char", help=about)
     add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {BPE_SIZE})")
     args = parser.parse_args()
