@@ -141,6 +141,14 @@ def assert_one_line(message: object, *named: object) -> None:
         assert str(part) in line, f"{line!r} does not name {part}"
 
 
+@contextmanager
+def raises_one_line(*named: object, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Expect an error of one line that names these."""
+    with pytest.raises(kind) as e:
+        yield
+    assert_one_line(e.value, *named)
+
+
 def assert_refused(done: Finished | subprocess.CompletedProcess[str], *named: object) -> None:
     """A script ended with status 2 and one line of error that names these."""
     code = done.code if isinstance(done, Finished) else done.returncode
