@@ -31,7 +31,7 @@ def train_on(ranks: DistContext, c: train.TrainConfig) -> float:
         return train.main(c)
 
 
-def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_divide(chars, tmp_path):
+def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path):
     """Another initial weight, another mask of dropout or another window would show in losses and weights."""
     # 17 windows to evaluate: 9 batches, the last one not full, and one of padding on the second rank.
     own: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "eval_tokens": 17 * 16}
@@ -44,48 +44,43 @@ def test_two_ranks_start_alike_drop_out_alike_and_evaluate_alike_what_does_not_d
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
-def test_ranks_break_an_evaluation_off_at_the_same_batch(chars, tmp_path):
-    """A rank that a signal stops could leave the others waiting for its part of the weights."""
+def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_path):
+    """Otherwise one rank would leave the others waiting for its part of the weights."""
     split = Split(chars, "val", 16, 256)
 
-    def batches_until_a_signal(ranks: DistContext) -> list[int]:
-        counts = []
-        for _ in range(1):
-            calls: list[int] = []
+    def batches_until_a_signal(ranks: DistContext) -> int:
+        n_calls = 0
 
-            def signalled(*_: Any, calls: list[int] = calls) -> None:
-                calls.append(1)
-                if ranks.rank == 1 and len(calls) == 3:
-                    signal_handler.signal = signal.SIGTERM
+        def count(*_: Any) -> None:
+            nonlocal n_calls
+            n_calls += 1
+            if ranks.rank == 1 and n_calls == 3:
+                signal_handler.signal = signal.SIGTERM
 
-            model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
-            model.register_forward_hook(signalled)
-            batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
-            own = StopController(ranks, 0.0, 0.0, 0.0, 0)
-            evaluate(model, Variant(), own.until_signal(eval_batches(split, batching, CPU)), ranks)
-            signal_handler.signal = None
-            counts.append(len(calls))
-        return counts
+        model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
+        model.register_forward_hook(count)
+        batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
+        stops = StopController(ranks, 0.0, 0.0, 0.0, 0)
+        evaluate(model, Variant(), stops.until_signal(eval_batches(split, batching, CPU)), ranks)
+        return n_calls
 
-    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[3], [3]]
+    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [3, 3]
 
 
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
     c = tiny(chars, tmp_path / "out", gradient_accumulation_steps=2, eval_iters=8)
+    eval_batch = Split.eval_batch
 
-    def damaged(ranks: DistContext) -> str:
+    def work(ranks: DistContext) -> None:
         def cut_short(split: Split, rows: Any, n: int) -> Any:
             if ranks.rank == 1 and rows[0] > 8:
                 raise ValueError("train.bin became shorter")
             return eval_batch(split, rows, n)
 
-        eval_batch = Split.eval_batch
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Split, "eval_batch", cut_short)
-            with pytest.raises((ValueError, RuntimeError)) as raised:
-                train_on(ranks, c)
-        return str(raised.value)
+            train_on(ranks, c)
 
-    left, own = on_ranks(damaged, 2, tmp_path)
+    lost, own = on_ranks(work, 2, tmp_path)
     assert own == "train.bin became shorter"
-    assert "gloo" in left
+    assert "rank" in lost
