@@ -12,9 +12,6 @@ from deskgpt.compute import compiling
 CPU = torch.device("cpu")
 
 
-# ---- inductor's settings -------------------------------------------------------------------------------------
-
-
 def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
@@ -52,9 +49,6 @@ def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
         assert done.stdout == "True\n", done.stderr
 
 
-# ---- why it failed -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
@@ -65,7 +59,7 @@ def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
         ("something\n  else", "something else"),
     ],
 )
-def test_missing_part_of_compiling_is_named_with_its_package(error, remedy):
+def test_missing_compiler_is_named_with_its_package(error, remedy):
     assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
 
 

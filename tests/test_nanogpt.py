@@ -1,4 +1,4 @@
-"""A nanoGPT user moves in: what nanoGPT wrote is read, and what is written nanoGPT reads."""
+"""nanoGPT's runs are resumed and sampled from, and nanoGPT can read our checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train import main
 
 
 def nanogpt_run(folder: Path) -> None:
-    """A checkpoint as nanoGPT writes it after three steps of a compiled model, and the meta.pkl it was trained on."""
+    """Write a checkpoint as nanoGPT does after three steps of a compiled model, with the data it was trained on."""
     torch.manual_seed(0)
     size: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
     args = size | {"bias": False, "vocab_size": 4, "dropout": 0.0}
