@@ -4,7 +4,8 @@
 
 A config file is Python that runs in a namespace of its own, which starts with the values so far. The names that it
 assigns are settings. Names that start with `_`, modules, functions and classes are ignored. Each value is checked by
-deskgpt/system/settings.py, as the dataclass says.
+deskgpt/system/settings.py, as the dataclass says. Settings of earlier versions, which the dataclass lists in a class
+attribute `retired`, are taken without effect, and one line says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import os
 import re
 import runpy
 import shutil
@@ -25,7 +27,9 @@ from types import ModuleType, NoneType
 from typing import Any, TypeVar
 
 from deskgpt.system.errors import ConfigError
+from deskgpt.system.files import note_once
 from deskgpt.system.settings import Setting, check, settings_of
+from deskgpt.system.terminal import print_or_fail
 
 Config = TypeVar("Config")
 
@@ -33,7 +37,7 @@ Config = TypeVar("Config")
 
 
 def configure(cls: type[Config], argv: list[str]) -> Config:
-    """An instance of dataclass `cls` from its defaults, the config files in argv and its --key=value.
+    """Return an instance of dataclass `cls` from its defaults, the config files in argv and its --key=value.
 
     Raises ConfigError, one line, for unknown names, wrong types and unreadable files. --help prints the settings and
     exits.
@@ -42,7 +46,7 @@ def configure(cls: type[Config], argv: list[str]) -> Config:
 
 
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
-    """An instance of `cls`. Raises ConfigError if the dataclass's own checks refuse the values."""
+    """Return an instance of `cls`. Raises ConfigError if the dataclass's own checks refuse the values."""
     try:
         return cls(**values)
     except ValueError as e:
@@ -50,12 +54,12 @@ def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
 
 
 def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The value of every setting, by name, from defaults, config files and command line. Raises ConfigError.
+    """Return the value of every setting, by name, from defaults, config files and command line. Raises ConfigError.
 
-    `base` holds values to use instead of the defaults, such as those of the run that is resumed; a path may be empty.
+    base: values to use instead of the defaults, such as those of the run that is resumed; a path may be empty.
     """
     if "--help" in argv or "-h" in argv:
-        print(help_text(cls))
+        print_or_fail(help_text(cls))
         raise SystemExit(0)
     settings = settings_of(cls)
     values = {name: setting.default for name, setting in settings.items()}
@@ -69,14 +73,22 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
             refuse_loose_value(before, argument, settings)
             values |= read_config_file(argument, cls, values)
     for argument in argv:
-        if argument.startswith("-"):
+        if argument.startswith("-") and not is_retired(argument.removeprefix("--").partition("=")[0], cls):
             name, value = read_argument(argument, cls)
             values[name] = value
     return values
 
 
+def is_retired(name: str, cls: type) -> bool:
+    """Return whether `cls` had this setting in an earlier version; then print once, on the first rank, what is new."""
+    retired: dict[str, str] = getattr(cls, "retired", {})
+    if name in retired and os.environ.get("RANK", "0") == "0":
+        note_once(f"{name} is no longer used: {retired[name]}")
+    return name in retired
+
+
 def refuse_loose_value(before: str, argument: str, settings: Mapping[str, Setting]) -> None:
-    """Raises ConfigError for a setting that is written in another way than --key=value, as `--batch_size 8`."""
+    """Raise ConfigError for a setting that is written in another way than --key=value, as `--batch_size 8`."""
     if Path(argument).is_file():
         return
     if before.startswith("--") and before[2:] in settings:
@@ -89,7 +101,10 @@ def refuse_loose_value(before: str, argument: str, settings: Mapping[str, Settin
 
 
 def read_argument(argument: str, cls: type) -> tuple[str, Any]:
-    """(name, value) of `--name=value`; `--name` alone means True if the setting can be True. Raises ConfigError."""
+    """Return (name, value) of `--name=value`; `--name` alone means True if the setting can be True.
+
+    Raises ConfigError.
+    """
     settings = settings_of(cls)
     name, equals, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--") or not name:
@@ -104,7 +119,7 @@ def read_argument(argument: str, cls: type) -> tuple[str, Any]:
 
 
 def parse(text: str, setting: Setting) -> Any:
-    """The value that `text`, from the command line, stands for; text that stands for none is returned as it is."""
+    """Return the value that `text`, from the command line, stands for; the text itself if it stands for none."""
     if setting.choices:
         return {str(choice).lower(): choice for choice in setting.choices}.get(text.lower(), text)
     if NoneType in setting.types and text in ("None", "none"):
@@ -123,7 +138,7 @@ def parse(text: str, setting: Setting) -> Any:
 
 
 def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a Python config file assigns. Raises ConfigError with file:line.
+    """Return the settings that a Python config file assigns. Raises ConfigError with file:line.
 
     values: the settings so far, which the file can use.
     """
@@ -149,13 +164,17 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
         raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}") from None
 
     settings: dict[str, Any] = {}
+    n_retired = 0
     for name, value in result.items():
         if not isinstance(name, str) or name.startswith("_") or isinstance(value, ModuleType) or callable(value):
+            continue
+        if is_retired(name, cls):
+            n_retired += 1
             continue
         where = f"{path}:{line_of.get(name, 1)}: {name}"
         check_known(name, known, where)
         settings[name] = check(value, known[name], where)
-    if not known.keys() & line_of.keys() and settings == dict(values):
+    if not known.keys() & line_of.keys() and settings == dict(values) and not n_retired:
         raise ConfigError(f"{path}:1: this config file sets nothing; {HOW_TO_WRITE}")
     return settings
 
@@ -164,7 +183,7 @@ HOW_TO_WRITE = "config files are Python: batch_size = 8"
 
 
 def line_of_error(e: BaseException, path: str) -> int:
-    """The line of the config file at which running it raised e."""
+    """Return the line of the config file at which running it raised e."""
     if isinstance(e, SyntaxError):
         return e.lineno or 1
     lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
@@ -172,7 +191,7 @@ def line_of_error(e: BaseException, path: str) -> int:
 
 
 def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError if there is no such setting."""
+    """Raise ConfigError if there is no such setting."""
     if name in settings:
         return
     similar = difflib.get_close_matches(name, settings, n=1)
@@ -184,7 +203,7 @@ def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
 
 
 def help_text(cls: type) -> str:
-    """The script's docstring, and every setting with its type, its default and its comment from the source.
+    """Return the script's docstring, and every setting with its type, default and comment from the source.
 
     Settings that `cls` inherits come first: those of the model. Lines are as long as the terminal is wide.
     """
@@ -198,6 +217,8 @@ def help_text(cls: type) -> str:
     heading = ""
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         for group, name, comment in settings_in_source(base):
+            if name not in settings:  # a class attribute
+                continue
             if group != heading:
                 lines += ["", f"  {group}"]
                 heading = group
@@ -210,7 +231,7 @@ def help_text(cls: type) -> str:
 
 
 def settings_in_source(cls: type) -> Iterator[tuple[str, str, str]]:
-    """(heading of its group, name, comment) of each setting that the source of `cls` itself declares, one a line.
+    """Yield (heading of its group, name, comment) of each setting that the source of `cls` declares, one a line.
 
     A comment line before a setting is the heading of a group.
     """

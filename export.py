@@ -1,4 +1,4 @@
-"""Writes a trained model for other programs: as a Hugging Face folder, or as a GGUF file for llama.cpp and Ollama.
+"""Write a trained model for other programs: as a Hugging Face folder, or as a GGUF file for llama.cpp and Ollama.
 
     python export.py --out_dir=out-shakespeare-char --to=my-model
     python export.py --out_dir=out/ckpt_best.pt --to=my-model --push_to_hub=my-model
@@ -19,7 +19,6 @@ import math
 import shutil
 import signal
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,10 @@ from data.meta_files import read_record
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.generation import GenerationConfig
 from deskgpt.export import gguf_format, hub, hugging_face
 from deskgpt.export.hugging_face import MODELING_FILE
-from deskgpt.sampling.trained import DATA, Trained, load
+from deskgpt.generate.text import GenerationConfig
+from deskgpt.generate.trained import DATA, Trained, load
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import cannot_write, check_unused, is_local, new_folder, replacing, write_atomically
 from deskgpt.system.settings import FilePath, check_fields
@@ -72,12 +71,12 @@ class ExportConfig:
 
     @property
     def kind(self) -> str:
-        """The ending of the name: .gguf, .pt, or that of a folder."""
+        """Return the ending of the name: .gguf, .pt, or a folder's."""
         return Path(self.to).suffix.lower()
 
 
 def main(c: ExportConfig) -> None:
-    """Writes c.to and uploads it as c says. Raises ValueError and OSError; then nothing is left."""
+    """Write c.to and upload it as c says. Raises ValueError and OSError; nothing half-written is left."""
     to = Path(c.to)
     check_unused(to)
     if c.kind == ".pt":
@@ -91,25 +90,21 @@ def main(c: ExportConfig) -> None:
     repository = hub.full_name(c.push_to_hub) if c.push_to_hub else ""
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     write = write_gguf if c.kind == ".gguf" else write_folder
-    with ExitStack() as undo:  # the two files come together, or neither does
-        if c.ollama:
-            write_atomically(modelfile, modelfile_of(trained, to.name).encode())
-            undo.callback(modelfile.unlink)
-        export = write(trained, to, repository or to.resolve().name)
-        undo.pop_all()
+    export = write(trained, to, repository or to.resolve().name)
     if c.ollama:
+        write_atomically(modelfile, modelfile_of(trained, to.name).encode())
         export.files["Modelfile"] = modelfile
     tokenizer = trained.tokenizer.meta()["name"]
     print(f"{to}: {size_of(trained.model)} parameters, tokenizer {tokenizer}, {export.loaded_by}")
     print(export.compared)
     if repository:
-        address = hub.push(repository, export.files, f"{to} is whole: `hf upload {repository} {to}` uploads it too")
+        address = hub.push(repository, export.files, f"{to} is complete: `hf upload {repository} {to}` uploads it too")
         print(f"uploaded {', '.join(export.files)} to {address}")
 
 
 @dataclass
 class Export:
-    """What was written."""
+    """An export that was written."""
 
     loaded_by: str  # the class or architecture that computes it
     compared: str  # a sentence about the comparison with model.py
@@ -117,7 +112,7 @@ class Export:
 
 
 def write_folder(trained: Trained, to: Path, name: str) -> Export:
-    """Writes the folder, called `name` on its card. Raises ValueError and OSError; then nothing is left."""
+    """Write the folder, called `name` on its card. Raises ValueError and OSError; then nothing is left."""
     model = without_embedding_norm(trained.model)
     config = model.config
     tokenizer = trained.tokenizer
@@ -154,7 +149,7 @@ def write_folder(trained: Trained, to: Path, name: str) -> Export:
 
 
 def write_gguf(trained: Trained, to: Path, name: str) -> Export:
-    """Writes the GGUF file. Raises ValueError and OSError; then nothing is left."""
+    """Write the GGUF file. Raises ValueError and OSError; then nothing is left."""
     model = without_embedding_norm(trained.model)
     config = model.config
     architecture = gguf_format.architecture_of(config)
@@ -172,7 +167,7 @@ def write_gguf(trained: Trained, to: Path, name: str) -> Export:
 
 
 def without_embedding_norm(model: GPT) -> GPT:
-    """A model that computes the same without this norm, which other programs lack: its embeddings have it already."""
+    """Return a model that computes the same without this norm, which other programs lack: its embeddings have it."""
     c = model.config
     if not c.embedding_norm:
         return model
@@ -184,12 +179,12 @@ def without_embedding_norm(model: GPT) -> GPT:
 
 
 def template_file(name: str) -> str:
-    """A text with fields for str.format, beside the code of the formats."""
+    """Return a text with fields for str.format, beside the code of the formats."""
     return Path(hugging_face.__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def text_to_compare(trained: Trained) -> Tensor:
-    """Token ids (1, T) of real text, this file's, that leave room for one more in the context."""
+    """Return token ids (1, T) of real text, this file's, that leave room for one more in the context."""
     text = Path(__file__).read_text(encoding="utf-8")
     chars = trained.tokenizer.meta().get("chars")
     if chars:
@@ -206,11 +201,11 @@ def size_of(model: GPT) -> str:
 
 
 def model_card(trained: Trained, name: str, library: str, usage: str) -> str:
-    """README.md: what the model is, how it is loaded (`usage`), how it was trained."""
+    """Return README.md: what the model is, how it is loaded (`usage`), how it was trained."""
     rows: dict[str, Any] = {"parameters": size_of(trained.model)}
     saved = trained.checkpoint
     if saved is not None:
-        rows |= training_facts(saved)
+        rows |= training_of(saved)
         rows |= {name: saved.config[name] for name in CARD_SETTINGS if name in saved.config}
         rows["init_from"] = Path(rows.get("init_from", "scratch")).name  # not where this machine has it
     rows |= asdict(trained.model.config)
@@ -219,8 +214,8 @@ def model_card(trained: Trained, name: str, library: str, usage: str) -> str:
     return template_file("card.md").format(library=library, name=name, usage=usage.strip(), table=table)
 
 
-def training_facts(saved: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint says about its training and about the evaluation of its step."""
+def training_of(saved: Checkpoint) -> dict[str, Any]:
+    """Return what a checkpoint says about its training and about the evaluation of its step."""
     c = saved.config
     batch: list[Any] = [c.get(key) for key in ("batch_size", "gradient_accumulation_steps", "block_size")]
     evaluations = (saved.progress or {}).get("evaluations", [])
@@ -237,7 +232,7 @@ def training_facts(saved: Checkpoint) -> dict[str, Any]:
 
 
 def modelfile_of(trained: Trained, file: str) -> str:
-    """Tells Ollama how a dialogue is written in the GGUF file's model, and to sample as sample.py does."""
+    """Return what tells Ollama how a dialogue is written in the GGUF file's model, and to sample as sample.py does."""
     text = template_file("Modelfile.txt").format(
         file=file,
         template=template.OLLAMA if trained.saw_chat else "{{ .Prompt }}",

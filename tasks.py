@@ -100,7 +100,7 @@ FIRST_MODELS = (
 # What other programs compute too. On a CPU the loss is about 0.05 higher (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
 MATMULS = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
-MATMULS += "print(device.type, peaks.fastest_matmul(device) / 1e12)"
+MATMULS += "print(device.type, max(0.0, peaks.measured_matmul_flops(device, peaks.fast_dtype(device)) / 1e12))"
 
 
 def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:

@@ -30,7 +30,7 @@ import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from data.loader import Loader, eval_batches
 from data.splits import mix
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
+from deskgpt.compute.compiling import explained
 from deskgpt.compute.distributed import (
     DistContext,
     data_parallel,
@@ -62,19 +63,19 @@ from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
 from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
-from deskgpt.run.settings import settings_of_start
+from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
 from deskgpt.system.hardware import autocast, seed_all
-from deskgpt.system.peaks import find_card
+from deskgpt.system.peaks import find_cards
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, ModelSettings
 
 if TYPE_CHECKING:
     from deskgpt.estimate.memory import MakeOptimizer
-    from deskgpt.sampling.training_samples import Sampler
+    from deskgpt.generate.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
@@ -82,6 +83,7 @@ MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
+    retired: ClassVar[dict[str, str]] = RETIRED  # settings of earlier versions, which old config files may have
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -104,9 +106,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # batch
     batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: Literal["auto", True, False] = (
-        "auto"  # find the micro-batch that fits, same tokens per step; auto: CUDA
-    )
+    auto_batch: Literal["auto", True, False] = "auto"  # same training in the micro-batch that fits; auto: on CUDA
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
@@ -119,9 +119,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = (
-        "cosine"  # after the warm-up; trapezoid: constant, then a fifth down
-    )
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: constant, then a fifth down
     warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
     min_lr: float | None = None  # None = learning_rate / 10
@@ -151,7 +149,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
             )
         if self.plan_for:
             try:
-                find_card(self.plan_for)
+                find_cards(self.plan_for)
             except ValueError as e:
                 raise ValueError(f"plan_for={e}") from None
 
@@ -174,7 +172,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     make_optimizer = functools.partial(build_optimizer, config)
     if config.plans:
-        return print_plan(config, init, make_optimizer, dist)
+        return print_plan(config, init, data, make_optimizer, dist)
     data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
 
@@ -204,10 +202,11 @@ def main(config: TrainConfig, started: float | None = None) -> float:
 
     try:
         while True:
-            lr = learning_rate(state.schedule, state.step)
-            is_last = state.step >= state.schedule.max_iters or config.eval_only
-            evaluates = (is_last or state.step % config.eval_interval == 0) and state.step != evaluated_at
-            save_is_due = stops.poll(state.step > state.first_step, evaluates)
+            step = state.step
+            lr = learning_rate(state.schedule, step)
+            is_last = step >= state.schedule.max_iters or config.eval_only
+            evaluates = (is_last or step % config.eval_interval == 0) and step != evaluated_at
+            save_is_due = stops.poll(step > state.first_step, evaluates)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
@@ -225,11 +224,11 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     train = evaluate(model, variant, stops.until_signal(train_batches), dist)
                     val_batches = eval_batches(data.val, state.batching, dist.device)
                     val = evaluate(model, variant, stops.until_signal(val_batches), dist)
-                    number = state.step // config.eval_interval
+                    number = step // config.eval_interval
                     texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
                 if not stops.is_interrupted():
-                    evaluated_at = state.step
-                    is_best = saver.is_best(val.loss, state.step)
+                    evaluated_at = step
+                    is_best = saver.is_best(val.loss, step)
                     state.add_evaluation(train, val)
                     report.evaluation(train, val, lr, texts)
                     health.check_val_loss(val.loss)
@@ -252,7 +251,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             try:
                 for batch in loader.step():
                     # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
-                    seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
+                    seed_all(random_stream(config.seed, step, batch.number), dist.device)
                     with gradients_exchanged(net, now=batch.is_last):
                         with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
                             parts = named_losses(*net(batch.x, batch.y))
@@ -262,12 +261,12 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                         losses[name] += part.detach() * batch.weight
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it
-                may_halve = bool(config.auto_batch) and dist.world == 1 and state.step == state.first_step
+                may_halve = bool(config.auto_batch) and dist.world == 1 and step == state.first_step
                 state.batching = halved_batch(dist.device, may_halve, state.batching)
                 loader.seek(state.position, state.batching)
                 optimizer.zero_grad(set_to_none=True)
                 continue
-            seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
+            seed_all(random_stream(config.seed, step), dist.device)  # from here on, the same on all ranks
 
             scaler.unscale_(optimizer)
             grad_norms = gradient_norms(parameters)
@@ -277,10 +276,10 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             optimizer.zero_grad(set_to_none=True)
 
             # ---- log -----------------------------------------------------------------------------------------
-            health.record(state.step, losses["loss"], grad_norms, grad_norm)
-            report.step(state.step, lr, tokens, grad_norm=grad_norm, **losses)
-            state.step += 1
-            state.schedule = budget.replan(state.schedule, state.step, report.timer, config.eval_interval)
+            health.record(step, losses["loss"], grad_norms, grad_norm)
+            report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
+            state.step = step + 1
+            state.schedule = budget.replan(state.schedule, step + 1, report.timer, config.eval_interval)
     except DataError as e:  # a damaged token file: the state is that of the last whole step
         stops.fail(e)
     return finish(state, saver, report, health, loader, net, stops)
@@ -340,11 +339,15 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 # ---- set-up and end ------------------------------------------------------------------------------------------
 
 
-def print_plan(config: TrainConfig, init: InitState, make_optimizer: MakeOptimizer, dist: DistContext) -> float:
-    """Print what a run of config needs and, on this machine, check its model."""
+def print_plan(
+    config: TrainConfig, init: InitState, data: Dataset, make_optimizer: MakeOptimizer, dist: DistContext
+) -> float:
+    """Print what a run of config needs and, on this machine, check its model. Raises ValueError if that is wrong."""
     from deskgpt.estimate import plan
 
-    plan.dry_run(config, init.model_config, make_optimizer, dist)
+    fits = plan.dry_run(config, init.model_config, make_optimizer, dist)
+    if fits and not config.plan_for and dist.world == 1:
+        init.check_model(config, data, dist)
     return math.inf
 
 
@@ -354,7 +357,7 @@ def sampler_for(
     """Return the sampler of --sample_interval; None without it."""
     if config.eval_only or not config.sample_interval:
         return None
-    from deskgpt.sampling import training_samples
+    from deskgpt.generate import training_samples
 
     return training_samples.sampler_for(config.sample_interval, model, variant, dist, tokenizer)
 
@@ -395,8 +398,8 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 if __name__ == "__main__":
     remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
-    with one_line_errors(f"with --auto_batch=False, {remedy}", signal_handler.has_signal, output_lasts=True):
+    with one_line_errors(f"with --auto_batch=False, {remedy}", output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
-        with lock_of(settings):
+        with lock_of(settings), explained():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
             main(config, signal_handler.installed_at)

@@ -24,8 +24,8 @@ import torch
 
 import export
 from configurator import configure
+from deskgpt.generate.trained import load
 from deskgpt.run.log import git_commit
-from deskgpt.sampling.trained import load
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.settings import FilePath, check_fields
 
@@ -45,14 +45,14 @@ class EvaluateConfig:
 def main(argv: list[str]) -> int:
     """Prints lm_eval's table; returns its exit status."""
     c = configure(EvaluateConfig, [word for word in argv if word.startswith(OURS)])
-    import lm_eval  # noqa: F401 (a line says where it is missing, before the model is exported)
+    import lm_eval  # noqa: F401 (if it is missing, a line says so before the export)
 
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     # What an empty context becomes. Characters have no end of text: the first of them stands for it.
     prefix = trained.tokenizer.end_of_text or 0
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp) / "model"
-        export.write_folder(trained, folder, "model")  # raises ValueError where it is not the same model
+        export.write_folder(trained, folder, "model")  # raises ValueError if it is not the same model
         print(f"{trained.source}: {trained.model.num_params():,} parameters; commit {git_commit()}", flush=True)
         arguments = f"pretrained={folder},trust_remote_code=True,dtype={c.dtype},prefix_token_id={prefix}"
         options = [word for word in argv if not word.startswith(OURS)]

@@ -68,21 +68,26 @@ def with_interval(e: Estimate, digits: int) -> str:
 
 
 def answer(stored: dict[str, Any]) -> str:
-    """Each pair of arms, computed from its runs; speeds by 100 times the logarithm."""
+    """Return each pair's difference, computed from its runs: of losses in nats, of other figures in percent."""
     figure = stored["figure"]
     arms = stored["arms"]
     unit, digits = ("nats", 3) if figure == "val_loss" else ("%", 1)
+    find = difference if unit == "nats" else change_in_percent
     parts = []
     for x, y in itertools.combinations(arms, 2):
         n = min(len(arms[x]), len(arms[y]))
-        a, b = arms[x][:n], arms[y][:n]
-        if unit == "%":
-            a, b = [100 * math.log(value) for value in a], [100 * math.log(value) for value in b]
-        e = difference(b, a, alpha_of_each(math.comb(len(arms), 2)))
+        e = find(arms[y][:n], arms[x][:n], alpha_of_each(math.comb(len(arms), 2)))
         parts.append(f"`{y}` less `{x}`: {with_interval(e, digits)}, n = {n}")
     means = ", ".join(f"`{arm}` {statistics.fmean(found):,.4g}" for arm, found in arms.items())
     source = f"[{stored['machine']}](../bench/results/{stored['page']})"
     return f"{figure}: {means}. {'; '.join(parts)} ({unit}). {source}"
+
+
+def change_in_percent(new: list[float], old: list[float], alpha: float) -> Estimate:
+    """Return by how many percent `new` is larger than `old`, 100 (ratio - 1), from the logarithms of paired runs."""
+    e = difference([math.log(value) for value in new], [math.log(value) for value in old], alpha)
+    d, low, high = (100 * math.expm1(value) for value in (e.d, e.low, e.high))
+    return Estimate(d, low, high, e.n)
 
 
 def belief_table() -> str:

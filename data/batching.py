@@ -67,16 +67,14 @@ class Batching:
     def with_batch_size(self, batch_size: int) -> Batching:
         """Return the same training in micro-batches of this size, which must divide the sequences of a step."""
         assert self.sequences % batch_size == 0
-        eval_tokens = self.eval_tokens or self.eval_windows * self.block_size  # an evaluation keeps its windows
-        accumulation = self.sequences // batch_size
-        return replace(self, batch_size=batch_size, accumulation=accumulation, eval_tokens=eval_tokens)
+        return replace(self, batch_size=batch_size, accumulation=self.sequences // batch_size)
 
     def settings(self) -> dict[str, int]:
-        """Return the settings of train.py that ask for this cut, with eval_iters as it was."""
+        """Return the settings of train.py that ask for this cut and these evaluations."""
         return {
             "batch_size": self.batch_size,
             "gradient_accumulation_steps": self.accumulation,
-            "eval_tokens": self.eval_tokens,
+            "eval_tokens": self.eval_tokens or self.eval_windows * self.block_size,
         }
 
     def with_eval_windows(self, n: int) -> Batching:
@@ -85,7 +83,10 @@ class Batching:
 
     def flags(self) -> str:
         """Return what a user types for this cut."""
-        return " ".join(f"--{name}={value}" for name, value in self.settings().items() if value)
+        named = self.settings()
+        if self.eval_tokens:
+            del named["eval_tokens"]  # it is as the user has it
+        return " ".join(f"--{name}={value}" for name, value in named.items())
 
     def number(self, micro_step: int) -> int:
         """Return the number of this rank's micro-batch within the step, over all ranks."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from data.batching import Batching
 from data.meta_files import CHECKSUM, read_record
@@ -29,6 +31,7 @@ from data.tokenizer import Lengths, Tokenizer, from_meta_offline, padded_vocab_s
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
+SHORT = 256  # tokens of a text on which a model is checked
 BEGINNING = 1 << 16  # bytes of text that a split is identified by
 
 
@@ -68,6 +71,16 @@ class Dataset:
         self.val = Split(self.folder, "val", block_size, vocab_size, seed)
         self.checksums = Checksums(self.folder, (self.train, self.val) if compares_checksums else ())
         self.train.check = self.checksums.check
+
+    def short_text(self, block_size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
+        T = min(block_size, SHORT)
+        try:
+            x, y = Split(self.folder, "val", T, vocab_size).eval_batch(np.arange(2), 2)
+        except (ValueError, OSError):
+            tokens = np.random.default_rng(0).integers(0, vocab_size, (2, T + 1))
+            x, y = tokens[:, :-1], tokens[:, 1:]
+        return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:

@@ -1,49 +1,88 @@
-"""bench/asking/statistics.py: what the intervals promise, against scipy and by simulation."""
+"""bench/asking/statistics.py: what the intervals and costs promise, against scipy and by simulation."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from scipy import integrate, stats
 
 from bench.asking import statistics as own
-from bench.asking.statistics import ALPHA, LEAST, PILOT, Estimate, Looks
+from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Cost, Estimate, Moments
 
-ROUNDS = 30  # of a question
-
-Noise = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-
-
-def normal(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return draw.normal(size=shape)
+PAGE = (ROOT / "docs" / "asking.md").read_text(encoding="utf-8")
+CHECKS = (8, 30, 60)  # rounds, the columns of the page's table
 
 
-def skewed(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """A gamma distribution of skewness 1.5, as val losses between seeds have."""
-    k = (2 / 1.5) ** 2
-    return (draw.gamma(k, size=shape) - k) / math.sqrt(k)
+def noise(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    """Return noise of mean 0 and variance 1, but for the last kind, whose arm diverges in 5% of its runs."""
+    if kind == "normal":
+        return draw.normal(size=shape)
+    if kind == "skewed by 1.5":
+        k = (2 / 1.5) ** 2
+        return (draw.gamma(k, size=shape) - k) / math.sqrt(k)
+    if kind == "exponential":
+        return draw.exponential(size=shape) - 1
+    if kind == "lognormal":
+        return (draw.lognormal(size=shape) - math.exp(0.5)) / math.sqrt(math.e**2 - math.e)
+    assert kind == "5% of one arm's runs diverge"
+    x = draw.normal(size=shape)
+    x[:, 0] += np.where(draw.random(x[:, 0].shape) < 0.05, 9.5, -0.5)
+    return x
 
 
-def exponential(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return draw.exponential(size=shape) - 1
-
-
-def losses(noise: Noise, shape: tuple[int, int, int], correlation: float = 0.0) -> np.ndarray:
-    """Losses of equal arms, shape (questions, arms, rounds), whose seeds share their luck."""
+def questions(kind: str, shape: tuple[int, int, int], ratio: float = 1.0, correlation: float = 0.0) -> np.ndarray:
+    """Return losses (questions, arms, rounds) of equal arms that share their seeds' luck; the first scatters more."""
     draw = np.random.default_rng(1)
-    common = noise(draw, (shape[0], 1, shape[2]))
-    return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * noise(draw, shape)
+    common = noise("normal", (shape[0], 1, shape[2]), draw)
+    x = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * noise(kind, shape, draw)
+    x[:, 0] *= ratio
+    return x
 
 
-def first_found(a: np.ndarray, b: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
-    """The round at which the interval first leaves out zero; infinite where it never does."""
-    looks = Looks.of(a, b)
-    found = looks.log_e(looks.gap) >= math.log(1 / alpha)
-    return np.where(found.any(-1), found.argmax(-1) + LEAST, np.inf)
+def decided_after(a: np.ndarray, b: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+    """Return the round at which the interval first leaves out zero; infinite if it never does."""
+    moments = Moments.of(a, b)
+    is_decided = moments.log_e(moments.gap) >= math.log(1 / alpha)
+    return np.where(is_decided.any(-1), is_decided.argmax(-1) + LEAST, np.inf)
+
+
+def table_of_page(name: str) -> list[list[str]]:
+    """Return the cells of a table in docs/asking.md, which begins after a comment with its name."""
+    lines = PAGE.partition(f"<!-- {name} -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def assert_share(found: float, printed: str, n: int) -> None:
+    """A share of n questions is the printed one, within what 1 of 1,000 samples exceeds."""
+    p = float(printed.rstrip("%")) / 100
+    low, high = stats.binom.ppf([0.0005, 0.9995], n, [max(0, p - 0.0005), p + 0.0005])  # the page has rounded it
+    assert low <= found * n <= high, f"{found:.2%} for {printed}"
+
+
+@pytest.mark.parametrize("row", table_of_page("false answers"), ids=lambda row: "-".join(row[:2]))
+def test_equal_arms_are_told_apart_as_rarely_as_the_page_says(row) -> None:
+    kind, ratio, *printed = row
+    x = questions(kind, (2000, 2, CHECKS[-1]), float(ratio))
+    ends = decided_after(x[:, 0], x[:, 1])
+    for n, share in zip(CHECKS, printed, strict=True):
+        assert_share(float((ends <= n).mean()), share, 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", table_of_page("cost"), ids=lambda row: row[0])
+def test_planted_difference_is_found_at_the_cost_as_often_as_the_page_says(row) -> None:
+    ratio, *printed = row
+    for correlation, share in zip((0.0, 0.9), printed, strict=True):
+        kept = 0
+        for a, b in questions("normal", (20, 2, MOST), float(ratio), correlation):
+            effect = 2 * float(ratio)  # standard deviations of the arm that scatters more
+            cost = Cost.of(a[:PILOT] + effect, b[:PILOT]).runs(effect)
+            kept += bool(decided_after(a + effect, b) <= (cost or math.inf))
+        assert_share(kept / 20, share, 20)
 
 
 @pytest.mark.parametrize(("k", "nu"), [(4, 3), (2, 6), (20, 19)])
@@ -56,45 +95,21 @@ def test_bayes_factor_is_a_ratio_of_likelihoods(k: float, nu: int) -> None:
         return float(stats.nct.pdf(t, nu, math.sqrt(k) * delta) * prior)
 
     mixture, _ = integrate.quad(weighed, -15, 15, points=[0, t / math.sqrt(k)], limit=200)
-    found = math.exp(float(own.log_bayes_factor(t * t, k, nu)))
+    found = math.exp(float(own.log_bayes_factor(np.array(t * t), np.array(k), np.array(nu))))
     assert found == pytest.approx(mixture / stats.t.pdf(t, nu), rel=1e-4)
 
 
-@pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0), (0.0, 4.0)])
-@pytest.mark.parametrize("noise", [normal, skewed, exponential], ids=lambda noise: noise.__name__)
-def test_equal_arms_are_told_apart_in_less_than_5_percent_looked_at_after_each_run(noise, correlation, ratio) -> None:
-    x = losses(noise, (4000, 2, ROUNDS), correlation)
-    false = np.isfinite(first_found(ratio * x[:, 0], x[:, 1])).mean()
-    assert false <= stats.binom.ppf(0.999, 4000, ALPHA) / 4000
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
-def test_planted_effect_is_found_at_the_named_price(correlation) -> None:
-    kept = 0
-    for a, b in losses(normal, (80, 2, own.MOST), correlation):
-        _, high = own.price(own.noise_of(a[:PILOT], b[:PILOT]), 2.0)
-        kept += bool(first_found(a + 2.0, b) <= high)
-    assert kept >= stats.binom.ppf(0.001, 80, own.POWER)
-
-
-def test_four_arms_use_what_their_seeds_share() -> None:
-    x = losses(normal, (4000, 4, ROUNDS), correlation=0.9)
-    best = x[:, 0] - 1.0
-    ends = [first_found(x[:, i], best, own.alpha_of_each(6)) for i in (1, 2, 3)]
-    assert np.median(np.max(ends, axis=0)) <= 10
-
-
-def test_intervals_of_later_looks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
+def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
     draw = np.random.default_rng(4)
     for _ in range(20):
         a, b = draw.normal(1.5, 1, 20), draw.normal(0, 1, 20)
-        looks = [own.difference(a[:n], b[:n]) for n in range(2, 21)]
-        verdicts = [own.verdict(e, 0.1) for e in looks if own.verdict(e, 0.1) != "open"]
-        assert not looks[0].known
+        estimates = [own.difference(a[:n], b[:n]) for n in range(2, 21)]
+        verdicts = [own.verdict(e, 0.1) for e in estimates if own.verdict(e, 0.1) != "open"]
+        assert not estimates[0].known
         assert len(set(verdicts)) <= 1
-        for before, after in itertools.pairwise(looks):
+        for before, after in itertools.pairwise(estimates):
             assert before.low <= after.low <= after.high <= before.high
-        assert next((e.n for e in looks if e.low > 0 or e.high < 0), math.inf) == first_found(a, b)
+        assert next((e.n for e in estimates if e.low > 0 or e.high < 0), math.inf) == decided_after(a, b)
 
 
 def test_identical_training_is_the_same_and_an_arm_that_always_diverges_is_worse() -> None:
@@ -106,34 +121,28 @@ def test_identical_training_is_the_same_and_an_arm_that_always_diverges_is_worse
 
 
 def test_no_difference_is_an_equivalence_test() -> None:
-    assert own.verdict(Estimate(0.001, -0.02, 0.02, 5), 0.01) == "open"
-    assert own.verdict(Estimate(3.0, -16.9, 22.9, 50), 20) == "open"
-    assert own.verdict(Estimate(0.001, -0.004, 0.006, 50), 0.01) == "same"
-    assert own.verdict(Estimate(0.005, 0.002, 0.008, 50), 0.01) == "same"  # real, and too small to matter
-    assert own.verdict(Estimate(0.02, 0.015, 0.025, 50), 0.01) == "better"
-    assert own.verdict(Estimate(-0.02, -0.025, -0.015, 50), 0.01) == "worse"
+    for low, high, expected in (
+        (-0.02, 0.02, "open"),
+        (-0.004, 0.006, "same"),
+        (0.002, 0.008, "same"),  # real, and too small to matter
+        (0.015, 0.025, "better"),
+        (-0.025, -0.015, "worse"),
+    ):
+        assert own.verdict(Estimate((low + high) / 2, low, high, 50), 0.01) == expected
 
 
-def test_e_bh_bounds_the_false_discovery_rate_of_a_list() -> None:
-    assert own.e_bh([]) == []
-    assert own.e_bh([19.0]) == []
-    assert own.e_bh([21.0, 1.0]) == []
-    assert own.e_bh([41.0, 1.0, 45.0]) == [0, 2]  # 3 / (0.05 * 2) = 30
-
-
-def test_price_falls_with_the_effect_and_with_what_is_known_of_the_noise() -> None:
+def test_cost_falls_with_the_effect_and_a_budget_tells_the_effect_that_it_costs() -> None:
     draw = np.random.default_rng(8)
-    few = own.noise_of(*draw.normal(size=(2, 2)))
-    more = own.noise_of(*draw.normal(size=(2, 12)))
-    for noise in (few, more):
-        low, high = own.price(noise, noise.sd)
-        assert LEAST <= low <= high
-        assert own.price(noise, 3 * noise.sd)[1] <= high
-    ratios = [high / low for low, high in (own.price(noise, noise.sd) for noise in (few, more))]
-    assert ratios[1] < ratios[0]
-    assert own.price(more, 1e-6 * more.sd)[1] > own.MOST
-    for n in (60, own.MOST):  # renewed while the question is open
-        assert own.price(own.noise_of(*draw.normal(size=(2, n))), 0.3)[0] > n
+    cost = Cost.of(*draw.normal(size=(2, 12)))
+    runs = [cost.runs(effect) or 0 for effect in (3.0, 1.0, 0.3)]
+    assert LEAST < runs[0] < runs[1] < runs[2] <= MOST
+    assert cost.runs(1e-6) is None
+    for n in runs:
+        smallest = cost.smallest(n) or 0.0
+        assert cost.runs(smallest) == n
+        assert smallest < (cost.smallest(n - 1) or math.inf)
+    assert cost.smallest(12) is None  # no more runs than those so far
+    assert (Cost.of(*draw.normal(size=(2, 60))).runs(0.3) or MOST) > 60
 
 
 def test_ordinary_intervals_are_the_textbooks() -> None:
@@ -148,4 +157,3 @@ def test_ordinary_intervals_are_the_textbooks() -> None:
     assert (gap, half) == (10.0, pytest.approx(4.303 * math.sqrt(5 / 3), rel=1e-4))
     assert half > gap - found.confidence_interval().low
     assert own.welch([1.0], [2.0, 3.0]) == (1.5, None)
-    assert own.welch([1.0], [2.0], noise=(0.5, 2)) == (1.0, pytest.approx(4.303, rel=1e-4))

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 from data.batching import Batching
 from data.chat.prepare import pack, prepare, read_dialogues
-from data.chat.talk import fitting, talk
 from data.chat.template import Message, Template
 from data.loader import Loader, eval_batches
 from data.meta_files import read_record
@@ -31,6 +30,7 @@ from data.tokenizer import BytesTokenizer, Tokenizer, named
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
+from deskgpt.generate.chat import fitting, talk
 from model import GPT, GPTConfig
 from train import main as train
 

@@ -5,7 +5,7 @@ import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from conftest import ROOT, assert_one_line
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from configurator import configure, help_text
 from deskgpt.system.errors import ConfigError
+from deskgpt.system.files import note_once
 from deskgpt.system.settings import FilePath, Range, check_fields, settings_of
 from sample import SampleConfig
 from train import TrainConfig
@@ -21,6 +22,7 @@ from train import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    retired: ClassVar[dict[str, str]] = {"depth": "write --count"}
     # numbers
     count: int = 1  # how many
     rate: Annotated[float, Range(-math.inf)] = 0.5  # per second
@@ -83,6 +85,13 @@ def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
     b = write(tmp_path, "count = count * 10\n", "b.py")
     c = configure(Settings, [a, b])
     assert (c.count, c.rate) == (20, 0.25)
+
+
+def test_settings_of_earlier_versions_are_taken_and_said_to_have_no_effect(tmp_path, capsys):
+    for argument in ("--depth=3", write(tmp_path, "depth = 3\n")):
+        note_once.cache_clear()
+        assert configure(Settings, [argument, argument]) == Settings()
+        assert_one_line(capsys.readouterr().err, "depth", "no longer used", "write --count")
 
 
 # A config file, or an argument, and what its error names.
@@ -149,20 +158,17 @@ def test_ready_made_runs_parse(path):
     assert c != TrainConfig(batch_size=2)
 
 
-def test_config_file_as_nanogpts_users_write_them_runs_unchanged(tmp_path):
+def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(tmp_path):
     content = """
 import time
 
-out_dir = 'out-mine'
-wandb_log = False # feel free to turn on
 _own_prefix = 'ft-'
 def named(what): return _own_prefix + str(what)
+out_dir = 'out-mine'
 wandb_run_name = named(time.time())
-init_from = 'gpt2-xl'
 gradient_accumulation_steps = 4 * 8
 device = 'cuda'
 dtype = 'bfloat16'
-backend = 'nccl'
 min_lr = 6e-5
 """
     c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])

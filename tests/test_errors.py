@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, files_of_at_most, shell
+from conftest import assert_one_line, assert_refused, files_of_at_most, shell
 
-from deskgpt.system import cache, errors
+from deskgpt.system import cache
 from deskgpt.system.errors import ConfigError, OneLineParser, is_out_of_memory, one_line_errors
 from deskgpt.system.files import replacing, write_atomically
 
@@ -19,7 +19,7 @@ from deskgpt.system.files import replacing, write_atomically
     ("error", "status", "named"),
     [
         (ConfigError("x=1 must be 2"), 2, "x=1 must be 2"),
-        (ConfigError("untrusted: \x1b[31mred"), 2, r"\x1b[31mred"),
+        (ConfigError("untrusted: \x1b[2J"), 2, r"\x1b[2J"),
         (ValueError("no such model"), 1, "no such model"),
         (FileNotFoundError(2, "No such file or directory", "a.bin"), 1, "a.bin"),
         (ModuleNotFoundError("no", name="wandb"), 1, "pip install wandb"),
@@ -67,19 +67,30 @@ def test_tilde_in_an_option_means_the_home_folder(monkeypatch):
     assert (found.file, found.name) == ("/home/me/a", "/home/me/b")
 
 
-# ---- several ranks -------------------------------------------------------------------------------------------
+def test_scripts_without_docstrings_name_what_is_wrong():
+    done = shell(sys.executable, "-OO", "data/text/prepare.py", "novel.txt")
+    assert_refused(done, "--name")
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the_first(is_stopped, monkeypatch, capsys):
+def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_path, monkeypatch, capsys):
+    """Whose own error is printed: versions that do not fit each other."""
+    (tmp_path / "halfway").mkdir()
+    (tmp_path / "halfway" / "__init__.py").write_text("raise ImportError('needs protobuf>=6')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit), one_line_errors():
+        import halfway  # type: ignore[import-not-found] # noqa: F401
+    message = capsys.readouterr().err
+    assert_one_line(message, "halfway", "needs protobuf>=6")
+    assert "not installed" not in message
+
+
+def test_error_of_one_of_several_ranks_names_it_and_its_host(monkeypatch, capsys):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(errors, "FIRST_SPEAKS_S", 0.2)
-    with pytest.raises(SystemExit) as exit, one_line_errors(is_stopped=lambda: is_stopped):
+    with pytest.raises(SystemExit) as exit, one_line_errors():
         raise ConfigError("x=1 must be 2")
     assert exit.value.code == 2
-    expected = "" if is_stopped else f"error: rank 1 on {platform.node()}: x=1 must be 2\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == f"error: rank 1 on {platform.node()}: x=1 must be 2\n"
 
 
 # ---- output --------------------------------------------------------------------------------------------------
@@ -90,6 +101,7 @@ def test_error_of_a_rank_names_it_and_its_host_unless_torchrun_ends_it_after_the
     ("call", "redirected", "named"),
     [
         ("print(1)", ">/dev/full", "No space left on device"),
+        ("OneLineParser(None).parse_args(['--help'])", ">/dev/full", "No space left on device"),
         ("print(1)", ">&-", "standard output is closed"),
         ("assert not sys.stdin.read()", "<&-", ""),  # the end of a file
     ],
@@ -104,10 +116,10 @@ def test_output_that_cannot_be_written_is_an_error_and_closed_input_is_the_end_o
 def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):
     with one_line_errors():
         print("name\x1b]0;owned\x07\x9b31m\tand\n\x1b[Aa bar\r")
-        print("\x1b[31mnote", file=sys.stderr, flush=True)
+        print("\x1b[8mhidden, \x1b[34mblue\x1b[0m", file=sys.stderr, flush=True)
     captured = capfdbinary.readouterr()
     assert captured.out == rb"name\x1b]0;owned\x07\x9b31m" + b"\tand\n\x1b[Aa bar\r\n"
-    assert captured.err == rb"\x1b[31mnote" + b"\n"
+    assert captured.err == rb"\x1b[8mhidden, " + b"\x1b[34mblue\x1b[0m\n"  # colours are W&B's
 
 
 # ---- files ---------------------------------------------------------------------------------------------------

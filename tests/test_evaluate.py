@@ -13,7 +13,7 @@ import torch
 from conftest import flags, tiny
 
 import train
-from deskgpt.sampling.trained import load
+from deskgpt.generate.trained import load
 
 WORDS = ["the", "old", "sea", "was", "calm", "and", "no", "one", "on", "board", "knew", "what", "had", "seen"]
 

@@ -25,7 +25,7 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.export import hugging_face
 from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
-from deskgpt.sampling.trained import load
+from deskgpt.generate.trained import load
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from train import main as train
@@ -108,6 +108,37 @@ def test_weights_in_shards_are_read_and_a_missing_one_is_named(tmp_path):
     assert_one_line(e.value, folder, last.name)
 
 
+def in_their_format(folder: Path, model: GPT, **changes: Any) -> Path:
+    """A GPT-2 with biases as a folder that transformers saved, with changes of its config.json."""
+    folder.mkdir()
+    config = hugging_face.config_json(model.config, None) | changes
+    del config["deskgpt"]
+    (folder / "config.json").write_text(json.dumps(config))
+    hugging_face.write_weights(folder / "model.safetensors", model.config, model.state_dict())
+    return folder
+
+
+@pytest.mark.parametrize("choices", [{"activation": "gelu"}, {"tie_weights": False}, {"activation": "relu2"}])
+def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
+    model = make(replace(SMALL, bias=True, **choices)).eval()
+    args, weights = load_gpt2(str(in_their_format(tmp_path / "theirs", model)))
+    assert GPTConfig.from_args(args, "") == model.config
+    assert_equal(weights, dict(model.state_dict()))
+
+
+def test_gpt2_that_is_another_model_than_its_files_say_is_one_line(tmp_path):
+    model = make(replace(SMALL, bias=True, tie_weights=False))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"activation_function": ["tanh"]}, "gelu_new"),
+    ]
+    for n, (changes, named) in enumerate(cases):
+        folder = in_their_format(tmp_path / str(n), model, **changes)
+        with pytest.raises(ValueError, match="init_from=") as e:
+            load_gpt2(str(folder))
+        assert_one_line(e.value, folder, named)
+
+
 @pytest.mark.parametrize("tie_weights", [False, True])
 def test_norm_of_the_embedding_is_in_the_exported_embedding(tmp_path, tie_weights):
     model, folder = exported(tmp_path, replace(SMALL, tie_weights=tie_weights, embedding_norm=True))
@@ -120,7 +151,7 @@ def test_norm_of_the_embedding_is_in_the_exported_embedding(tmp_path, tie_weight
 
 
 @pytest.mark.slow
-def test_exported_run_has_its_facts_on_a_card_and_is_sampled_from_and_trained_on(chars, tmp_path, script):
+def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_path, script):
     train(tiny(chars, tmp_path / "out", position="rope", norm="rms", max_iters=3, learning_rate=0.00321, eval_iters=40))
     folder = tmp_path / "exported"
     done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}")
@@ -137,10 +168,10 @@ def test_exported_run_has_its_facts_on_a_card_and_is_sampled_from_and_trained_on
     assert "norm=layer, but" in script("train.py", *flags, "--norm=layer").err
 
     card = (folder / "README.md").read_text()
-    facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.M))
-    assert facts["tokens trained on"] == f"{3 * 4 * 16:,}"
-    assert facts["validation loss (nats per token)"] == f"{before:.4f}"
-    assert (facts["data"], facts["learning_rate"]) == (chars.name, "0.00321")
+    table = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.M))
+    assert table["tokens trained on"] == f"{3 * 4 * 16:,}"
+    assert table["validation loss (nats per token)"] == f"{before:.4f}"
+    assert (table["data"], table["learning_rate"]) == (chars.name, "0.00321")
     assert str(tmp_path) not in card
     lines = card.split("```python\n")[1].split("```")[0]
     done = shell("python", "-c", lines, cwd=tmp_path, stdin=subprocess.DEVNULL)
@@ -199,7 +230,7 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
 
 
 @pytest.mark.slow
-def test_own_code_trains_searches_with_beams_and_refuses_what_it_does_not_have(tmp_path):
+def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_path):
     model, folder = exported(tmp_path, replace(SMALL, **MODERN))
     theirs = loaded(folder)
     x = tokens(2, 30, vocab=65)

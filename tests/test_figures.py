@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 
 import pytest
 from conftest import ROOT
 
 from bench import ask, figures
-from bench.asking.ledger import Ledger
+from bench.asking.arms import folder_for_worktrees
 from deskgpt.system.errors import ConfigError
 
 PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in figures.TABLES}
@@ -45,12 +46,27 @@ def test_intervals_that_pages_cite_are_those_of_the_stored_runs():
     assert all(f"**{interval}**" in answers for interval in cited)
 
 
+def test_changes_are_percentages_of_a_ratio_and_so_are_their_intervals():
+    old = [1.0, 1.1, 0.9, 1.05, 0.98]
+    e = figures.change_in_percent([2 * value for value in old], old, 0.05)
+    assert [e.d, e.low, e.high] == pytest.approx([100.0] * 3)
+    e = figures.change_in_percent([value / 4 for value in old], old, 0.05)
+    assert e.d == pytest.approx(-75)
+    for stored in figures.ANSWERS["questions"]:
+        if stored["figure"] != "val_loss":
+            first, *_, last = stored["arms"].values()
+            n = min(len(first), len(last))
+            ratio = statistics.geometric_mean(last[:n]) / statistics.geometric_mean(first[:n])
+            assert f"{100 * (ratio - 1):+.1f}" in figures.answer(stored)
+
+
 def test_questions_can_be_asked_and_compare_equal_work(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for file in (ROOT / "bench" / "questions").glob("*.txt"):
         name = f"@bench/questions/{file.name}"
         assert f"`python bench/ask.py {name}`" in PAGES["answers.md"]
-        arms = ask.arms_of(*ask.read_arguments([name]), Ledger(tmp_path))
+        with folder_for_worktrees(tmp_path) as below:
+            arms = ask.make_arms(*ask.read_arguments([name]), below)
         sizes = ("batch_size", "gradient_accumulation_steps", "block_size", "max_iters")
         assert len({math.prod(arm.settings[size] for size in sizes) for arm in arms}) == 1
 

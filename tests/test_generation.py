@@ -1,28 +1,41 @@
+"""Generation: the cache computes what the forward pass does, tokens are drawn as asked, nothing runs besides."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from deskgpt.compute.inference import InferenceEngine
-from deskgpt.kernels import replacements
-from deskgpt.kernels.kv_cache import Decoder
-from deskgpt.kernels.overridable import replacing
-from model import GPT, MLP, Transformer, activation, sample_tokens
+from data.tokenizer import BytesTokenizer
+from deskgpt.generate.engine import InferenceEngine
+from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.kernels.kv_cache import KVCache
+from deskgpt.kernels.ops import matmul_attention
+from deskgpt.system.hardware import autocast
+from model import GPT, MLP, activation, sample_tokens
 
 
-def cached(model: GPT) -> dict[str, Any]:
-    return {"GPT.next_logits": Decoder(model)}
+def drawn(model: GPT, idx: Tensor, n: int, cached: bool, **options: Any) -> Tensor:
+    """The next n tokens (n, B)."""
+    cache = KVCache(model.config.block_size) if cached else None
+    return torch.stack(list(model.generate(idx, n, cache=cache, **options)))
 
 
-def drawn(model: GPT, replaced: dict[str, Any], idx: torch.Tensor, n: int, **options: Any) -> torch.Tensor:
-    """The next n tokens (n, B), with these replacements in use."""
-    with replacing(replaced):
-        return torch.stack(list(model.generate(idx, n, **options)))
+def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> list[str]:
+    """What the engine writes after each row of idx."""
+    samples = [Sample(BytesTokenizer(), "") for _ in idx]
+    for _ in engine.write(idx, samples, GenerationConfig(max_new_tokens=n), watch):
+        pass
+    return [sample.text for sample in samples]
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
@@ -31,34 +44,13 @@ def drawn(model: GPT, replaced: dict[str, Any], idx: torch.Tensor, n: int, **opt
 def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, temperature, config):
     model, idx = make(config).eval(), tokens(3, prompt)
     n = max(6, 38 - prompt)  # past block_size=32
-    found = [
-        drawn(model, replaced, idx, n, temperature=temperature, seed=5)
-        for replaced in (
-            {},
-            cached(model),
-            replacements.replacements_for("cpu"),
-            replacements.replacements_for("cpu") | cached(model),
-        )
-    ]
-    assert all(torch.equal(other, found[0]) for other in found)
-    if temperature == 0:  # and all are what the whole model says
-        whole = torch.cat((idx, found[0].t()), 1)
+    found = drawn(model, idx, n, cached=True, temperature=temperature, seed=5)
+    assert torch.equal(found, drawn(model, idx, n, cached=False, temperature=temperature, seed=5))
+    if temperature == 0:  # and both are the model's
+        text = torch.cat((idx, found.t()), 1)
         for t in range(prompt, prompt + n):
-            context = whole[:, max(0, t - 32) : t]
-            assert torch.equal(model(context)[0][:, -1].argmax(1), whole[:, t])
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-def test_attention_on_mps_is_none_of_torchs_fused_ones(config, grad, monkeypatch):
-    """They are wrong there without gradients (pytorch's issues 181133 and 195910), frozen weights in training too."""
-    monkeypatch.setattr(replacements.F, "scaled_dot_product_attention", lambda *args, **kwargs: pytest.fail("fused"))
-    model, text = make(config).eval(), tokens(2, 30)
-    for attention in ("flash", "explicit"):
-        replaced = replacements.replacements_for("mps", attention)
-        with torch.set_grad_enabled(grad), replacing(replaced):
-            model(text, text)
-        assert torch.equal(drawn(model, replaced | cached(model), text[:, :9], 6), drawn(model, {}, text[:, :9], 6))
+            context = text[:, max(0, t - 32) : t]
+            assert torch.equal(model(context)[0][:, -1].argmax(1), text[:, t])
 
 
 def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
@@ -67,74 +59,80 @@ def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
     return self.c_proj(activation(self.c_fc(x.cumsum(1) / n), self.activation))
 
 
-def whole_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
-    """An MLP that fails where the pass does not begin with the text."""
+def complete_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
+    """An MLP that fails if the pass does not begin with the text."""
     if int(context.positions[0]):
         raise ValueError("no earlier tokens")
     return self.c_proj(activation(self.c_fc(x), self.activation))
 
 
-@pytest.mark.parametrize(("change", "named"), [(over_time, "disagrees"), (whole_texts, "fail")])
-def test_cache_that_computes_something_else_is_left_out_and_a_line_says_so(change, named, monkeypatch):
+@pytest.mark.parametrize(("change", "named"), [(over_time, "relative error"), (complete_texts, "no earlier tokens")])
+@pytest.mark.parametrize("prompt", [1, 9, 32])
+def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(prompt, change, named, monkeypatch):
     monkeypatch.setattr(MLP, "forward", change)
+    model, idx = make().eval(), tokens(2, prompt)
+    printed: list[str] = []
+    engine = InferenceEngine(model, idx, "float32", print0=printed.append)
+    assert not engine.cached
+    assert_one_line("".join(printed), "cache", "slower", named)
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 1337, "vocab_size": 100}
+    expected = drawn(model, idx, 12, cached=False, **options)
+    assert text_of(engine, idx, 12) == [bytes(row.tolist()).decode() for row in expected.t()]
+
+
+def test_each_token_is_one_pass_over_itself(monkeypatch):
     model, idx = make().eval(), tokens(2, 9)
-    printed: list[str] = []
-    engine = InferenceEngine(model, idx, "float32", print0=printed.append)
-    assert not engine.cached
-    assert_one_line(*[line for line in printed if "cache" in line], "cached sampling", "slower", named)
-    assert torch.equal(drawn(model, engine.replacements, idx, 45, seed=5), drawn(model, {}, idx, 45, seed=5))
+    engine = InferenceEngine(model, idx, "float32", print0=pytest.fail)
+    lengths = []
+    model.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].size(1)))
+    text_of(engine, idx, 20)
+    assert lengths == [9] + [1] * 19
 
 
-def test_cache_is_compared_on_each_prompt_and_again_along_the_way(monkeypatch):
-    """A prefix-LM whose prefix, the tokens up to the first 7, sees itself both ways; the first prompt has none."""
-    prefix = 0
-
-    def mask(query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) | (key < prefix)
-
-    forward = Transformer.forward
-
-    def with_prefix(self: Transformer, idx: Tensor, cache: Any = None) -> Tensor:
-        nonlocal prefix
-        found = (idx[0] == 7).nonzero()
-        prefix = int(found[0]) + 3 if len(found) else 0
-        return forward(self, idx, cache)
-
-    monkeypatch.setattr("model.causal_mask", mask)
-    monkeypatch.setattr(Transformer, "forward", with_prefix)
-    model = make().eval()
-    plain, with_seven = torch.full((1, 6), 3), torch.tensor([[3, 3, 7, 3]])
-    printed: list[str] = []
-    engine = InferenceEngine(model, plain, "float32", refused=["flash_attention"], print0=printed.append)
-    assert engine.cached, printed
-    found = drawn(model, engine.replacements, with_seven, 12, temperature=0.0)
-    assert not engine.cached
-    assert_one_line(printed[-1], "cached sampling disagrees with model.py", "without a cache")
-    assert torch.equal(found, drawn(model, {}, with_seven, 12, temperature=0.0))
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_weights_are_cast_once_for_a_text_in_16_bits_and_logits_are_autocasts_own(config):
+    model, idx = make(config).eval(), tokens(2, 9)
+    with torch.inference_mode(), autocast(torch.device("cpu"), "bfloat16"):
+        expected = model.next_logits(idx)
+    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    layers = sum(isinstance(m, torch.nn.Linear) for m in model.modules())
+    found: list[Tensor] = []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as p:
+        engine = InferenceEngine(model, idx, "bfloat16", print0=pytest.fail)
+        text_of(engine, idx, 10, watch=found.append)
+    casts = [e for e in p.key_averages(group_by_input_shape=True) if e.key == "aten::_to_copy" and e.input_shapes]
+    assert sum(e.count for e in casts if tuple(e.input_shapes[0]) in shapes) <= layers
+    assert torch.equal(found[0], expected.float())
 
 
-def test_cache_that_goes_wrong_later_is_found_and_the_text_before_is_named():
-    model, idx = make().eval(), tokens(1, 4)
-    printed: list[str] = []
-    engine = InferenceEngine(model, idx, "float32", print0=printed.append)
-    whole = engine.replacements["attention"]
+def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
+    engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
+    engine.device = torch.device("cuda")
+    for now in (True, False):  # a setting of torch's that is restored
+        torch.backends.cuda.enable_cudnn_sdp(now)
+        with engine._mode():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == now
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
-    def forgetful(reference: Any, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
-        """Forgets the first tokens once there are ten."""
-        first = 4 if q.size(2) == 1 and k.size(2) > 10 else 0
-        return whole(reference, q, k[:, :, first:], v[:, :, first:], *more)
 
-    engine.replacements["attention"] = forgetful
-    found = drawn(model, engine.replacements, idx, 26, temperature=0.0)
-    assert not engine.cached
-    assert_one_line(printed[-1], "cached sampling disagrees", "the text from token 5 on may be wrong")
-    assert torch.equal(found[:6], drawn(model, {}, idx, 6, temperature=0.0))
+@pytest.mark.parametrize("T", [30, 1])
+def test_attention_of_apple_gpus_is_torchs(T):
+    """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
+    q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(30, 30, dtype=torch.bool).tril() if T > 1 else None
+    expected = F.scaled_dot_product_attention(q[:, :, -T:], k, v, attn_mask=mask)
+    torch.testing.assert_close(matmul_attention(q[:, :, -T:], k, v, mask, 0.0), expected)
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
     model = make().eval()
-    for replaced in ({}, cached(model)):
-        assert drawn(model, replaced, tokens(4, 4), 60, temperature=5.0, vocab_size=7).max() == 6
+    for cached in (False, True):
+        assert drawn(model, tokens(4, 4), 60, cached, temperature=5.0, vocab_size=7).max() == 6
 
 
 def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:

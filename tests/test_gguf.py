@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_one_line, files_of_at_most, needs_bpe
 from test_export import DIALOGUE, ODD, prompt_of_dialogue, saved, tokenizer_and_text
 from tiny_models import MODERN_SETTINGS, make
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer
-from deskgpt.compute.generation import GenerationConfig
 from deskgpt.export import gguf_format
 from deskgpt.export.llama_cpp import Llama
+from deskgpt.generate.text import GenerationConfig
 from export import ExportConfig, main
 from model import GPT, GPTConfig, activation
 
@@ -70,13 +71,17 @@ def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture)
         assert their_greedy(Llama(str(path), 64), prompt, 40) == greedy(model, tokenizer, prompt, 40)
 
 
-def window(query: Tensor, key: Tensor) -> Tensor:
-    return (key <= query) & (query - key < 48)
+def window(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attention to the last 48 tokens."""
+    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril().triu(-47)
+    return F.scaled_dot_product_attention(q, k, v, seen)
 
 
-def prefix(query: Tensor, key: Tensor) -> Tensor:
+def prefix(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """The first tokens, a prompt, see each other."""
-    return (key <= query) | (key < 8)
+    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    seen[:, :8] = True
+    return F.scaled_dot_product_attention(q, k, v, seen)
 
 
 def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
@@ -87,12 +92,10 @@ def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
 @needs_llama
 @pytest.mark.parametrize("to", ["a.gguf", "a"])
 @pytest.mark.parametrize(
-    ("place", "change"), [("causal_mask", window), ("causal_mask", prefix), ("MLP.forward", running_mean)]
+    ("function", "change"), [("causal_attention", window), ("causal_attention", prefix), ("MLP.forward", running_mean)]
 )
-def test_model_that_another_program_computes_otherwise_is_refused_and_nothing_stays(
-    tmp_path, monkeypatch, place, change, to
-):
-    monkeypatch.setattr(f"model.{place}", change)
+def test_model_that_another_program_computes_otherwise_is_not_exported(tmp_path, monkeypatch, function, change, to):
+    monkeypatch.setattr(f"model.{function}", change)
     saved(tmp_path / "out", SMALL, BYTES)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"model\.py") as e:
@@ -142,9 +145,7 @@ def test_dialogue_is_written_as_in_training_by_llama_cpp_and_in_the_modelfile(tm
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_modelfile_draws_as_sample_does_and_a_line_says_that_nothing_was_compared_without_llama_cpp(
-    tmp_path, monkeypatch, capsys
-):
+def test_modelfile_draws_as_sample_does_and_without_llama_cpp_nothing_is_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _, path = exported(tmp_path, ollama=True)
     assert "nothing was compared" in capsys.readouterr().out
@@ -158,7 +159,7 @@ def test_modelfile_draws_as_sample_does_and_a_line_says_that_nothing_was_compare
     assert "stop" not in parameters
 
 
-def test_all_that_llama_cpp_lacks_is_named_at_once_with_what_to_change(tmp_path):
+def test_all_that_llama_cpp_lacks_is_named_with_what_to_change(tmp_path):
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"token_shift": True}, ["--token_shift=False"]),
         ({"norm": "rms"}, ["--norm=layer"]),
@@ -197,7 +198,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_weights_that_llama_cpp_lacks_are_refused_without_running_it():
+def test_weights_that_llama_cpp_lacks_are_named_without_running_it():
     model = make(SMALL)
     model.transformer.h[0].register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(ValueError, match="nothing was exported") as e:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, flags
 
-from deskgpt.system import hardware, wheels
+from deskgpt.system import hardware, limits, wheels
 from deskgpt.system.wheels import Gpu
 
 CPU = torch.device("cpu")
@@ -103,11 +103,26 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
     assert_one_line(done.err, "device=cuda", "RTX 4070", "--device=auto")
 
 
-# ---- memory --------------------------------------------------------------------------------------------------
+# ---- what a container allows ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def control_groups(tmp_path, monkeypatch):
+    """Sets the groups of this process, and what their files hold."""
+
+    def write(groups: str, files: dict[str, str]) -> None:
+        (tmp_path / "own").write_text(groups)
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+
+    monkeypatch.setattr(limits, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
+    return write
 
 
 @pytest.mark.parametrize(
-    ("groups", "limits", "usable"),
+    ("groups", "files", "usable"),
     [
         ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),
         ("0::/not/seen/here\n", {"memory.max": "2000"}, 2000),  # a container's
@@ -115,18 +130,42 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
         ("0::/a\n", {}, 5000),
     ],
 )
-def test_memory_that_control_groups_forbid_is_not_usable(groups, limits, usable, tmp_path, monkeypatch):
-    for name, limit in limits.items():
-        folder = (tmp_path / name).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(limit)
+def test_memory_that_control_groups_forbid_is_not_usable(groups, files, usable, control_groups, monkeypatch):
+    for name in list(files):
+        folder = name.rpartition("/")[0]
         for used in ("memory.current", "memory.usage_in_bytes"):
-            (folder / used).write_text("700")
-        (folder / "memory.stat").write_text("anon 100\ninactive_file 600\n")
-    (tmp_path / "own").write_text(groups)
+            files = files | {f"{folder}/{used}".lstrip("/"): "700"}
+        files = files | {f"{folder}/memory.stat".lstrip("/"): "anon 100\ninactive_file 600\n"}
+    control_groups(groups, files)
     memory = SimpleNamespace(total=5000, available=4900)
-    monkeypatch.setattr(hardware, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(hardware, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: memory)
     assert hardware.usable_memory_bytes(CPU) == usable
     assert hardware.free_memory_bytes() == min(4900, usable - 100)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/a/b\n", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),  # half a core
+        (
+            "3:cpu,cpuacct:/a\n",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "100000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            1,
+        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("", {}, 8),
+    ],
+)
+def test_threads_follow_the_cpu_quota_of_a_container(groups, files, cores, control_groups, monkeypatch):
+    control_groups(groups, files)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert limits.usable_cores() == cores
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    hardware.limit_threads()
+    assert threads[-1] == 8  # as OMP_NUM_THREADS says
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    hardware.limit_threads()
+    assert threads[-1] == cores

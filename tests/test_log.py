@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import assert_one_line, events, files_of_at_most, raises_one_line, tiny
 
 from deskgpt.checkpoint import store
-from deskgpt.run.log import RunLog, read_events
+from deskgpt.run.log import RunLog, git_commit, read_events
 from train import main
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs open files that move, limits and O_NOFOLLOW")
@@ -86,3 +87,10 @@ def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys
     assert logged == [(7, {"iter": 7, "loss": 2.0, "mfu": 50.0})]
     assert [e["iter"] for e in events(tmp_path, "iter")] == [7, 8, 9]
     assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run continues")
+
+
+def test_commit_is_that_of_the_code_also_in_a_hook_of_another_repository(tmp_path, monkeypatch):
+    expected = git_commit()
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert git_commit() == expected

@@ -28,8 +28,14 @@ def test_run_is_compared_with_the_band_of_its_settings(chars, tmp_path, capsys, 
     record = {"experiment": loss_band.experiment(start["settings"], *data), "val_losses": losses, "deviations": 3.0}
     (tmp_path / "tiny.json").write_text(json.dumps(record))
     monkeypatch.setattr(loss_band, "FOLDER", tmp_path)
-    for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1}, {"batch_size": 8}):
-        assert loss_band.band_of(tiny(chars, Path("out"), **CONFIG | other), *data) is None
+    for other, reason in (
+        ({"learning_rate": 3e-3}, "learning_rate is 0.003, and 0.001 in theirs"),
+        ({"eval_iters": 4}, "windows per evaluation is 16, and 8 in theirs"),
+        ({"n_head": 1, "batch_size": 8}, ""),
+    ):
+        config = tiny(chars, Path("out"), **CONFIG | other)
+        assert loss_band.band_of(config, *data) is None
+        assert loss_band.missing_band(config, *data).endswith(reason)
 
     def verdict(name: str, **settings: Any) -> str:
         capsys.readouterr()

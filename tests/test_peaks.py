@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deskgpt.system import peaks
+from deskgpt.system import cache, peaks
+
+CPU = torch.device("cpu")
 
 # ---- the table -----------------------------------------------------------------------------------------------
 
@@ -30,19 +35,20 @@ def test_figures_of_a_card_agree_with_each_other():
 
 
 @pytest.mark.parametrize(
-    ("name", "card", "gb"),
+    ("name", "number", "card", "gb"),
     [
-        ("RTX 4060 Ti", "GeForce RTX 4060 Ti", 8),
-        ("NVIDIA GeForce RTX 4070", "GeForce RTX 4070", 12),
-        ("geforce-rtx-3060-12gb", "GeForce RTX 3060", 12),
-        ("NVIDIA H100 80GB HBM3", "H100 HBM3", 80),
-        ("rtx pro 6000", "RTX PRO 6000 Blackwell Workstation Edition", 96),
-        ("mi300x", "Instinct MI300X", 192),
+        ("RTX 4060 Ti", 1, "GeForce RTX 4060 Ti", 8),
+        ("NVIDIA GeForce RTX 4070", 1, "GeForce RTX 4070", 12),
+        ("geforce-rtx-3060-12gb", 1, "GeForce RTX 3060", 12),
+        ("NVIDIA H100 80GB HBM3", 1, "H100 HBM3", 80),
+        ("rtx pro 6000", 1, "RTX PRO 6000 Blackwell Workstation Edition", 96),
+        ("8x H100", 8, "H100 HBM3", 80),
+        ("16 x A100 80GB", 16, "A100-SXM4", 80),
     ],
 )
-def test_names_as_people_and_torch_write_them_are_found_with_the_size_that_they_state_or_the_smallest(name, card, gb):
-    found = peaks.find_card(name)
-    assert (found.name, found.memory_gb) == (card, (gb,))
+def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_size(name, number, card, gb):
+    found, of_name = peaks.find_cards(name)
+    assert (found, of_name.name, of_name.memory_gb) == (number, card, (gb,))
 
 
 @pytest.mark.parametrize(
@@ -52,19 +58,20 @@ def test_names_as_people_and_torch_write_them_are_found_with_the_size_that_they_
         "NVIDIA H200 MIG 1g.18gb",
         "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads",
         "RTX 6000",  # Quadro, Ada or PRO
+        "0x H100",
         "",
     ],
 )
 def test_name_that_only_looks_like_a_card_is_none(name):
-    with pytest.raises(ValueError, match="is not a card|leave the size out"):
-        peaks.find_card(name)
+    with pytest.raises(ValueError, match="is not a known card|leave the size out|number of cards"):
+        peaks.find_cards(name)
 
 
 def test_card_with_another_count_of_sms_is_another_card():
     assert peaks.find_card("NVIDIA GeForce RTX 3080", 68)
     assert peaks.find_card("NVIDIA A10G", 72)  # whose SMs the table does not know
-    with pytest.raises(ValueError, match="is not a card"):
-        peaks.find_card("NVIDIA GeForce RTX 3080", 70)  # that of 12 GB
+    with pytest.raises(ValueError, match="is not a known card"):
+        peaks.find_card("NVIDIA GeForce RTX 3080", 70)  # the one with 12 GB
 
 
 # ---- a device's peak -----------------------------------------------------------------------------------------
@@ -93,3 +100,63 @@ def test_gpu_has_its_published_peak_or_the_measured_one_and_says_which(
     flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
     assert flops == peak
     assert all(words in source for words in printed), source
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """A machine that was never measured; returns what forgets the measurements of this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def forget() -> None:
+        peaks.one_thread_flops.cache_clear()
+        peaks.measured_matmul_flops.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def test_only_the_first_start_measures_and_impossible_figures_are_not_believed(empty_cache, monkeypatch):
+    first = peaks.measured_matmul_flops(CPU, "float32")
+    [(key, figures)] = cache.read("peaks").items()
+    empty_cache()
+    monkeypatch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
+    assert peaks.measured_matmul_flops(CPU, "float32") == first
+    monkeypatch.undo()
+    for damage in (1e300, math.inf, math.nan, -1.0, "fast"):
+        cache.keep("peaks", key, figures | {"float32": damage})
+        empty_cache()
+        assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
+
+
+def test_lower_figure_of_a_busy_moment_never_replaces_a_higher_one(empty_cache):
+    peaks.keep_flops(CPU, {"float32": 2e10, "bfloat16": 1e10})
+    assert peaks.keep_flops(CPU, {"float32": 1e10, "bfloat16": 3e10}) == {"float32": 2e10, "bfloat16": 3e10}
+
+
+@pytest.mark.parametrize(("bfloat16", "dtype"), [(0.5, "float32"), (1.1, "float32"), (1.6, "bfloat16")])
+def test_dtype_auto_is_bfloat16_only_where_it_is_clearly_faster(bfloat16, dtype, empty_cache):
+    peaks.keep_flops(CPU, {"float32": 1e10, "bfloat16": bfloat16 * 1e10, "float16": 1e9})
+    assert peaks.fast_dtype(CPU) == dtype
+
+
+@pytest.mark.slow
+def test_busy_machine_chooses_the_dtype_of_an_idle_one(empty_cache, tmp_path, monkeypatch):
+    """Another torch process uses all cores, whose threads wait for each other. The ratio is what decides."""
+    idle = peaks.one_thread_flops()
+    code = "import torch; a = torch.rand(512, 512)\nwhile True: a = a @ a; a = a / a.norm()"
+    other = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        time.sleep(4)
+        for i in range(2):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(i)))
+            empty_cache()
+            busy = peaks.one_thread_flops()
+            ratios = [figures["bfloat16"] / figures["float32"] for figures in (idle, busy)]
+            assert ratios[1] == pytest.approx(ratios[0], rel=0.3)
+    finally:
+        other.kill()
+        other.wait()

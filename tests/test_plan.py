@@ -1,4 +1,4 @@
-"""What --dry_run and --plan_for print, for this machine and for cards and ranks that are not here."""
+"""What --dry_run and --plan_for print, for this machine and for cards that are not here."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import pytest
 import torch.distributed as dist
 from conftest import assert_one_line, flags
 
-import model
-from deskgpt.compute.runner import Variant
-from deskgpt.estimate.memory import Step, memory
-from model import GPTConfig
 from train import TrainConfig, main
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 32}
-TINY_CONFIG = GPTConfig(vocab_size=64, **SIZES)
 
 
 def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
-    """What the plan of a tiny model's run prints."""
+    """Return what the plan of a tiny model's run prints."""
     usual: dict[str, Any] = {"plan_for": "H100", "gradient_accumulation_steps": 1}
     main(TrainConfig(**usual | SIZES | settings))
     assert not dist.is_initialized()
@@ -34,7 +29,7 @@ def total_gib(out: str) -> float:
 
 
 def step_s(out: str) -> list[float]:
-    """The shortest and the longest time of a step."""
+    """Return the shortest and the longest time of a step."""
     return [float(x) for x in re.findall(r": (\S+) to (\S+)s per step", out)[0]]
 
 
@@ -55,7 +50,7 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     assert fastest == pytest.approx(9.34, rel=0.02)
     assert slowest < 1.3 * fastest
     assert re.search(r"at 69% to 82% \(known runs .* RTX 4070\) of 1 x 58.30 TFLOP/s .* for 18,750 steps", done.out)
-    found = re.search(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)$", done.out, re.M)
+    found = re.search(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out, re.M)
     assert found
     assert int(found[1]) * int(found[2]) == 8 * 64
     assert not out.exists()
@@ -78,19 +73,12 @@ def test_plan_that_does_not_fit_or_has_no_peak_has_no_time(capsys):
     assert "time: n/a" in plan(capsys, plan_for="T4", dtype="bfloat16")
 
 
-def test_model_whose_passes_depend_on_numbers_is_refused_in_one_line(monkeypatch):
-    original = model.Block.forward
-    monkeypatch.setattr(model.Block, "forward", lambda block, x, ctx: original(block, x, ctx) if x.any() else x)
-    with pytest.raises(ValueError, match="cannot be rehearsed"):
-        memory(Step(TINY_CONFIG, 4, Variant(), "cpu"))
-
-
 def test_plan_of_many_ranks_says_what_each_has(capsys):
-    out = plan(capsys, world=1024, n_embd=128, dp_shard=64, gradient_accumulation_steps=2048)
+    out = plan(capsys, plan_for="1024x H100", n_embd=128, dp_shard=64, gradient_accumulation_steps=2048)
     assert re.search(r"^1,024 ranks.* 64, 16 copies; micro-batches of each rank and step: 2$", out, re.M)
     assert re.search(r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB", out)
     assert re.search(r"\) of 1024 x 989.00 TFLOP/s .*, and without what ranks send each other$", out, re.M)
-    out = plan(capsys, world=16, gradient_accumulation_steps=48, n_embd=768)
+    out = plan(capsys, plan_for="16x H100", gradient_accumulation_steps=48, n_embd=768)
     found = re.search(r"weights (\S+), .* buckets (\S+) GiB", out)  # DDP's
     assert found
     assert float(found[1]) == float(found[2]) > 0.1
@@ -102,12 +90,15 @@ def test_plan_of_many_ranks_says_what_each_has(capsys):
     [
         ({"plan_for": "RTX 4700"}, ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
         ({"plan_for": "RTX 4070 24GB"}, ["GeForce RTX 4070", "12 GB"]),
-        ({"world": 1024, "dp_shard": 60}, ["dp_shard=60", "1024", "--dp_shard=64"]),
-        ({"world": 10**9}, ["world=1000000000", "1,048,576"]),
-        ({"world": 16}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
+        (
+            {"plan_for": "1024x H100", "dp_shard": 60, "gradient_accumulation_steps": 1024},
+            ["dp_shard=60", "1024", "--dp_shard=64"],
+        ),
+        ({"plan_for": "1000000000x H100"}, ["1000000000x", "1,048,576"]),
+        ({"plan_for": "16x H100"}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
     ],
 )
 def test_cards_and_ranks_that_cannot_be_are_refused_in_one_line(options, named, script):
-    done = script("train.py", *flags(**{"plan_for": "H100"} | options))
+    done = script("train.py", *flags(**options))
     assert done.code != 0
     assert_one_line(done.err, *named)

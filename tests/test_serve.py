@@ -1,4 +1,4 @@
-"""sample.py --serve: what the page and OpenAI's API write, whom they answer, what they refuse, and how streams end."""
+"""sample.py --serve: what the page and OpenAI's API write, whom they answer, bad requests, and how streams end."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tiny_models import SMALL
 import sample
 from data.chat import template
 from data.tokenizer import CharTokenizer
-from deskgpt.sampling.trained import Trained, encode_prompt, load
+from deskgpt.generate.trained import Trained, encode_prompt, load
+from deskgpt.generate.writer import Writer
 from deskgpt.serve import openai_api, playground, server
-from deskgpt.serve.writer import Writer
 from deskgpt.system.terminal import harmless
 from sample import SampleConfig
 
@@ -92,7 +92,7 @@ def serving(writer: Writer) -> Iterator[Served]:
 def writer_of(trained: Trained, **settings: Any) -> Writer:
     values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
     c = SampleConfig(**values | settings)
-    return sample.writer_of(c, sample.generation_config(c), trained)
+    return sample.writer_of(c, c.start, trained)
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +179,14 @@ def test_completion_is_the_text_of_sample_streamed_or_not(chat, run, drawn):
         settings: dict[str, Any] = {"start": "the ", "stop": stop, "num_samples": 1, "max_new_tokens": 60}
         (expected,) = sample.main(SampleConfig(out_dir=str(run), device="cpu", **settings, **drawn))
         asked = {"model": "any", "prompt": "the ", "stop": [stop, "\x00\x00"], "max_tokens": 60} | drawn
-        whole = chat.client().completions.create(**asked)
-        (choice,) = whole.choices
+        full = chat.client().completions.create(**asked)
+        (choice,) = full.choices
         assert "the " + choice.text == expected
-        assert (choice.finish_reason, whole.model, whole.usage.prompt_tokens) == (end, run.name, 4)
-        assert (whole.usage.completion_tokens == 60) == (end == "length")
+        assert (choice.finish_reason, full.model, full.usage.prompt_tokens) == (end, run.name, 4)
+        assert (full.usage.completion_tokens == 60) == (end == "length")
         pieces = list(chat.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == choice.text
-        assert (pieces[-1].choices[0].finish_reason, pieces[-1].usage) == (end, whole.usage)
+        assert (pieces[-1].choices[0].finish_reason, pieces[-1].usage) == (end, full.usage)
         stop = expected[20:23]
 
 
@@ -197,13 +197,13 @@ def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatc
     printed = ""
     for n in range(2):
         settings = {"model": "any", "messages": messages, "max_completion_tokens": 30, "seed": 5 + n}
-        whole = chat.client().chat.completions.create(**settings)
-        answer = whole.choices[0].message.content
+        full = chat.client().chat.completions.create(**settings)
+        answer = full.choices[0].message.content
         first, *pieces = chat.client().chat.completions.create(**settings, stream=True)
         assert first.choices[0].delta.role == "assistant"
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer
-        assert [piece.choices[0].finish_reason for piece in pieces[-2:]] == [None, whole.choices[0].finish_reason]
-        assert pieces[-1].usage == whole.usage
+        assert [piece.choices[0].finish_reason for piece in pieces[-2:]] == [None, full.choices[0].finish_reason]
+        assert pieces[-1].usage == full.usage
         printed += answer + "\n"
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And now?"}]
     assert harmless(printed) == done.out
@@ -214,21 +214,33 @@ def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(cha
     ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
     assert len({client.completions.create(model="any", prompt="a", **ignored).choices[0].text for _ in range(3)}) == 3
     assert [model.id for model in client.models.list()] == [run.name]
-    whole = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=50).choices[0].text
-    with serving(writer_of(chat.writer.trained, temperature=0.0, stop=whole[20:23])) as served:
+    full = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=50).choices[0].text
+    with serving(writer_of(chat.writer.trained, temperature=0.0, stop=full[20:23])) as served:
         (choice,) = served.client().completions.create(model="any", prompt="a").choices
-    assert (choice.text, choice.finish_reason) == (whole[: whole.find(whole[20:23])], "stop")
+    assert (choice.text, choice.finish_reason) == (full[: full.find(full[20:23])], "stop")
 
 
 def test_model_that_saw_no_dialogues_only_completes(plain):
     assert plain.client().completions.create(model="any", prompt="a", max_tokens=3).choices[0].text
     with pytest.raises(openai.BadRequestError) as e:
         plain.client().chat.completions.create(model="any", messages=ASK)
-    assert_one_line(error_in(e.value.response.content), "docs/sampling.md", "--chat")
+    assert_one_line(error_in(e.value.response.content), "/v1/completions")
     assert json.loads(plain.ask("GET", f"{plain.page}page.json")[2])["system"] is None
 
 
-# ---- whom it answers, and what it refuses --------------------------------------------------------------------
+def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsys):
+    page = (ROOT / "docs" / "sampling.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    for served, block in zip((plain, chat), blocks, strict=True):
+        monkeypatch.setenv("OPENAI_BASE_URL", f"http://{server.HOST}:{served.port}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", served.writer.token)
+        exec(block, {})
+        assert capsys.readouterr().out
+    (path, body) = re.findall(r"^curl \$OPENAI_BASE_URL(\S+) .* --json '(.*)'$", page, re.M)[0]
+    assert plain.post(f"/v1{path}", body.encode())[0] == 200
+
+
+# ---- whom it answers, and bad requests --------------------------------------------------------------------
 
 
 def test_only_who_has_the_token_is_answered(chat):
@@ -285,6 +297,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": ["a", "b"]}, "prompt="),
         ({"n": "x" * 9999}, "n="),
         ({"stop": ["a", 5]}, "stop=5"),
+        ({"stop": "a" * 300_000}, "300,000 characters"),
         ({"stream": "yes"}, "stream='yes'"),
     ],
 }
@@ -301,14 +314,43 @@ def assert_bad_request(served: Served, path: str, body: Any, named: str = "") ->
 
 def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
     completion: dict[str, Any] = {"prompt": "a", "max_tokens": 3}
-    for place, path, base in (("page", f"{plain.page}write", SETTINGS), ("api", "/v1/completions", completion)):
+    for name, path, base in (("page", f"{plain.page}write", SETTINGS), ("api", "/v1/completions", completion)):
         for body in NO_OBJECTS:
             assert_bad_request(plain, path, body, "JSON")
-        for change, named in WRONG["both"] + WRONG[place]:
+        for change, named in WRONG["both"] + WRONG[name]:
             assert_bad_request(plain, path, base | change, named)
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
     assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
+
+
+def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
+    messages = [{"role": role, "content": ""} for _ in range(20_000) for role in ("user", "assistant")]
+    answers = []
+    for some in (messages, messages[-20:]):
+        asked = {"messages": [*some, *ASK], "max_tokens": 3, "temperature": 0}
+        t0 = time.perf_counter()
+        status, _, body = chat.post("/v1/chat/completions", asked)
+        assert (status, time.perf_counter() - t0 < 10) == (200, True)
+        answers.append(json.loads(body)["choices"])
+    assert answers[0] == answers[1]
+
+
+def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
+    monkeypatch.setattr(server, "ARRIVAL_S", 0.3)
+    head = f"Host: localhost\r\nAuthorization: Bearer {chat.writer.token}\r\nContent-Length: 99\r\n\r\n"
+    halves = ["", "POST /v1/completions HTTP/1.1\r\n", f"POST /v1/completions HTTP/1.1\r\n{head}{{"]
+    halves.append("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod")  # a second one
+    for half in halves:
+        with socket.create_connection((server.HOST, chat.port), timeout=20) as client:
+            client.sendall(half.encode())
+            answers = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes
+            statuses = [line.split()[1] for line in answers.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+            assert statuses == {2: [b"408"], 3: [b"401"]}.get(halves.index(half), []), half
+    with socket.create_connection((server.HOST, chat.port)) as client:
+        client.sendall(halves[2].encode())  # and leaves
+    assert chat.ask("GET", f"{chat.page}page.json")[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 # ---- how it ends ---------------------------------------------------------------------------------------------
@@ -357,7 +399,7 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
         connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
         connection.request("GET", f"/{found[2]}/page.json")
         page = json.loads(connection.getresponse().read())
-        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["facts"])
+        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
         connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
         response = connection.getresponse()
         response.readline()

@@ -26,7 +26,6 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.run import settings as settings_module
 from deskgpt.run.settings import check_same_on_all_hosts, settings_of_start
-from deskgpt.system import errors
 from deskgpt.system.errors import one_line_errors
 from train import TrainConfig, main
 
@@ -120,7 +119,6 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd)
     c = tiny(chars, tmp_path, dist_timeout_s=8.0, dp_shard=2, **LONG | {"gradient_accumulation_steps": 4})
 
     def on_rank(rank: int) -> None:
-        errors.FIRST_SPEAKS_S = 0.0  # there is no torchrun to wait for
         if rank == 1:
             setattr(torch.Tensor, "backward", asleep)  # noqa: B010
         with one_line_errors():

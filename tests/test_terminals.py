@@ -7,22 +7,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import ROOT, TINY, events, flags, shell
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
-
-
-def test_pipe_that_another_program_made_non_blocking_gets_every_byte():
-    """As ssh and others leave it. The reader is slower than what is printed."""
-    code = "import os; os.set_blocking(1, False); from deskgpt.system.terminal import safe_output\n"
-    code += "with safe_output(): print('x' * 300_000)"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
-    time.sleep(0.5)
-    printed, _ = process.communicate()
-    assert (process.returncode, printed) == (0, b"x" * 300_000 + b"\n")
 
 
 def test_file_opened_after_the_start_is_not_taken_for_the_terminal(tmp_path):

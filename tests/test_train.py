@@ -4,12 +4,12 @@ import json
 import re
 import shutil
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, contents, events, raises_one_line, shell, tiny, weights
+from conftest import assert_equal, assert_one_line, contents, events, raises_one_line, shell, tiny, weights
 
 import train
 from data.batching import Batching
@@ -22,6 +22,7 @@ from deskgpt.compute.variant import Variant
 from deskgpt.run.init_state import InitState
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import resumed_settings
+from deskgpt.system.settings import settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -44,7 +45,7 @@ def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_
 
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
-    assert first["settings"] == asdict(tiny(chars, tmp_path))
+    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in settings_of(TrainConfig)}
     model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
@@ -155,6 +156,16 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
     usual = {"learning_rate": 1.0, "min_lr": 0.1, "warmup_iters": 9, "lr_decay_iters": 109, "max_iters": 200}
     schedule = Schedule.of(TrainConfig(**usual | settings))
     assert [train.learning_rate(schedule, step) for step in rates] == pytest.approx([*rates.values()], abs=0.003)
+
+
+def test_schedule_that_contradicts_itself_is_named():
+    for settings, named in (
+        ({"warmup_iters": 2000, "max_iters": 200}, ["warmup_iters=2000", "max_iters=200", "--warmup_iters=20"]),
+        ({"min_lr": 1e-3, "learning_rate": 1e-5, "warmup_iters": 0}, ["min_lr=0.001", "learning_rate=1e-05"]),
+    ):
+        [line] = Schedule.of(TrainConfig(**settings)).warnings()
+        assert_one_line(line, *named)
+    assert Schedule.of(TrainConfig()).warnings() == []
 
 
 @pytest.mark.slow

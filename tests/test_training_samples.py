@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from conftest import assert_equal, assert_one_line, events, tiny, trajectory, weights
 from gloo import run
+from test_generation import over_time
 
 import train
 from data.text.prepare import prepare
-from deskgpt.sampling.training_samples import Sampler
+from deskgpt.generate.training_samples import Sampler
 
 MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True, "token_shift": True}
 
@@ -40,13 +41,21 @@ def test_same_weights_write_the_same_texts_and_the_last_step_samples(chars, tmp_
     assert found[0]["texts"][0][:8] not in capfd.readouterr().out
 
 
+def test_cache_is_compared_once_in_a_run(chars, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("model.MLP.forward", over_time)
+    train.main(tiny(chars, tmp_path, sample_interval=1))
+    printed = [line for line in capfd.readouterr().out.splitlines() if "with a cache" in line]
+    assert len(printed) == 1
+    assert [e["iter"] for e in events(tmp_path, "sample")] == [0, 3, 6]
+
+
 @pytest.mark.slow
-def test_run_goes_on_without_samples_where_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
+def test_run_continues_without_samples_if_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
     data = tmp_path / "data"
     prepare("abc " * 1000, data, "char", "a text in one line")
     train.main(tiny(data, tmp_path / "out", sample_interval=1))
-    [said] = [line for line in capfd.readouterr().out.splitlines() if "sample_interval" in line]
-    assert_one_line(said, "no samples", "tokenizer")
+    [printed] = [line for line in capfd.readouterr().out.splitlines() if "sample_interval" in line]
+    assert_one_line(printed, "no samples", "tokenizer")
     assert events(tmp_path / "out", "sample") == []
     assert len(events(tmp_path / "out", "end")) == 1
 

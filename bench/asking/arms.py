@@ -1,34 +1,35 @@
-"""An arm of a question: settings of train.py, and the code that runs, which may be changed by a patch or be a commit.
+"""An arm of a question: settings of train.py, and the code that runs: this checkout's, a patched one or a commit.
 
-Each arm runs in a copy of the checkout as it was when the question was asked, with what is not committed. So the
-checkout may change while a question runs overnight.
+Each arm has a git worktree of its own, made anew when the question is asked and removed when it ends. So you can keep
+working in the checkout while a question runs overnight.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.asking.ledger import digest
 from configurator import build, read_settings
 from deskgpt.system.errors import ConfigError
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the question gives to each run, so that no arm can have it.
-GIVEN = ("seed", "out_dir", "init_from", "eval_only", "dry_run", "plan_for", "world", "max_hours", "max_minutes")
-NO_EFFECT = {"out_dir", "wandb_log", "wandb_project", "wandb_run_name", "log_interval", "keep_checkpoints"}
-NO_EFFECT |= {"save_interval", "save_minutes", "save_async", "resume_changed", "sample_interval"}
-NO_EFFECT |= {"dataset", "seed"}  # these two are a part of a run's key themselves
+# Every run has these, so that it ends at its last step and sends nothing. A commit may lack some.
+TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
+TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
+# The question gives these to each run, so an arm cannot have them.
+GIVEN = {*TO_THE_END, "seed", "out_dir", "dataset", "init_from", "device", "eval_interval", "eval_iters", "eval_tokens"}
+NOT_CODE = ("docs/", "tests/", "bench/", "config/")  # a run uses nothing in them but settings
 
 READ_SETTINGS = """
 import json, sys
@@ -42,148 +43,119 @@ print(json.dumps(settings))
 
 @dataclass
 class Arm:
-    """One of the things that are compared. Its label is a, b, c ..."""
+    """One of the ways to train that are compared. Its label is a, b, c ..."""
 
     label: str
-    text: str  # as the user wrote it; empty for the checkout as it is
-    arguments: list[str]  # of train.py: configs and settings
-    folder: Path  # the copy of the checkout that it runs in
-    code: str  # digest of the Python files that train.py is made of, there
-    settings: dict[str, Any]  # all of them
+    text: str  # as the user wrote it; empty for the config as it is
+    folder: Path  # the worktree that it runs in
+    code: str  # digest of the code there
+    settings: dict[str, Any]  # all of them, as that code reads them
 
     @property
-    def what(self) -> str:
-        """The arm in an answer."""
+    def name(self) -> str:
+        """Return what the arm is called in an answer."""
         return self.text or "the config as it is"
 
     @property
     def steps(self) -> int:
-        """At which its runs end."""
+        """Return the step at which its runs end."""
         return int(self.settings["max_iters"])
 
-    def learning_settings(self) -> dict[str, Any]:
-        """The settings that affect what is learned."""
-        return {name: value for name, value in self.settings.items() if name not in NO_EFFECT}
+    def give(self, **given: Any) -> None:
+        """Change the settings that the arm's code has."""
+        self.settings |= {name: value for name, value in given.items() if name in self.settings}
 
-    def give(self, name: str, value: Any) -> None:
-        """Sets a setting of the arm after all others."""
-        self.arguments = [*self.arguments, f"--{name}={value}"]
-        self.settings = self.settings | {name: value}
+    def identity(self) -> list[Any]:
+        """Return what its results depend on, besides data, seed and machine."""
+        others = ("dataset", "seed", "out_dir")
+        return [self.code, {name: value for name, value in self.settings.items() if name not in others}]
 
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
-    """An arm from what the user wrote: settings, configs, patches, commit:REV.
+    """Return an arm from what the user wrote: settings, configs, patches, commit:REV.
 
-    common: arguments of all arms. below: the folder of copies of the checkout. Raises ConfigError.
+    common: arguments of all arms. below: the folder for its worktree. Raises ConfigError.
     """
     try:
         words = shlex.split(text)
     except ValueError:
         raise ConfigError(f"{text}: a quotation mark has no second one") from None
-    own: list[str] = []
-    configs: list[str] = []
+    arguments = list(common)
     patches: list[Path] = []
     commit = None
     for word in words:
-        if word.startswith("--"):
-            if word[2:].partition("=")[0] in GIVEN:
-                raise ConfigError(f"--{label} {text}: bench/ask.py sets this itself; leave {word} out")
-            own.append(word)
-        elif word.startswith("commit:"):
+        if word.removeprefix("--").partition("=")[0] in GIVEN:
+            raise ConfigError(f"--{label} {text}: bench/ask.py sets this itself; leave {word} out")
+        if word.startswith("commit:"):
             commit = word.removeprefix("commit:")
-        elif word.endswith(".py"):
-            configs.append(word)
+        elif word.startswith("--") or word.endswith(".py"):
+            arguments.append(word)
         elif Path(word).is_file():
-            patches.append(Path(word))
+            patches.append(Path(word).resolve())
         else:
             raise ConfigError(
                 f"--{label} {text}: {word} is not a patch file here; write settings as --name=value, a patch as its "
                 "path, a commit as commit:REV"
             )
-    folder, code = snapshot(below, commit, tuple(patches))
-    arguments = [in_copy(word, folder) for word in [*common, *configs]] + own
-    settings = settings_of(arguments, folder if patches or commit else ROOT)
-    return Arm(label, text, arguments, folder, code, settings)
-
-
-def in_copy(word: str, folder: Path) -> str:
-    """A config file of the checkout by its place there, so that a patch or commit may have its own; else its path."""
-    path = Path(word).resolve()
-    if word.startswith("-"):
-        return word
-    if path.is_relative_to(ROOT) and (folder / path.relative_to(ROOT)).exists():
-        return path.relative_to(ROOT).as_posix()
-    return str(path)
-
-
-def settings_of(arguments: list[str], folder: Path) -> dict[str, Any]:
-    """All settings, as the code in the folder reads them, which may have some of its own. Raises ConfigError."""
-    if folder == ROOT:
+    folder = below / label
+    code = check_out(folder, commit, patches)
+    if commit or patches:
+        settings = settings_of_code(arguments, folder, f"--{label} {text}")
+    else:
         settings = read_settings(TrainConfig, arguments)
         build(TrainConfig, settings)
-        return settings
-    command = [sys.executable, "-c", READ_SETTINGS, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"{' '.join(arguments)}: {last_line(done.stderr)}")
-    return dict(json.loads(done.stdout))
+    return Arm(label, text, folder, code, settings)
 
 
-# ---- copies of the checkout ----------------------------------------------------------------------------------
+def settings_of_code(arguments: list[str], folder: Path, what: str) -> dict[str, Any]:
+    """Return all settings as the code in the folder reads them, from its own configs.
 
-
-@functools.cache
-def snapshot(below: Path, commit: str | None, patches: tuple[Path, ...]) -> tuple[Path, str]:
-    """(a copy of the checkout or of a commit, with patches applied; the digest of what train.py is made of there)
-
-    Made by git in an index of its own; files that git ignores are left out. Raises ConfigError where that fails.
+    Raises ConfigError, which begins with `what`, if that code cannot read them.
     """
-    below.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=below) as staging:
-        index = str(Path(staging).resolve() / "index")
-        # What the user wrote is a revision or refused: git never reads it as an option.
-        revision = ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit or 'HEAD'}^{{commit}}"]
-        sha = git(*revision, index=index, what=f"commit:{commit or 'HEAD'} is not a commit of this checkout")
-        git("read-tree", sha, index=index)
-        if commit is None:
-            git("add", "--all", ".", index=index)
-        for patch in patches:
-            apply = ["apply", "--cached", "--whitespace=nowarn", str(patch.resolve())]
-            git(*apply, index=index, what=f"{patch} does not apply")
-        to = below / git("write-tree", index=index)[:16]
-        if not to.exists():
-            git("checkout-index", "--all", f"--prefix={index}.code/", index=index)
-            Path(f"{index}.code").rename(to)
-    digest = hashlib.sha256()
-    for path in sorted(code_of_training(to)):
-        digest.update(path.relative_to(to).as_posix().encode() + b"\0" + path.read_bytes())
-    return to, digest.hexdigest()[:16]
+    words = [word if word.startswith("-") or (folder / word).exists() else os.path.abspath(word) for word in arguments]
+    done = subprocess.run([sys.executable, "-c", READ_SETTINGS, *words], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{what}: {last_line(done.stderr)}")
+    return dict(json.loads(last_line(done.stdout)))
 
 
-def code_of_training(root: Path) -> set[Path]:
-    """train.py, and the files below root that it imports, directly or through others."""
-    found: set[Path] = set()
-    to_do = [root / "train.py"]
-    while to_do:
-        path = to_do.pop()
-        if path in found or not path.is_file():
-            continue
-        found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            to_do += [root / f"{name.replace('.', '/')}.py" for name in names]
-    return found
+# ---- worktrees -----------------------------------------------------------------------------------------------
 
 
-def git(*arguments: str, index: str, what: str = "no copy of the code can be made") -> str:
-    """What git prints about this checkout. Raises ConfigError, which begins with `what`."""
-    env = os.environ | {"GIT_INDEX_FILE": index}
+@contextmanager
+def folder_for_worktrees(below: Path) -> Iterator[Path]:
+    """Give a new folder below `below`, which is removed at the end with all worktrees in it."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+        with tempfile.TemporaryDirectory(prefix="question-", dir=below, ignore_cleanup_errors=True) as folder:
+            yield Path(folder).resolve()
+    finally:
+        git("worktree", "prune")
+
+
+def check_out(folder: Path, commit: str | None, patches: Sequence[Path]) -> str:
+    """Make a worktree of a commit, or of this checkout with its changes, and apply patches. Return the code's digest.
+
+    New files count from `git add` on. Raises ConfigError if git cannot do it.
+    """
+    # What the user wrote is a revision or an error: git never reads it as an option.
+    revision = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit or 'HEAD'}^{{commit}}")
+    sha = git(*revision, what=f"commit:{commit or 'HEAD'} is not a commit of this checkout")
+    if commit is None:
+        sha = git("stash", "create") or sha  # a commit of the changes, which stay as they are; "" without changes
+    git("worktree", "add", "--detach", str(folder), sha)
+    for patch in patches:
+        git("apply", "--index", "--whitespace=nowarn", str(patch), cwd=folder, what=f"{patch} does not apply")
+    files = git("ls-files", "--stage", cwd=folder).splitlines()
+    return digest([line for line in files if not line.partition("\t")[2].startswith(NOT_CODE)])
+
+
+def git(*arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktree of this checkout") -> str:
+    """Return what git prints about a checkout. Raises ConfigError, which begins with `what`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    configured = ("user.name=bench/ask.py", "user.email=ask@localhost", f"core.hooksPath={os.devnull}")
+    options = [word for setting in configured for word in ("-c", setting)]
+    try:
+        done = subprocess.run(["git", *options, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
     except FileNotFoundError:
         raise ConfigError(f"{what}: git is not installed") from None
     if done.returncode:
@@ -192,4 +164,6 @@ def git(*arguments: str, index: str, what: str = "no copy of the code can be mad
 
 
 def last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1].removeprefix("error: ")
+    """Return the last line of an output, without git's "error: " before it."""
+    lines = text.strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else ""

@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 
 from bench import output
-from bench.asking import running
 from bench.asking.arms import Arm
-from bench.asking.running import Place
+from bench.asking.running import Trainer
 from bench.asking.statistics import t_quantile
 from deskgpt.run import loss_band
 from deskgpt.run.log import read_events
@@ -22,7 +21,7 @@ FALSE_ALARMS = 0.01
 
 
 def deviations(steps: int) -> float:
-    """Half the width of a band around the mean of RUNS runs, in standard deviations between them.
+    """Return half the width of a band around the mean of RUNS runs, in standard deviations between them.
 
     A prediction interval for one more run, t sqrt(1 + 1/n) (Hahn, Journal of the American Statistical Association 65,
     1970). The steps share FALSE_ALARMS (Bonferroni), however the losses of one run depend on each other.
@@ -30,17 +29,16 @@ def deviations(steps: int) -> float:
     return t_quantile(RUNS - 1, FALSE_ALARMS / steps) * math.sqrt(1 + 1 / RUNS)
 
 
-def make_band(config: str, arm: Arm, place: Place) -> Path:
-    """Does RUNS runs of a config as it is, and writes config/loss_bands/NAME.json for config/NAME.py.
+def make_band(config: str, arm: Arm, trainer: Trainer) -> Path:
+    """Run a config as it is RUNS times, write config/loss_bands/NAME.json for config/NAME.py and return its path.
 
-    place: with all of the config's data, and as many evaluations as it has. Returns the file's path. Raises as
-    running.run.
+    Raises as Trainer.run does.
     """
     first = arm.settings["seed"]
     seeds = range(first + 1, first + 1 + RUNS)  # users run the first one
     for seed in seeds:
-        running.run(place, arm, seed)
-    logs = [read_events(place.out_dir(arm, seed) / "log.jsonl") for seed in seeds]
+        trainer.run(arm, seed)
+    logs = [read_events(trainer.out_dir(arm, seed) / "log.jsonl") for seed in seeds]
     start = next(e for e in logs[0] if e["event"] == "start")
     losses = [{e["iter"]: round(e["val_loss"], 4) for e in log if e["event"] == "eval"} for log in logs]
     record = {

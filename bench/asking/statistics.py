@@ -1,12 +1,12 @@
-"""How a question is decided: one interval that may be looked at after every run, and what a difference costs.
+"""How a question is decided: one interval that may be checked after every run, and how many runs a difference takes.
 
-Whoever looks after each run and stops as soon as an ordinary 95% interval leaves out zero is wrong far more often than
+Whoever checks after each run and stops as soon as an ordinary 95% interval leaves out zero is wrong far more often than
 5%. The interval here is **anytime-valid**, a confidence sequence: with probability 1 - alpha it holds the true
-difference of two arms' losses at all looks together.
+difference of two arms' losses at all checks together.
 
 1.  The t statistic of n paired differences has nu = n - 1 degrees of freedom and k = n effective runs; that of two
     samples of n runs each has nu = 2n - 2 and k = n / 2.
-2.  The likelihood of t where the true difference in standard deviations is delta ~ N(0, g), over that where it is 0, is
+2.  The likelihood of t if the true difference in standard deviations is delta ~ N(0, g), over that if it is 0, is
 
         B(t) = (1 + k g)^(-1/2) * [ (1 + t^2/nu) / (1 + t^2/(nu (1 + k g))) ]^((nu + 1)/2)
 
@@ -14,16 +14,15 @@ difference of two arms' losses at all looks together.
 3.  While the true difference is zero, B is a nonnegative martingale of mean 1 as runs are added (Hendriksen, de Heide
     and Gruenwald, Bayesian Analysis 16, 2021; Wang and Ramdas, arXiv 2310.03722). So is the mean E of the paired and
     the unpaired factor, an **e-value**: by Ville's inequality it ever reaches 1/alpha with probability at most alpha.
-4.  The differences d for which E of (a - b - d) stays below 1/alpha are the interval of a look. Intervals are
-    intersected over all looks, so a later look never takes back what an earlier one has excluded.
+4.  The differences d for which E of (a - b - d) stays below 1/alpha are the interval of a check. Intervals are
+    intersected over all checks, so a later one never takes back what an earlier one has excluded.
 
 This is theory of normal noise. Arms that are skewed and scatter differently break it: a few runs that happen to lie
 close together hide how much their arm scatters. So the larger of the two variances stands for both in the unpaired
-factor, and E is divided by the cube of the ratio of the arms' standard deviations, which only ever lowers E. Simulated,
-false answers stay below 5% also where the noise is exponential and one arm scatters four times as much
-(bench/results/2026-11-26-ask-simulated.md).
+factor, and E is divided by the cube of the ratio of the arms' standard deviations, which only ever lowers E.
+docs/asking.md has the rates that simulations measure.
 
-bench/compare.py does not know how often its user has looked. `interval` and `welch` are ordinary 95% intervals.
+`interval` and `welch` are ordinary 95% intervals, for programs that do not know how often their user has looked.
 """
 
 from __future__ import annotations
@@ -33,77 +32,78 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 Values = Sequence[float] | np.ndarray  # of the runs of an arm
 
 ALPHA = 0.05
-POWER = 0.8  # share of questions that the high end of a price is enough for
-EARLY = 0.1  # share of questions that the low end of a price is enough for
+POWER = 0.8  # share of questions for which a cost is enough
 EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between seeds are expected
 LEAST = 4  # runs of each arm before anything is decided
-PILOT = 3  # runs of each arm, after which the price is known
-MOST = 1000  # runs of each arm; prices go no further
-FEWEST_BATCHES = 8  # of an evaluation, for an error of the text
-SIMULATED = 500  # questions that a price is read from
+PILOT = 3  # runs of each arm, after which the cost is estimated
+MOST = 1000  # runs of each arm; costs go no further
+SIMULATED = 500  # questions that a cost is read from
+CHECKED = 40  # numbers of runs at which simulated questions are checked
 TINY = 1e-30  # variance of runs that do not differ
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The difference of two arms: mean loss of the first less that of the second; above 0, the second is better."""
+    """The difference of two arms: mean loss of the first less the second's; above 0, the second is better."""
 
     d: float
     low: float  # of its anytime-valid interval; minus infinity before LEAST runs
     high: float
     n: int  # runs of each arm
-    e: float = 1.0  # the e-value against no difference, at the last look
 
     @property
     def known(self) -> bool:
-        """Whether there is an interval."""
+        """Return whether there is an interval."""
         return math.isfinite(self.high - self.low)
 
 
-# ---- e-values ------------------------------------------------------------------------------------------------
+# ---- the interval --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Looks:
-    """What is known of questions after LEAST and more runs of each arm: arrays of the shape (..., looks)."""
+class Moments:
+    """Means and variances of the first n runs of each arm, for several n: arrays of the shape (..., checks)."""
 
-    n: np.ndarray  # (looks,) runs of each arm
+    n: np.ndarray  # (checks,) runs of each arm
     gap: np.ndarray  # mean of a less mean of b
     var_gap: np.ndarray  # of the paired differences
     var_a: np.ndarray
     var_b: np.ndarray
 
     @classmethod
-    def of(cls, a: np.ndarray, b: np.ndarray) -> Looks:
-        """a, b: losses by run, (..., n). Runs that all end at one loss, as diverged ones do, scatter as the others."""
-        n = np.arange(LEAST, a.shape[-1] + 1)
-        gap, var_gap = moments(a - b)
-        var_a, var_b = moments(a)[1], moments(b)[1]
+    def of(cls, a: np.ndarray, b: np.ndarray, n: np.ndarray | None = None) -> Moments:
+        """Return the moments of losses by run, (..., runs), after n runs of each arm; by default after each from LEAST.
+
+        Runs that all end at one loss, as diverged ones do, are taken to scatter as the other arm's.
+        """
+        n = np.arange(LEAST, a.shape[-1] + 1) if n is None else n
+        gap, var_gap = running_moments(a - b, n)
+        _, var_a = running_moments(a, n)
+        _, var_b = running_moments(b, n)
         return cls(n, gap, var_gap, np.where(var_a == TINY, var_b, var_a), np.where(var_b == TINY, var_a, var_b))
 
-    def log_e(self, distance: Any) -> np.ndarray:
-        """The logarithm of E at each look, for a true difference that lies `distance` from `gap`."""
+    def log_e(self, distance: np.ndarray) -> np.ndarray:
+        """Return the logarithm of E at each check, for a true difference that lies `distance` from `gap`."""
         square = np.square(distance)
         paired = log_bayes_factor(self.n * square / self.var_gap, self.n, self.n - 1)
         larger = np.maximum(self.var_a, self.var_b)
         unpaired = log_bayes_factor(self.n / 2 * square / larger, self.n / 2, 2 * self.n - 2)
-        uneven = 1.5 * np.abs(np.log(self.var_a / self.var_b))
-        return np.logaddexp(paired, unpaired) - math.log(2) - uneven
+        log_sd_ratio = np.abs(np.log(self.var_a / self.var_b)) / 2
+        return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
 
     def half(self, alpha: float) -> np.ndarray:
-        """Half the width of the interval of each look; infinite where no difference could be excluded."""
+        """Return half the width of each check's interval; infinite if no difference could be excluded."""
         goal = math.log(1 / alpha)
         high = 1e6 * np.sqrt(self.var_gap) + np.sqrt(TINY)
         low = np.zeros_like(high)
         is_finite = self.log_e(high) > goal
-        for _ in range(60):
+        for _ in range(40):
             middle = (low + high) / 2
             is_excluded = self.log_e(middle) > goal
             high = np.where(is_excluded, middle, high)
@@ -111,47 +111,43 @@ class Looks:
         return np.where(is_finite, high, np.inf)
 
 
-def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(mean, variance) of the first n of x along the last axis, for each n from LEAST on."""
-    n = np.arange(1, x.shape[-1] + 1)
+def running_moments(x: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (mean, variance) of the first n of x along the last axis, for each n."""
     centre = x[..., :1]
-    mean = np.cumsum(x - centre, -1) / n
-    variance = (np.cumsum((x - centre) ** 2, -1) - n * mean**2) / np.maximum(n - 1, 1)
-    return (mean + centre)[..., LEAST - 1 :], np.maximum(variance, TINY)[..., LEAST - 1 :]
+    sums = np.cumsum(x - centre, -1)[..., n - 1]
+    squares = np.cumsum((x - centre) ** 2, -1)[..., n - 1]
+    mean = sums / n
+    return mean + centre, np.maximum((squares - n * mean**2) / (n - 1), TINY)
 
 
-def log_bayes_factor(t_square: Any, k: Any, nu: Any) -> np.ndarray:
-    """Step 2 above. k: effective number of runs; nu: degrees of freedom."""
+def log_bayes_factor(t_square: np.ndarray, k: np.ndarray, nu: np.ndarray) -> np.ndarray:
+    """Return the logarithm of B(t), step 2 above. k: effective number of runs; nu: degrees of freedom."""
     shrink = 1 + k * EFFECT_VARIANCE
     ratio = np.log1p(t_square / nu) - np.log1p(t_square / (nu * shrink))
     return (nu + 1) / 2 * ratio - np.log(shrink) / 2
 
 
-# ---- intervals -----------------------------------------------------------------------------------------------
-
-
 def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
-    """The difference of two arms; a[i] and b[i] have the same seed."""
+    """Return the difference of two arms; a[i] and b[i] have the same seed."""
     x = np.array(a, float)
     y = np.array(b, float)
     n = len(x)
     d = float((x - y).mean())
     if n < LEAST:
         return Estimate(d, -math.inf, math.inf, n)
-    looks = Looks.of(x, y)
-    half = looks.half(alpha)
-    low = np.maximum.accumulate(looks.gap - half)
-    high = np.minimum.accumulate(looks.gap + half)
+    moments = Moments.of(x, y)
+    half = moments.half(alpha)
+    low = np.maximum.accumulate(moments.gap - half)
+    high = np.minimum.accumulate(moments.gap + half)
     last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
-    e = math.exp(min(700.0, float(looks.log_e(looks.gap)[-1])))
-    return Estimate(d, float(low[last]), float(high[last]), n, e)
+    return Estimate(d, float(low[last]), float(high[last]), n)
 
 
 def verdict(e: Estimate, min_effect: float) -> str:
-    """better, worse, same or open. same: the whole interval lies within +-min_effect, an equivalence test.
+    """Return better, worse, same or open. same: the whole interval lies within +-min_effect, an equivalence test.
 
     A difference below `min_effect` does not matter, so same comes first. The interval is a confidence sequence, so all
-    three may be asked at each look: one of them is wrong, ever, with probability at most alpha.
+    three may be asked at each check: one of them is wrong, ever, with probability at most alpha.
     """
     if max(-e.low, e.high) < min_effect:
         return "same"
@@ -163,19 +159,61 @@ def verdict(e: Estimate, min_effect: float) -> str:
 
 
 def alpha_of_each(intervals: int) -> float:
-    """The share of ALPHA for each of several intervals, so that all of them hold together (Bonferroni)."""
+    """Return the share of ALPHA for each of several intervals, so that all of them hold together (Bonferroni)."""
     return ALPHA / max(1, intervals)
 
 
-def e_bh(e_values: Values, alpha: float = ALPHA) -> list[int]:
-    """Which of these null hypotheses are rejected so that at most alpha of the rejections are false, on average.
+# ---- the cost ------------------------------------------------------------------------------------------------
 
-    However the e-values depend on each other (Wang and Ramdas, "False discovery rate control with e-values", Journal of
-    the Royal Statistical Society B 84, 2022): the k largest, for the largest k of which all are at least m / (alpha k).
+
+@dataclass(frozen=True)
+class Cost:
+    """How small a difference simulated questions find, by the number of runs of each arm.
+
+    Their first runs scatter as the real ones do, and the rest as the real ones leave possible.
     """
-    order = sorted(range(len(e_values)), key=lambda i: -e_values[i])
-    enough = [k for k, i in enumerate(order, 1) if e_values[i] >= len(e_values) / (alpha * k)]
-    return sorted(order[: max(enough, default=0)])
+
+    n: np.ndarray  # (checks,) runs of each arm, beyond those so far
+    found: np.ndarray  # (SIMULATED, checks) the smallest difference that is found by then
+
+    @classmethod
+    def of(cls, a: Values, b: Values, alpha: float = ALPHA) -> Cost:
+        """Return the cost after some runs of two arms with the same seeds, at least PILOT of each."""
+        runs = np.array([a, b], float)
+        so_far = runs.shape[1]
+        n = np.unique(np.geomspace(max(LEAST, so_far + 1), max(MOST, so_far + 1), CHECKED).astype(int))
+        noise = simulated_noise(runs - runs.mean(1, keepdims=True), int(n[-1]))
+        moments = Moments.of(noise[:, 0], noise[:, 1], n)
+        return cls(n, np.minimum.accumulate(moments.half(alpha) - moments.gap, -1))
+
+    def runs(self, effect: float) -> int | None:
+        """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None beyond MOST."""
+        is_enough = (self.found <= effect).mean(0) >= POWER
+        return int(self.n[is_enough.argmax()]) if is_enough.any() else None
+
+    def smallest(self, runs: int) -> float | None:
+        """Return the smallest difference that so many runs find in a POWER of questions; None if there is none."""
+        affordable = np.flatnonzero(self.n <= runs)
+        if not len(affordable):
+            return None
+        effect = float(np.quantile(self.found[:, affordable[-1]], POWER, method="higher"))
+        return effect if math.isfinite(effect) else None
+
+
+def simulated_noise(centred: np.ndarray, runs: int) -> np.ndarray:
+    """Return noise (SIMULATED, 2, runs), which begins with the runs so far, `centred` (2, n), around a new mean.
+
+    Each arm has a scatter of its own. Covariances are drawn from the inverse Wishart distribution with n degrees of
+    freedom, so the variance of each arm and of the difference has the chi-squared distribution with n - 1.
+    """
+    draw = np.random.default_rng(0)
+    n = centred.shape[1]
+    root = np.linalg.cholesky(centred @ centred.T + TINY * np.eye(2))
+    normal = draw.normal(size=(SIMULATED, 2, n))
+    covariance = root @ np.linalg.inv(normal @ normal.transpose(0, 2, 1)) @ root.T
+    noise = np.linalg.cholesky(covariance) @ draw.normal(size=(SIMULATED, 2, runs))
+    noise[:, :, :n] = noise[:, :, :n].mean(2, keepdims=True) + centred
+    return noise
 
 
 # ---- ordinary intervals --------------------------------------------------------------------------------------
@@ -183,7 +221,7 @@ def e_bh(e_values: Values, alpha: float = ALPHA) -> list[int]:
 
 @functools.cache
 def t_quantile(freedom: int, error: float = ALPHA) -> float:
-    """The t that is exceeded up or down with probability `error`, for this many degrees of freedom.
+    """Return the t that is exceeded up or down with probability `error`, for this many degrees of freedom.
 
     With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
     """
@@ -195,27 +233,21 @@ def t_quantile(freedom: int, error: float = ALPHA) -> float:
 
 
 def interval(values: Values) -> tuple[float, float | None]:
-    """(mean, half the width of its 95% interval); the half width is None for a single value."""
+    """Return (mean, half the width of its 95% interval); the half width is None for a single value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
     return mean, t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def welch(
-    a: Values, b: Values, error: float = ALPHA, noise: tuple[float, int] | None = None
-) -> tuple[float, float | None]:
-    """(mean of b - mean of a, half the width of its 1 - error interval), of arms whose variances may differ.
+def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:
+    """Return (mean of b - mean of a, half the width of its 1 - error interval), of arms whose variances may differ.
 
-    noise: (variance between runs, its degrees of freedom), as known from elsewhere, for an arm of a single run. The
-    half width is None where such an arm has none. Welch, Biometrika 34 (1947).
+    The half width is None if an arm has a single run. Welch, Biometrika 34 (1947).
     """
     gap = statistics.fmean(b) - statistics.fmean(a)
     if len(a) < 2 or len(b) < 2:
-        if noise is None:
-            return gap, None
-        variance, freedom = noise
-        return gap, t_quantile(freedom, error) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
+        return gap, None
     variance_a = statistics.variance(a) / len(a)  # of a's mean
     variance_b = statistics.variance(b) / len(b)
     variance = variance_a + variance_b
@@ -223,102 +255,3 @@ def welch(
         return gap, 0.0
     exact = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
     return gap, t_quantile(max(1, int(exact)), error) * math.sqrt(variance)
-
-
-def error_of_text(a: Sequence[Values], b: Sequence[Values]) -> float | None:
-    """Half the 95% interval that another text of this size would leave to the difference of two arms with these seeds.
-
-    a, b: by run, the loss of each batch of its evaluation. From the differences batch by batch; None where the runs'
-    batches are not the same, or too few.
-    """
-    sizes = {len(losses) for losses in (*a, *b)}
-    if len(sizes) != 1 or min(sizes) < FEWEST_BATCHES:
-        return None
-    gaps = np.array(a) - np.array(b)
-    return interval(gaps.mean(axis=0).tolist())[1]
-
-
-# ---- the price -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Noise:
-    """What the runs so far say about noise."""
-
-    gaps: np.ndarray  # (n,) differences of runs with the same seed less their mean
-    sums: np.ndarray  # (n,) the same of their sums
-    earlier: float = 0.0  # variance between seeds of earlier runs of these arms
-    earlier_df: int = 0  # its degrees of freedom
-
-    @property
-    def sd(self) -> float:
-        """The standard deviation between seeds, as it is estimated."""
-        squares = float(np.square(self.gaps).sum() + np.square(self.sums).sum()) / 2
-        df = 2 * len(self.gaps) - 2
-        return math.sqrt((squares + self.earlier_df * self.earlier) / (df + self.earlier_df))
-
-
-def noise_of(a: Values, b: Values, earlier: Sequence[Values] = ()) -> Noise:
-    """Of two arms with the same seeds. earlier: groups of runs that differ in seed."""
-    x = np.array(a, float)
-    y = np.array(b, float)
-    groups = [np.array(group, float) for group in earlier if len(group) > 1]
-    df = sum(len(group) - 1 for group in groups)
-    squares = float(sum(np.square(group - group.mean()).sum() for group in groups))
-    gaps = x - y
-    sums = x + y
-    return Noise(gaps - gaps.mean(), sums - sums.mean(), squares / max(1, df), df)
-
-
-def draw_noise(noise: Noise, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(variance of a difference, of a sum) that the runs may have, each (SIMULATED,).
-
-    A sum of squares over its true variance has the chi-squared distribution. Earlier runs weigh the draws by their
-    likelihood, and a little by how little two arms share their seeds' luck: a few pairs hardly tell that.
-    """
-    n = SIMULATED * 20
-    df = len(noise.gaps) - 1
-    gap = max(TINY, float(np.square(noise.gaps).sum())) / draw.chisquare(df, n)
-    total = max(TINY, float(np.square(noise.sums).sum())) / draw.chisquare(df, n)
-    of_a_run = (gap + total) / 4
-    weights = np.full(n, 1 / n)
-    if noise.earlier_df and noise.earlier:
-        log_weight = -noise.earlier_df / 2 * (np.log(of_a_run) + noise.earlier / of_a_run)
-        log_weight += np.log(gap / of_a_run) / 4
-        weights = np.exp(log_weight - log_weight.max())
-        weights /= weights.sum()
-    chosen = draw.choice(n, SIMULATED, p=weights)
-    return gap[chosen], total[chosen]
-
-
-def price(noise: Noise, effect: float, alpha: float = ALPHA) -> tuple[int, int]:
-    """(low, high) runs of each arm that find a difference of `effect`: EARLY of questions end by low, POWER by high.
-
-    MOST + 1 where MOST runs are not enough. The questions are simulated: their runs so far scatter as they do, and the
-    rest has the noise that they leave possible.
-    """
-    for runs in (48, 200, MOST):
-        if runs < len(noise.gaps):
-            continue
-        ends, counts = np.unique(decided_after(noise, effect, alpha, runs), return_counts=True)
-        share = np.cumsum(counts) / SIMULATED
-        low = int(ends[np.abs(share - EARLY).argmin()])
-        high = int(ends[np.abs(share - POWER).argmin()])
-        if share[ends <= runs].max(initial=0.0) >= POWER:
-            return low, high
-    return low, MOST + 1
-
-
-def decided_after(noise: Noise, effect: float, alpha: float, runs: int) -> np.ndarray:
-    """The number of runs (SIMULATED,) after which simulated questions find `effect`; runs + 1 for those that do not."""
-    draw = np.random.default_rng(0)
-    n = len(noise.gaps)
-    var_gap, var_total = draw_noise(noise, draw)
-    gap = np.sqrt(var_gap)[:, None] * draw.normal(size=(SIMULATED, runs))
-    gap[:, :n] = gap[:, :n].mean(1, keepdims=True) + noise.gaps
-    total = np.sqrt(var_total)[:, None] * draw.normal(size=(SIMULATED, runs))
-    total[:, :n] = total[:, :n].mean(1, keepdims=True) + noise.sums
-    looks = Looks.of((total + gap) / 2 + effect, (total - gap) / 2)
-    found = (looks.log_e(looks.gap) >= math.log(1 / alpha)) & (looks.gap > 0)
-    found[:, : max(0, n + 1 - LEAST)] = False  # it is open after n runs
-    return np.where(found.any(1), found.argmax(1) + LEAST, runs + 1)

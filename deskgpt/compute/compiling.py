@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +23,7 @@ NO_ALIGNING_COPIES = "-mno-align-stringops"
 
 GRAPHS = 64  # of a function that is compiled, such as a block
 
+NO_COMPILER = "No working C++ compiler"
 VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 
@@ -44,7 +47,7 @@ def set_up_inductor() -> None:
     Raises RuntimeError if CXX names no program, such as a folder: inductor would dump the graph first.
     """
     if os.environ.get("CXX") and shutil.which(os.environ["CXX"]) is None:
-        raise RuntimeError("No working C++ compiler")
+        raise RuntimeError(NO_COMPILER)
     import torch._inductor.config as inductor
 
     # At each start inductor checks whether the compiler knows AVX2 and AVX-512. Every compiler that can compile torch's
@@ -134,6 +137,17 @@ COMPILE_NEEDS = {
         "there is no working Triton: pip install triton (Windows: triton-windows)"
     ),
 }
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise ValueError, one line with the remedy, for what torch.compile fails with in the block."""
+    try:
+        yield
+    except RuntimeError as e:
+        if NO_COMPILER not in str(e) and not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise ValueError(f"compiling fails: {why_not_compiled(e)}; or add --compile=False") from None
 
 
 def why_not_compiled(error: Exception) -> str:

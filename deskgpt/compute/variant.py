@@ -96,7 +96,7 @@ def choose_variant(
     if compile == "auto":
         compile = earlier.get("compiled")
         if compile is None:
-            compile = device.type == "cuda" and recompute != "selective" and hardware.has_triton_code(device)
+            compile = device.type == "cuda" and recompute != "selective" and hardware.has_triton(device)
             compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
         compile = dist.all(bool(compile))
     if compile and recompute == "selective":

@@ -14,70 +14,53 @@ from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
 
-SURELY = 0.7  # a step takes at least this share of its predicted peak, which may be 10% too high, compiled 25%
+SURELY = 0.7  # a step takes at least this share of its predicted peak
 ENOUGH_TOKENS = 1 << 14  # auto_batch enlarges a micro-batch up to this size; assumed, no card has measured it
-REHEARSED_TOKENS = 1 << 16  # of a micro-batch of any size: a rehearsal goes through the loss chunk by chunk
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 
 
 def refuse_beyond_memory(
     config: GPTConfig, device: torch.device, trains: bool = False, shards: int = 1, builds: bool = True
 ) -> None:
-    """Raises ValueError where the memory cannot hold the model, before any of it is taken.
+    """Raise ValueError if the memory cannot hold the model, before any of it is taken.
 
     trains: with gradients, and at least one moment of each weight for the optimizer. shards: how many ranks share one
     copy. builds: whether this rank builds the model, which it does in the machine's own memory.
     """
     model = GPT.without_storage(config)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    places = {torch.device("cpu"): float(builds * weights)}
-    places[device] = max((3 if trains else 1) * weights / shards, places.get(device, 0.0))
-    for place, needed in places.items():
-        if needed > hardware.usable_memory_bytes(place):
+    needed_on = {torch.device("cpu"): float(builds * weights)}
+    needed_on[device] = max((3 if trains else 1) * weights / shards, needed_on.get(device, 0.0))
+    for each, needed in needed_on.items():
+        if needed > hardware.usable_memory_bytes(each):
             n = sum(p.numel() for p in model.parameters())
             more = f", {in_gib(needed)} GiB with gradients and optimizer" if needed > weights else ""
             raise ValueError(
                 f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} make a model of "
-                f"{millions(n)} parameters, {in_gib(weights)} GiB in float32{more}; {described(place)}: "
+                f"{millions(n)} parameters, {in_gib(weights)} GiB in float32{more}; {described(each)}: "
                 "take a smaller model"
             )
 
 
 def described(device: torch.device) -> str:
-    """Such as "NVIDIA GeForce RTX 4070 has 10.9 GiB free (12.0 in all)"."""
+    """Return a sentence such as "NVIDIA GeForce RTX 4070 has 10.9 GiB free (12.0 in all)"."""
     has = hardware.memory_in_words(hardware.usable_memory_bytes(device), hardware.memory_bytes(device))
     return f"{hardware.device_name(device)} has {has}"
 
 
-def memory_ratio(
-    config: GPTConfig,
-    make: MakeOptimizer | None,
-    device: torch.device,
-    shards: int,
-    batching: Batching,
-    variant: Variant,
-) -> float:
-    """What a micro-batch surely takes / the memory there is; 0 where that is not known, or clearly below 1.
+def refuse_large_batch(
+    config: GPTConfig, device: torch.device, shards: int, batching: Batching, variant: Variant
+) -> None:
+    """Raise ValueError, naming a smaller micro-batch, if a CPU surely lacks the memory to train with this one.
 
-    Only on a CPU, where the system ends a process that takes too much; GPUs say that memory runs out. make: the
-    optimizer of a run that trains; None: it evaluates. shards: how many ranks share one copy.
+    Only on a CPU, where the system ends a process that takes too much; GPUs raise an error. shards: as above.
     """
     if device.type != "cpu":
-        return 0.0
-    limit = hardware.usable_memory_bytes(device)
-    # About twice what the parts of a layer keep of a token in float32; rehearsing the step takes seconds.
-    of_token = config.n_layer * (160 * config.n_embd + 16 * config.n_head * batching.block_size)
-    if batching.batch_size * batching.block_size * of_token < limit:
-        return 0.0
-    rehearsed = min(batching.batch_size, max(1, REHEARSED_TOKENS // batching.block_size))
-    try:
-        parts = memory(Step(config, rehearsed, variant, "cpu", batching.micro_steps > 1, make, shards))
-    except ValueError:  # this model cannot be rehearsed
-        return 0.0
-    parts["activations"] *= batching.batch_size // rehearsed
-    # An evaluation goes through one layer after the other, and keeps less of each than a backward pass needs.
-    needed = parts["activations"] / config.n_layer / 4 if make is None else sum(parts.values())
-    return SURELY * needed / limit
+        return
+    refuse_beyond_memory(config, device, True, shards)  # no micro-batch helps a model that is too large
+    needed = SURELY * sum(memory(Step(config, batching.batch_size, variant, "cpu", shards=shards)).values())
+    if needed > hardware.usable_memory_bytes(device):
+        halved_batch(device, False, batching)
 
 
 def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> Batching:
@@ -105,24 +88,21 @@ def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> B
 def larger_batch(
     config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, variant: Variant
 ) -> Batching:
-    """The same training in the largest micro-batch up to ENOUGH_TOKENS that is predicted to fit, or the same one.
+    """Return the same training in the largest micro-batch up to ENOUGH_TOKENS that is predicted to fit.
 
-    By all memory of the device and not what is free just now: the same run takes the same micro-batch each time.
+    The limit is all memory of the device, not what is free just now: the same run takes the same micro-batch each time.
     """
-    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type, make_optimizer=make)
-    try:
-        largest = largest_batch(step, batching.sequences // batching.world, USABLE * hardware.memory_bytes(device))
-    except ValueError:  # this model cannot be rehearsed
-        return batching
+    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type, make)
+    largest = largest_batch(step, batching.sequences // batching.world, USABLE * hardware.memory_bytes(device))
     return batching if largest <= batching.batch_size else batching.with_batch_size(largest)
 
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
-    """The largest micro-batch up to step's that divides a rank's sequences and is predicted to fit; 0 if none is."""
+    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0."""
     sizes = [n for n in range(1, step.batch_size + 1) if sequences % n == 0]
 
     def needed(batch_size: int) -> int:
-        return sum(memory(replace(step, batch_size=batch_size, accumulates=batch_size < sequences)).values())
+        return sum(memory(replace(step, batch_size=batch_size)).values())
 
     n_fitting = bisect.bisect_right(sizes, limit_bytes, key=needed)
     return sizes[n_fitting - 1] if n_fitting else 0

@@ -1,38 +1,22 @@
-"""The memory of a training step, predicted part by part before a run starts.
+"""The memory of a training step, predicted from the model's sizes. Nothing runs, here or on a card.
 
-It comes from a rehearsal, not from formulas: the GPT of model.py goes forward and backward, and the run's optimizer
-takes a step, on fake tensors (shapes without storage) while the bytes alive are counted. It takes about a second and
-follows model.py wherever it goes. A compiled step counts as one that is not compiled, but for the softmax of the loss:
-what torch.compile chooses to compute again may save more.
-
-The fake tensors are the CPU's for a GPU too, which need not be here; AsOnCuda makes them keep what CUDA's kernels keep.
-Fake CUDA tensors would do without it, but torch's CPU build ends the process when autograd meets one ("PyTorch is not
-linked with support for cuda devices", torch 2.13).
-
-Checked against real runs on a CPU: the counting, within 2%. The sums for CUDA: against what inductor's own code
-allocates on fake tensors of a card (bench/check_cards.py), 5% too high for GPT-2, 14% for the fast recipe; no card has
-measured them. Workspaces of cuBLAS and of attention's backward pass are not counted; the CUDA context and the
-allocator's gaps come on top: leave a tenth free.
+The weights are those of model.py's GPT, whatever it has; the optimizer's states are those that the run's optimizer
+makes for tensors without storage. The activations are counted for the layers of model.py as it comes: a changed block
+keeps others. Checked against steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py). No card has
+measured it (docs/decisions.md). Workspaces of cuBLAS and of attention's backward pass are not counted, and the CUDA
+context and the allocator's gaps come on top: leave a tenth free.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.compute.variant import Variant
-from deskgpt.system import hardware
-from deskgpt.system.terminal import reason
+from deskgpt.kernels import loss
 from model import GPT, GPTConfig
 
 MakeOptimizer = Callable[[GPT], torch.optim.Optimizer]
@@ -46,181 +30,117 @@ class Step:
     batch_size: int  # sequences per micro-batch
     variant: Variant
     device_type: str
-    accumulates: bool = True  # several micro-batches: earlier gradients are alive in a forward pass
     make_optimizer: MakeOptimizer | None = None  # None: AdamW
     shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
-    gathers_all: bool = False  # sharded: whole weights of all blocks stay for the backward pass
-    keeps_gradients: bool = False  # sharded: whole gradients until the end of a step
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.config.block_size
+
+    @property
+    def matmul_bytes(self) -> int:
+        """Return the bytes of a number in the matmuls' dtype."""
+        return 4 if self.variant.dtype == "float32" else 2
+
+    @property
+    def residual_bytes(self) -> int:
+        """Return the bytes of a number of the residual stream."""
+        return 4 if self.variant.residual_dtype == "float32" else 2
 
 
 def memory(step: Step) -> dict[str, int]:
-    """Bytes alive at the peak of the step, by part; their sum is the peak.
+    """Return the bytes alive at the peak of a step, by part; their sum is the peak.
 
-    activations are what the forward pass keeps until the loss begins, token ids included. logits are all that the loss
-    adds to it, or what the backward pass adds, if that is more. optimizer is what the optimizer keeps, or what it takes
-    in its step, if that is more than what is gone by then. Of a sharded model, gathered are whole weights.
-
-    Raises ValueError where the passes, or the optimizer, need numbers, which fake tensors lack.
+    activations are what the forward pass keeps for the backward pass. logits are what the loss adds, or what the
+    backward pass adds for the block that it computes again, whichever is larger. gradients count in full, although a
+    step of one micro-batch has all of them only when most activations are gone. Of a model that several ranks share,
+    gathered are the full weights that a rank holds at one time.
     """
-    live = Live()
-    try:
-        with FakeTensorMode(), AsOnCuda(step), live:
-            seen = rehearse(step, live)
-    except RuntimeError as e:
-        raise ValueError(
-            "this model, or its optimizer, cannot be rehearsed, because it needs numbers that a rehearsal lacks "
-            f"({reason(e)}): a dry run and --auto_batch are not for it"
-        ) from None
-    weights = seen["weights"]
-    forward, backward = seen["forward"], seen["backward"]
-    if step.variant.compiled:  # all gradients come at the end of its pass; only then are they added to those there
-        backward = max(backward, 2 * weights if step.accumulates else weights)
-    rest = max(forward, backward)
-    gradients = weights if step.accumulates or backward > forward else 0
-    activations = min(seen["kept"], rest - gradients)
+    model = GPT.without_storage(step.config)
+    weights = sum(p.nbytes for p in model.parameters())
+    blocks = sum(p.nbytes for p in model.transformer.h.parameters())
+    width = step.tokens * step.config.n_embd
+    kept = kept_by_block(step, step.variant.recompute)
+    activations = step.config.n_layer * kept + 2 * width * step.residual_bytes
+    if step.matmul_bytes == 2 and step.variant.recompute == "none" and step.shards == 1:
+        activations += blocks // 2  # autocast's copies of the matrices
+    computed_again = kept_by_block(step, "none") - kept + 2 * width * step.matmul_bytes
     parts = {
         "weights": weights,
-        "gradients": gradients,
-        "optimizer": max(seen["optimizer"], seen["update"] - rest),
+        "gradients": weights,
+        "optimizer": optimizer_bytes(step, model, weights),
         "activations": activations,
-        "logits": rest - gradients - activations,
+        "logits": max(loss_bytes(step), computed_again),
     }
-    return parts if step.shards == 1 else sharded(step, parts)
-
-
-def sharded(step: Step, parts: dict[str, int]) -> dict[str, int]:
-    """The parts of one of several ranks that share a copy: FSDP gathers embedding and head, and two blocks at a time.
-
-    The blocks are gathered in the dtype of the run, the rest in float32. A closed formula, not a rehearsal.
-    """
-    parts = dict(parts)
-    whole = parts["weights"]
+    if step.shards == 1:
+        return parts
     for name in ("weights", "gradients", "optimizer"):
-        is_whole = name == "gradients" and step.keeps_gradients
-        parts[name] = whole if is_whole else parts[name] // step.shards
-    of_blocks = GPT.without_storage(step.config).transformer.h.parameters()
-    block = sum(p.nbytes for p in of_blocks) // step.config.n_layer
-    gathered = block // 2 if step.variant.dtype == "bfloat16" else block
-    if step.variant.dtype == "bfloat16" and step.variant.recompute == "none":
-        parts["activations"] -= step.config.n_layer * gathered  # autocast's copies, which gathering makes needless
-    n_gathered = step.config.n_layer if step.gathers_all else min(2, step.config.n_layer)
-    return parts | {"gathered": whole - step.config.n_layer * block + n_gathered * gathered}
+        parts[name] //= step.shards
+    # FSDP gathers embedding and head in float32, and two blocks at a time in the dtype of the run.
+    two_blocks = min(2, step.config.n_layer) * blocks // step.config.n_layer
+    return parts | {"gathered": weights - blocks + two_blocks * step.matmul_bytes // 4}
 
 
-def rehearse(step: Step, live: Live) -> dict[str, int]:
-    """Takes a step on fake tensors; returns bytes.
-
-    weights; kept: by the forward pass for the backward pass; optimizer: what it keeps; forward, backward, update: the
-    peaks of the three beyond the weights, of which only update counts the optimizer.
-    """
-    config, variant = step.config, step.variant
-    seen: dict[str, int] = {}
-    model = GPT(config)
-    model.transformer.recompute = variant.recompute
-    if variant.residual_dtype != "float32":
-        model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype]
-    weights = seen["weights"] = sum(p.nbytes for p in model.parameters())
-    idx = torch.zeros(step.batch_size, config.block_size, dtype=torch.int64)
-    targets = torch.zeros_like(idx)
-    if step.accumulates:
+def optimizer_bytes(step: Step, model: GPT, weights: int) -> int:
+    """Return the bytes of the optimizer's states, which it makes in a step with tensors that have no storage."""
+    if step.make_optimizer is None:
+        return 2 * weights  # AdamW's two moments
+    try:
+        optimizer = step.make_optimizer(model)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-    before = live.bytes - idx.nbytes - targets.nbytes
-
-    def loss_begins(*_: Any) -> None:
-        seen["kept"] = live.bytes - before
-
-    hook = model.transformer.register_forward_hook(loss_begins)
-    live.peak = 0
-    with hardware.autocast(torch.device("cpu"), variant.dtype, cached=variant.recompute == "none"):
-        loss = model(idx, targets)[1]
-    seen["forward"] = live.peak - weights
-    live.peak = 0
-    # loss.backward() would turn AsOnCuda off, which activations that are computed again need.
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-    seen["backward"] = live.peak - weights
-    del loss
-    hook.remove()
-
-    gradients = [p.grad for p in model.parameters()]  # kept, since Muon drops them in its step
-    before = live.bytes
-    live.peak = 0
-    make = step.make_optimizer
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if make is None else make(model)
-    optimizer.step()
-    seen["optimizer"] = live.bytes - before
-    seen["update"] = live.peak - weights
-    del gradients
-    return seen
+        optimizer.step()
+    except (RuntimeError, NotImplementedError):  # an optimizer that needs numbers
+        return 2 * weights
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 
-# ---- counting ------------------------------------------------------------------------------------------------
+def kept_by_block(step: Step, recompute: str) -> int:
+    """Return the bytes that one block keeps of a micro-batch for its backward pass."""
+    config = step.config
+    C, H, T = config.n_embd, config.n_head, config.block_size
+    m = step.matmul_bytes
+    r = step.residual_bytes
+    is_eager = not step.variant.compiled
+    on_cpu = step.device_type == "cpu"
+    if recompute == "full":
+        return step.tokens * r * C  # the block's input
+    if recompute == "selective":
+        # The input, q, k and v, attention's projection and, unless dropout needs it again, attention itself.
+        kept = r + 4 * m + (0 if config.dropout else m)
+        return step.tokens * (kept * C + 4 * H)
+    of_channel = 2 * r + 2 * m  # inputs and outputs of both norms
+    of_channel += 3 * m + m  # q, k, v and what attention returns
+    of_channel += 4 * m + 4 * m  # the MLP before and after its activation
+    if config.qk_norm or config.position == "rope":
+        of_channel += 2 * m  # normalized and rotated q and k
+    if config.qk_norm and is_eager:
+        of_channel += 12 if m == 2 else 4  # copies of q and k, in float32
+    if config.norm == "rms" and is_eager and on_cpu:
+        of_channel += 8  # torch has no RMS norm kernel for a CPU
+    if config.dropout:
+        of_channel += 2 * (m if on_cpu else 1)  # masks
+    per_token = of_channel * C + 4 * H  # attention's logarithms of sums
+    if config.dropout and on_cpu:
+        per_token += 13 * H * T  # torch's fused attention has no dropout on a CPU
+    return step.tokens * per_token
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operations have made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._sizes: dict[int, int] = {}  # of the storages alive, by their address
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        self.peak = max(self.peak, self.bytes + self._workspace(func, args, out))
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.bytes += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.bytes -= self._sizes.pop(key)
-
-    def _workspace(self, func: Any, args: Any, out: Any) -> int:
-        """Bytes that a kernel takes for copies of its arguments in the result's dtype, and frees again."""
-        if func is not torch.ops.aten.log_softmax.int_out:
-            return 0
-        tensors = [t for t in args if isinstance(t, Tensor) and t.dim()]
-        return sum(t.numel() * out.element_size() for t in tensors if t.dtype != out.dtype)
-
-
-# ---- what differs on CUDA ------------------------------------------------------------------------------------
-
-
-class AsOnCuda(TorchFunctionMode):
-    """In a step on CUDA, functions whose kernels keep other tensors there, or take other memory, do so here."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__()
-        self.step = step
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.step.device_type != "cuda":
-            return func(*args, **kwargs)
-        is_autocast = torch.is_autocast_enabled("cpu")
-        if func is F.scaled_dot_product_attention:
-            # The flash kernel keeps q, k, v, its result and logsumexp (B, H, T). float32's kernel does too.
-            if is_autocast:
-                args = tree_map_only(Tensor, lambda x: x.to(torch.get_autocast_dtype("cpu")), args)
-            dropout = kwargs.get("dropout_p", 0.0)
-            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3], dropout, True)[0]
-        if func is F.rms_norm:  # one kernel, in float32; layer norm's keeps the same, and the means
-            x, *more = args
-            return F.layer_norm(x.float() if is_autocast else x, *more, **kwargs)
-        if func is F.dropout and kwargs["p"] and kwargs["training"]:
-            return torch.native_dropout(args[0], kwargs["p"], True)[0]  # keeps a mask of one byte per element
-        if func is torch.log_softmax and self.step.variant.compiled:
-            return args[0]  # in place: takes no memory
-        if func is torch.log_softmax and args[0].dtype == torch.float16:  # read as it is: ATen/native/SoftMax.cpp
-            return torch.empty(args[0].shape, dtype=torch.float32)
-        return func(*args, **kwargs)
+def loss_bytes(step: Step) -> int:
+    """Return the bytes that the loss adds: a chunk of logits, its softmax, and gradients of the head ."""
+    V, C = step.config.vocab_size, step.config.n_embd
+    m = step.matmul_bytes
+    if step.tokens * V <= loss.LOGITS_ON_CPU:
+        return step.tokens * V * (m + 8)
+    by_kernel = step.variant.cpu_kernels and step.device_type == "cpu"
+    at_once = loss.LOGITS_ON_GPU if step.device_type == "cuda" else loss.LOGITS_ON_CPU
+    if by_kernel:
+        at_once = loss.BYTES_WITH_KERNEL // m
+    chunk = loss.tokens_per_chunk(step.tokens, V, at_once)
+    softmax = 0 if by_kernel or step.variant.compiled else chunk * V * (4 if m == 4 else 8)
+    in_16_bits = V * C * (m if m == 2 else 0)
+    gradient = V * C * 4
+    gradient_of_chunk = gradient + in_16_bits if chunk < step.tokens else 0  # which is added to those before
+    of_inputs = step.tokens * C * step.residual_bytes
+    return chunk * V * m + max(softmax, gradient_of_chunk) + gradient + in_16_bits + of_inputs

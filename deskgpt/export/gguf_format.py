@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deskgpt.compute.check import TOLERANCE
 from deskgpt.export.hugging_face import check_same
 from deskgpt.export.llama_cpp import Llama
-from deskgpt.compute.check import TOLERANCE
 from model import GPT, GPTConfig
 
 # The settings that each architecture computes: GPT-2's, and those of the fast recipes without token shift.
@@ -47,7 +47,7 @@ SAME_WITH_GELU = 2e-3
 
 
 def architecture_of(c: GPTConfig) -> str:
-    """The architecture of llama.cpp that computes a GPT of c. Raises ValueError, which names all that it lacks."""
+    """Return llama.cpp's architecture that computes a GPT of c. Raises ValueError, which names all that it lacks."""
     ours = asdict(c)
     if ours["activation"] == "gelu":
         ours["activation"] = "gelu_tanh"  # llama.cpp has one GELU, from a table: it rounds more than these two differ
@@ -68,7 +68,7 @@ def architecture_of(c: GPTConfig) -> str:
 
 
 def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[str, Any], chat: str | None) -> None:
-    """Writes the file. tokenizer: as tokenizer.json; chat: the template of dialogues for Jinja.
+    """Write the file. tokenizer: as tokenizer.json; chat: the template of dialogues for Jinja.
 
     Raises ValueError for a model or a vocabulary that llama.cpp does not have; OSError.
     """
@@ -90,7 +90,7 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
     if c.position == "rope":
         writer.add_rope_dimension_count(c.n_embd // c.n_head)
         writer.add_rope_freq_base(10000.0)
-    if architecture == "apertus":  # its xIELU is relu2 where softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0
+    if architecture == "apertus":  # its xIELU is relu2 if softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0
         writer.add_xielu_alpha_p([math.log(math.e - 1)] * c.n_layer)
         writer.add_xielu_alpha_n([-100.0] * c.n_layer)
         writer.add_xielu_beta([0.0] * c.n_layer)
@@ -111,7 +111,7 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
 
 
 def add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
-    """tokenizer: as tokenizer.json, byte pairs or characters."""
+    """Add a tokenizer of byte pairs or characters, as tokenizer.json has it."""
     import gguf
 
     model = tokenizer["model"]
@@ -135,7 +135,7 @@ def add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
 
 
 def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Our state_dict in llama.cpp's names and shapes, without the padding of the vocabulary.
+    """Return our state_dict in llama.cpp's names and shapes, without the padding of the vocabulary.
 
     Raises ValueError for weights that it does not have, as after a change of model.py.
     """
@@ -152,13 +152,13 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
             continue
         if module in ("transformer.wte", "lm_head"):
             w = w[:vocab_size]
-        parts = {NAMES[module]: w}
+        tensors = {NAMES[module]: w}
         if module == "attn.c_attn" and c.position == "rope":
-            parts = dict(zip(("attn_q", "attn_k", "attn_v"), w.chunk(3), strict=True))
-        for name, part in parts.items():
-            found[f"{block}{name}.{kind}"] = part
+            tensors = dict(zip(("attn_q", "attn_k", "attn_v"), w.chunk(3), strict=True))
+        for name, tensor in tensors.items():
+            found[f"{block}{name}.{kind}"] = tensor
             if c.norm == "layer" and not c.bias and (block or name == "output_norm"):
-                found[f"{block}{name}.bias"] = torch.zeros(len(part))  # which it wants
+                found[f"{block}{name}.bias"] = torch.zeros(len(tensor))  # which it wants
     if c.qk_norm:
         for i in range(c.n_layer):
             for name in ("attn_q_norm", "attn_k_norm"):
@@ -171,7 +171,7 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
 
 @torch.inference_mode()
 def compare(path: Path, ours: GPT, tokens: Tensor) -> str:
-    """Compares llama.cpp's logits after each of the tokens (1, T) with model.py's; returns a sentence about it.
+    """Compare llama.cpp's logits after each of the tokens (1, T) with model.py's; return a sentence about it.
 
     Raises ValueError if they differ.
     """

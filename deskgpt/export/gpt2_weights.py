@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deskgpt.export import hub, hugging_face
@@ -20,17 +21,16 @@ GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # What our GPT cannot have otherwise. An absent key has this value.
 PLAIN_GPT2 = {
     "model_type": "gpt2",
-    "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
     "add_cross_attention": False,
 }
+ACTIVATIONS = {name: ours for ours, name in hugging_face.ACTIVATIONS.items()} | {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
+    """Return (model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
 
     The folder holds config.json and model.safetensors, or shards with their index, as Hugging Face or export.py writes
     them. Raises ValueError if the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
@@ -60,13 +60,19 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             continue
         ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
         state[ours] = w.t().contiguous() if hugging_face.is_gpt2(config) and is_conv1d(key, w) else w
-    if config.tie_weights and "transformer.wte.weight" in state:
-        state["lm_head.weight"] = state["transformer.wte.weight"]
+    embedding = state.get("transformer.wte.weight")
+    if config.tie_weights and embedding is not None:
+        head = state.setdefault("lm_head.weight", embedding)
+        if not torch.equal(head, embedding):
+            raise ValueError(
+                f"init_from={name}: config.json ties the head to the embedding, and the weights are two; "
+                'if they were trained so, write "tie_word_embeddings": false there'
+            )
     return args, state
 
 
 def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names. Raises ValueError."""
+    """Return the tensors of model.safetensors, or of the shards that its index names. Raises ValueError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -84,22 +90,27 @@ def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
-    """The model_args of a GPT-2 in Hugging Face's format. Raises ValueError for what our GPT does not have."""
+    """Return the model_args of a GPT-2 in Hugging Face's format. Raises ValueError for what our GPT does not have."""
     config = read_json(folder / "config.json", name)
+    activation = str(config.get("activation_function", "gelu_new"))
     wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}  # None is 4 * n_embd
     odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
     if odd:
         ours = {key: wanted[key] for key in odd}
         raise ValueError(f"init_from={name}: config.json has {odd}, and a plain GPT-2 has {ours}")
+    if activation not in ACTIVATIONS:
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"init_from={name}: config.json has activation_function={activation}, not one of {names}")
     try:
         args = {key: config[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
-        return args | {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
+        args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
     except KeyError as e:
         raise ValueError(f"init_from={name}: config.json has no {e}; it is not a GPT-2's") from None
+    return args | {"activation": ACTIVATIONS[activation], "tie_weights": config.get("tie_word_embeddings", True)}
 
 
 def exported_model_args(name: str) -> dict[str, Any] | None:
-    """The model_args of a folder that export.py wrote; None if `name` is something else. Raises ValueError."""
+    """Return the model_args of a folder that export.py wrote; None if `name` is something else. Raises ValueError."""
     config = read_json(Path(name) / "config.json", name)
     if OUR_KEY not in config:
         return None
@@ -111,7 +122,7 @@ def exported_model_args(name: str) -> dict[str, Any] | None:
 
 
 def tokenizer_of(name: str) -> dict[str, Any]:
-    """The description of the tokenizer that belongs to the weights of load_gpt2: GPT-2's unless export.py wrote them.
+    """Return the description of the tokenizer of load_gpt2's weights: GPT-2's unless export.py wrote them.
 
     Raises ValueError if that one is missing.
     """
@@ -124,7 +135,7 @@ def tokenizer_of(name: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """The record in a JSON file, {} without one. Raises ValueError, which names init_from, if it is damaged."""
+    """Return the record in a JSON file, {} without one. Raises ValueError, which names init_from, if it is damaged."""
     if not path.is_file():
         return {}
     try:
@@ -134,7 +145,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def download_gpt2(name: str) -> Path:
-    """The local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
+    """Return the local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
     from huggingface_hub import snapshot_download
 
     with hub.one_line(

@@ -10,7 +10,7 @@ LOGIN = "is there a network, and does `hf auth whoami` know you? `hf auth login`
 
 
 def full_name(name: str) -> str:
-    """OWNER/NAME of a repository; a bare NAME belongs to who is logged in. Raises ValueError if it cannot be."""
+    """Return OWNER/NAME of a repository; a bare NAME belongs to who is logged in. Raises ValueError if it cannot be."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
@@ -22,7 +22,7 @@ def full_name(name: str) -> str:
 
 
 def push(name: str, files: dict[str, Path | bytes], remedy: str) -> str:
-    """Uploads files, by their names there, in one commit; returns the address. A new repository is private.
+    """Upload files, by their names there, in one commit; return the address. A new repository is private.
 
     Raises ValueError, which ends with the remedy.
     """
@@ -39,7 +39,7 @@ def push(name: str, files: dict[str, Path | bytes], remedy: str) -> str:
 
 @contextmanager
 def one_line(setting: str, remedy: str) -> Iterator[None]:
-    """Turns errors of the hub, of its HTTP client and of the network, which share no class, into a ValueError."""
+    """Turn errors of the hub, of its HTTP client and of the network, which share no class, into a ValueError."""
     try:
         yield
     except Exception as e:

@@ -6,6 +6,7 @@ gpt2_weights.py knows the way back.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}  # our
 
 
 def is_gpt2(c: GPTConfig) -> bool:
-    """Whether transformers' GPT2LMHeadModel computes what a GPT of c does. If not, our own class does."""
+    """Return whether transformers' GPT2LMHeadModel computes what a GPT of c does. If not, our own class does."""
     return (c.position, c.norm, c.qk_norm, c.token_shift) == ("learned", "layer", False, False)
 
 
@@ -31,14 +32,14 @@ def class_name(c: GPTConfig) -> str:
 
 
 def config_json(c: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
-    """What config.json says of a model; end_of_text: the id of that token, if there is one."""
+    """Return config.json of a model; end_of_text: the id of that token, if there is one."""
     common = {
         "architectures": [class_name(c)],
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tie_weights,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        "pad_token_id": None,  # an id here would get no gradient where somebody trains on
+        "pad_token_id": None,  # an id here would get no gradient if somebody trains on
         "dtype": "float32",
         OUR_KEY: {"model_args": c.as_args()},
     }
@@ -62,7 +63,7 @@ def config_json(c: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
 
 
 def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
-    """What generation_config.json says; vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn."""
+    """Return generation_config.json; vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn."""
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
     padding = list(range(vocab_size, c.vocab_size))
     found = ids | {"use_cache": not c.token_shift}
@@ -70,18 +71,18 @@ def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | Non
 
 
 def is_conv1d(key: str, w: Tensor) -> bool:
-    """Whether GPT-2's class keeps this matrix as (in, out), where nn.Linear has (out, in)."""
+    """Return whether GPT-2's class keeps this matrix as (in, out); nn.Linear has (out, in)."""
     return w.dim() == 2 and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
 def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of our state_dict as those of the class."""
+    """Return the weights of our state_dict as the class has them."""
     found: dict[str, Tensor] = {}
     for key, w in state.items():
         if key == "lm_head.weight" and c.tie_weights:
             continue
         transposed = is_gpt2(c) and is_conv1d(key, w)
-        # A copy: blocks may share weights, and safetensors refuses a memory of two names.
+        # A copy: blocks may share weights, and safetensors takes no memory of two names.
         found[key] = (w.t() if transposed else w).clone(memory_format=torch.contiguous_format)
         of_block = key.startswith(("transformer.h.", "transformer.ln_f.")) and key.endswith(".weight")
         if is_gpt2(c) and not c.bias and of_block:
@@ -90,7 +91,7 @@ def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
-    """Writes our state_dict as the class's. Raises OSError if the disk fails."""
+    """Write our state_dict as the class's. Raises OSError if the disk fails."""
     from safetensors.torch import save
 
     path.write_bytes(save(to_hugging_face(c, state), metadata={"format": "pt"}))
@@ -101,15 +102,15 @@ def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
 
 @torch.inference_mode()
 def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
-    """Compares transformers' logits after each of the tokens (1, T) with model.py's; returns a sentence about it.
+    """Compare transformers' logits after each of the tokens (1, T) with model.py's; return a sentence about it.
 
     Raises ValueError if they differ.
     """
-    try:
-        from transformers import GPT2LMHeadModel
-        from transformers.utils import logging
-    except ImportError:
+    if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: nothing was compared with model.py"
+    from transformers import GPT2LMHeadModel
+    from transformers.utils import logging
+
     cls: Any = GPT2LMHeadModel
     if not is_gpt2(ours.config):
         from deskgpt.export.modeling_deskgpt import DeskGPTForCausalLM as cls  # which the folder has a copy of
@@ -129,7 +130,7 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
 def check_same(
     program: str, found: Tensor, expected: Tensor | None, limit: float = TOLERANCE["float32"].logits
 ) -> None:
-    """Raises ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
+    """Raise ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
     assert expected is not None
     error = distance(found, expected, dim=-1)
     if error > limit:

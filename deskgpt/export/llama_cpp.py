@@ -48,11 +48,11 @@ class Llama:
             raise ValueError(f"llama.cpp does not run the file: {e}; nothing was exported") from None
 
     def hidden_states(self, tokens: list[int]) -> list[list[float]]:
-        """After the final norm, of each of the tokens (T, C)."""
+        """Return what follows the final norm, for each of the tokens (T, C)."""
         return self.ask("embedding", content=tokens, embd_normalize=-1)[0]["embedding"]
 
     def next_tokens(self, tokens: list[int]) -> dict[int, float]:
-        """Log-probabilities of the likeliest tokens after the last one, by their ids."""
+        """Return log-probabilities of the likeliest tokens after the last one, by their ids."""
         # Token 33 is drawn, a letter or a sign: llama.cpp answers with whole characters only.
         request = {"prompt": tokens, "max_tokens": 1, "logprobs": COMPARED, "logit_bias": [[33, 1e9]]}
         drawn = self.server.handle_completions(request)["choices"][0]["logprobs"]["content"][0]

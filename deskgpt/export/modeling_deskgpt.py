@@ -20,9 +20,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 EPS = 1e-5  # of all norms
 ROPE_THETA = 10000.0
-# Where torch's attention lets tokens see later ones in 16 bits unless it gets a mask (pytorch's issue 195910), and is
-# wrong for few queries that are transposed (181133).
-NEEDS_MASK = ("mps",)
 
 
 class DeskGPTConfig(PretrainedConfig):
@@ -51,7 +48,7 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def rotary(position_ids: Tensor, D: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (B, 1, T, D / 2), of the angles of positions (B, T)."""
+    """Return cosines and sines, each (B, 1, T, D / 2), of the angles of positions (B, T)."""
     frequencies = ROPE_THETA ** -(torch.arange(0, D, 2, device=position_ids.device) / D)
     angles = position_ids[:, None, :, None] * frequencies
     return angles.cos(), angles.sin()
@@ -63,7 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Step:
-    """What a forward pass hands to all layers: positions, what attention may see, and the cache."""
+    """The state of one forward pass that all layers share: positions, mask and cache."""
 
     def __init__(
         self, config: DeskGPTConfig, position_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None, past: int
@@ -73,20 +70,17 @@ class Step:
         self.cache = cache
         self.rotary = rotary(position_ids, config.n_embd // config.n_head) if config.position == "rope" else None
         self.real: Tensor | None = None  # (B, T, 1): 0 for padding
-        self.mask: Tensor | None = None  # (B or 1, 1, T, S): what a query sees, where is_causal does not say it
-        self.is_causal = attention_mask is None and past == 0 and position_ids.device.type not in NEEDS_MASK
-        if not self.is_causal:
-            at = torch.arange(past, past + T, device=position_ids.device)[:, None]  # (T, 1)
-            to = torch.arange(past + T, device=position_ids.device)  # (S,)
-            self.mask = (to <= at)[None, None]
-            if attention_mask is not None:
-                self.real = attention_mask[:, -T:, None]
-                # Padding sees itself: attention over nothing would be NaN.
-                self.mask = self.mask & attention_mask[:, None, None].bool() | (to == at)
+        at = torch.arange(past, past + T, device=position_ids.device)[:, None]  # (T, 1)
+        to = torch.arange(past + T, device=position_ids.device)  # (S,)
+        self.mask = (to <= at)[None, None]  # (B or 1, 1, T, S): what a query sees
+        if attention_mask is not None:
+            self.real = attention_mask[:, -T:, None]
+            # Padding sees itself: attention over nothing would be NaN.
+            self.mask = self.mask & attention_mask[:, None, None].bool() | (to == at)
 
 
 def token_shift(x: Tensor, step: Step) -> Tensor:
-    """x (B, T, C) with the first quarter of its channels from the token before, zeros where there is none."""
+    """Return x (B, T, C) with the first quarter of its channels from the token before, zeros if there is none."""
     n = x.size(-1) // 4
     shifted = x[:, :, :n]
     if step.real is not None:
@@ -119,10 +113,10 @@ class Attention(nn.Module):
             k = rotate(k, *step.rotary)
         if step.cache is not None:
             k, v = step.cache.update(k, v, self.layer)
-        if x.device.type in NEEDS_MASK:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        dropout = self.config.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, step.mask, dropout_p=dropout, is_causal=step.is_causal)
+        # On MPS, torch's attention is wrong for few queries that are transposed (pytorch issue 181133), and without a
+        # mask lets tokens see later ones in 16 bits (195910).
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        y = F.scaled_dot_product_attention(q, k, v, step.mask, self.config.dropout if self.training else 0.0)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -196,22 +190,21 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V) of what follows input_ids (B, T), and the mean loss of labels (B, T), -100 left out.
+        """Return logits (B, T, V) of what follows input_ids (B, T), and the mean loss of labels (B, T), -100 left out.
 
         attention_mask (B, S): 0 for padding, on the left or on the right; also of the tokens in the cache.
         """
         x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         if use_cache is None:
             use_cache = not self.training and not self.config.token_shift
-        if not use_cache:
-            past_key_values = None
-        elif past_key_values is None:
-            past_key_values = DynamicCache()
-        if past_key_values is not None and self.config.token_shift:
+        cache = past_key_values if use_cache else None
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        if cache is not None and self.config.token_shift:
             raise ValueError("a model with token_shift has no cache: use_cache=False")
-        if past_key_values is not None and past_key_values.is_compileable:
+        if cache is not None and cache.is_compileable:
             raise ValueError("this model has dynamic caches only: leave cache_implementation out")
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past = cache.get_seq_length() if cache is not None else 0
         T = x.size(1)
         if past + T > self.config.block_size:
             raise ValueError(f"{past + T} tokens do not fit into block_size={self.config.block_size}")
@@ -220,7 +213,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         elif position_ids is None:
             position_ids = torch.arange(past, past + T, device=x.device)[None]
 
-        step = Step(self.config, position_ids, attention_mask, past_key_values, past)
+        step = Step(self.config, position_ids, attention_mask, cache, past)
         if self.transformer.wpe is not None:
             x = x + self.transformer.wpe(position_ids)
         x = self.transformer.drop(x)
@@ -232,4 +225,4 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)

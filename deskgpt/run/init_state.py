@@ -17,9 +17,10 @@ from data.dataset import Dataset
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
+from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory
+from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
 from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
@@ -31,6 +32,7 @@ from deskgpt.run.settings import (
     known_settings,
     learning_settings,
     rates_of,
+    settings_of_model,
 )
 from deskgpt.run.train_state import RATES, TrainState
 from deskgpt.system import hardware
@@ -101,7 +103,7 @@ class InitState:
     def choose_variant(self, config: Config, dist: DistContext) -> Variant:
         """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
         hardware.keep_freed_memory()
-        hardware.forbid_spilling(dist.device)
+        hardware.limit_threads()
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
 
         def predicted_s(dtype: str) -> float:
@@ -130,9 +132,12 @@ class InitState:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
 
         A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
-        a user who asks for it.
+        a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
         """
         batching = batching_of(config, dist)
+        if not config.eval_only:
+            shards = sharding.shards_of(config.dp_shard, dist.world)
+            refuse_large_batch(self.model_config, dist.device, shards, batching, variant)
         wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
         if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
@@ -158,6 +163,22 @@ class InitState:
             model = sharding.sharded_copy(model, mesh, dist.device, variant.dtype)
         apply_variant(model, variant)
         return model
+
+    def check_model(self, config: Config, data: Dataset, dist: DistContext) -> None:
+        """Check the model, and how this run computes it, on a short text; print the result (compute/check.py).
+
+        Raises ValueError if something is wrong.
+        """
+        variant = self.choose_variant(config, dist)
+        model = self.build_model(config, Variant(), dist)
+        idx, targets = data.short_text(model.config.block_size, model.config.vocab_size)
+        problems = check_model(model, variant, idx.to(dist.device), targets.to(dist.device))
+        if problems:
+            raise ValueError(f"model.py: {'; '.join(problems)}")
+        dist.print0(
+            f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the cross-entropy of the logits, "
+            f"gradients reach all parameters; {variant} agrees with eager float32"
+        )
 
     def _build(self, block_size: int, reads: bool = True) -> GPT:
         """Return the model on the CPU, with its context shortened to block_size. Raises ValueError.
@@ -249,7 +270,7 @@ def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitStat
                 f"{source} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
             )
         dist.print0(f"resuming {source} at step {saved.iter_num}")
-        known = known_settings(type(config), saved.config)
+        known = known_settings(type(config), saved.config) | settings_of_model(saved.model_args, source)
         if "learning_rate" in known:  # nanoGPT's has fewer; a setting that came later has its default
             earlier = type(config)(**known)
     else:

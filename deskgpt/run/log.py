@@ -98,12 +98,10 @@ def without_following(path: str, flags: int) -> int:
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
     """Start a Weights & Biases run, or continue run_id's. WANDB_MODE=offline needs neither account nor network.
 
-    Raises ValueError if the package is missing or wandb refuses.
+    Raises ImportError if the package is missing or does not fit, ValueError if wandb refuses.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False") from None
+    import wandb
+
     try:
         return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
     except Exception as e:  # wandb's own errors, and pydantic's for a bad WANDB_ variable
@@ -152,7 +150,10 @@ def git_commit() -> str | None:
     try:
         describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
         # --exclude=* leaves tags out: the commit itself, not a distance to some tag
-        out = subprocess.run([*describe, "--dirty=+changes", "--exclude=*"], capture_output=True, text=True, timeout=10)
+        describe += ["--dirty=+changes", "--exclude=*"]
+        # A hook of git sets GIT_DIR and others, which would name another repository.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        out = subprocess.run(describe, capture_output=True, text=True, timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return out.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Whether a run's val losses are as usual: like those of earlier runs that differ only in their seed.
+"""Compare a run's val losses with earlier runs that differ only in their seed: as usual or not.
 
 config/loss_bands has a band for a config that the project ships: the val losses of eight runs, which bench/ask.py
 --band has put into a JSON file. A band knows one loss per step and seed, so it finds a run that learns wrongly, not one
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
     """Return what runs have in common that differ only in their seed, variant and machine, as plain values.
 
     config: the settings of a run, or a log's by name. val_sha256: Split.fingerprint of the val data; train_tokens: of
-    the train data. None where that is not known, and for runs that do not begin with new weights.
+    the train data. None if that is not known, and for runs that do not begin with new weights.
     """
     settings: Mapping[str, Any] = asdict(config) if is_dataclass(config) else config  # type: ignore[arg-type]
     if settings.get("init_from") not in ("scratch", "resume"):
@@ -82,9 +82,29 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
 
 def band_of(config: Any, val_sha256: Any, train_tokens: Any) -> Band | None:
     """Return the band that a run belongs to, if there is one. The arguments are those of `experiment`."""
-    own = experiment(config, val_sha256, train_tokens)
-    for path in sorted(FOLDER.glob("*.json")) if own else []:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default
+    for record, differing in compared(config, val_sha256, train_tokens):
+        if not differing:
             return Band({int(step): runs for step, runs in record["val_losses"].items()}, record["deviations"])
     return None
+
+
+def missing_band(config: Any, val_sha256: Any, train_tokens: Any) -> str:
+    """Return a line about the setting that alone keeps a run out of a band; "" if there is no such setting."""
+    for _, differing in compared(config, val_sha256, train_tokens):
+        if len(differing) == 1:
+            ((name, (own, theirs)),) = differing.items()
+            return f"no other runs to compare its val losses with: {name} is {own}, and {theirs} in theirs"
+    return ""
+
+
+def compared(
+    config: Any, val_sha256: Any, train_tokens: Any
+) -> Iterator[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]]:
+    """Yield each band's record, and by name what differs between a run's experiment and the band's."""
+    own = experiment(config, val_sha256, train_tokens)
+    for path in sorted(FOLDER.glob("*.json")) if own else []:
+        assert own
+        record = json.loads(path.read_text(encoding="utf-8"))
+        theirs = DEFAULTS | record["experiment"]  # a setting that came later was at its default
+        pairs = {name: (own.get(name), theirs.get(name)) for name in own | theirs}
+        yield record, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -22,6 +22,7 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
+from deskgpt.run.loss_band import band_of, missing_band
 from deskgpt.run.schedule import Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
@@ -82,6 +83,8 @@ class Report:
         self.warm_up_s = time.perf_counter() - started
         self.print0(f"mfu refers to {peak}; warm-up took {self.warm_up_s:.1f}s")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
+        for line in state.schedule.warnings():
+            self.print0(f"warning: {line}")
         self.log.write(
             "start",
             settings=state.settings_now(),
@@ -305,11 +308,10 @@ def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
 
 def compare_with_band(state: TrainState) -> str:
     """Compare the val losses with those of other runs like this one; return "" if no such runs are known."""
-    from deskgpt.run.loss_band import band_of  # at the end of a run only
-
     data = state.metadata
-    band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
-    return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
+    experiment = (state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
+    band = band_of(*experiment)
+    return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else missing_band(*experiment)
 
 
 def print_next_commands(config: Config, state: TrainState) -> None:

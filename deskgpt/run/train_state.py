@@ -85,7 +85,9 @@ class TrainState:
 
     def settings_now(self) -> dict[str, Any]:
         """Return the settings with the micro-batch and the schedule that the run has found."""
-        return self.settings | self.batching.settings() | self.schedule.settings()
+        asked = (self.settings["batch_size"], self.settings["eval_tokens"])
+        is_as_asked = asked == (self.batching.batch_size, self.batching.eval_tokens)
+        return self.settings | ({} if is_as_asked else self.batching.settings()) | self.schedule.settings()
 
     def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
         """Add an evaluation of this step. One that is repeated, after a resume or a rewind, replaces the first."""

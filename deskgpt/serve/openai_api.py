@@ -12,21 +12,21 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from deskgpt.compute.generation import GenerationConfig, Sample, write
+from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.generate.writer import Writer
 from deskgpt.serve.server import in_threads, json_object
-from deskgpt.serve.writer import Writer
 from deskgpt.system.terminal import shortened
 
-COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 # Our settings by their names in a request.
 SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
@@ -47,66 +47,64 @@ def routes(writer: Writer) -> list[Route]:
     async def complete(request: Request) -> Response:
         check_key(request)
         asked = {name: value for name, value in (await json_object(request)).items() if value is not None}
-        completion = begin(writer, asked, is_chat=request.url.path == CHAT)
         config = generation_config(asked, writer.defaults)
-        shown = write(writer.trained.model, completion.ids, [completion.text], config, writer.replacing)
-        if checked(asked.get("stream", False), bool, "stream"):
-            return StreamingResponse(stream(request, completion, shown), media_type="text/event-stream")
+        streams = checked(asked.get("stream", False), bool, "stream")
+        is_chat = request.url.path == CHAT
+        text, ids = await run_in_threadpool(begin, writer, asked, is_chat)
+        replies = Replies(writer.trained.name, text, ids, is_chat)
+        written = writer.engine.write(ids, [text], config)
+        if streams:
+            return StreamingResponse(stream(request, replies.chunks(written)), media_type="text/event-stream")
         async with writer.turn:
-            async for event in in_threads(request, shown):
+            async for event in in_threads(request, written):
                 if isinstance(event, dict):  # an error
                     return JSONResponse(event, 500)
-                if await request.is_disconnected():  # whoever asked has gone: the text ends here
+                if await request.is_disconnected():
                     break
-        return JSONResponse(completion.whole())
+        return JSONResponse(replies.full())
 
-    async def stream(request: Request, completion: Completion, shown: Iterator[list[str]]) -> AsyncIterator[str]:
+    async def stream(request: Request, chunks: Iterator[dict[str, Any] | None]) -> AsyncIterator[str]:
         async with writer.turn:
-            async for event in in_threads(request, completion.chunks(shown)):
+            async for event in in_threads(request, chunks):
                 if event is not None:
                     yield f"data: {json.dumps(event)}\n\n"
         yield "data: [DONE]\n\n"
 
-    completions = [Route(path, complete, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
+    completions = [Route(path, complete, methods=["POST"]) for path in ("/v1/completions", CHAT)]
     return [Route("/v1/models", models), *completions]
 
 
-@dataclass
-class Completion:
-    """A text to write, and the form of its replies."""
+class Replies:
+    """The replies to one request: one with the full text, or chunks of it."""
 
-    text: Sample
-    ids: Tensor  # (1, T) the prompt
-    model: str
-    is_chat: bool
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, model: str, text: Sample, ids: Tensor, is_chat: bool) -> None:
+        """ids: the prompt (1, T)."""
+        self.text = text
+        self.n_prompt = ids.size(1)
+        self.is_chat = is_chat
+        self.fields = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self) -> dict[str, Any]:
-        """The reply with all of the text."""
+    def full(self) -> dict[str, Any]:
         new = self.text.text[self.text.prompt_end :]
         content = {"message": {"role": "assistant", "content": new}} if self.is_chat else {"text": new}
         return self.reply("chat.completion", content, is_last=True)
 
-    def chunks(self, shown: Iterator[list[str]]) -> Iterator[dict[str, Any] | None]:
-        """The replies with the text as it grows; None for a token that shows nothing."""
+    def chunks(self, written: Iterator[list[str]]) -> Iterator[dict[str, Any] | None]:
+        """Yield the text as it grows; None for a token that shows nothing."""
         kind = "chat.completion.chunk"
         if self.is_chat:
             yield self.reply(kind, {"delta": {"role": "assistant", "content": ""}})
-        for (new,) in shown:
+        for (new,) in written:
             content = {"delta": {"content": new}} if self.is_chat else {"text": new}
             yield self.reply(kind, content) if new else None
         yield self.reply(kind, {"delta": {}} if self.is_chat else {"text": ""}, is_last=True)
 
     def reply(self, kind: str, content: dict[str, Any], is_last: bool = False) -> dict[str, Any]:
-        n_prompt, n_new = self.ids.size(1), self.text.n_tokens
-        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+        n_new = self.text.n_tokens
+        usage = {"prompt_tokens": self.n_prompt, "completion_tokens": n_new, "total_tokens": self.n_prompt + n_new}
         reason = "stop" if self.text.done else "length"
-        return {
-            "id": self.id,
+        return self.fields | {
             "object": kind if self.is_chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
             "choices": [content | {"index": 0, "logprobs": None, "finish_reason": reason if is_last else None}],
             "usage": usage if is_last else None,
         }
@@ -115,17 +113,16 @@ class Completion:
 # ---- what a request asks for: each raises ValueError, one line -----------------------------------------------
 
 
-def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> Completion:
+def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[Sample, Tensor]:
+    """Return the text to write and its prompt (1, T)."""
     stops = asked.get("stop", writer.defaults.stop)
     stops = [stops] if isinstance(stops, str) else checked(stops, list, "stop")
     stops = [checked(stop, str, "stop") for stop in stops]
     if is_chat:
-        text, ids = writer.begin(Sample, "", checked(asked.get("messages"), list, "messages"), *stops)
-    else:
-        prompt = asked.get("prompt")
-        prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-        text, ids = writer.begin(Sample, checked(prompt, str, "prompt"), None, *stops)
-    return Completion(text, ids, writer.trained.name, is_chat)
+        return writer.begin(Sample, None, checked(asked.get("messages"), list, "messages"), *stops)
+    prompt = asked.get("prompt")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    return writer.begin(Sample, prompt, None, *stops)
 
 
 def generation_config(asked: dict[str, Any], defaults: GenerationConfig) -> GenerationConfig:

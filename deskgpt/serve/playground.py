@@ -9,22 +9,24 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from torch import Tensor
 
-from deskgpt.compute.generation import GenerationConfig, Sample, Tokenizer, write
+from data.tokenizer import Tokenizer
+from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.generate.writer import Writer
 from deskgpt.serve.server import in_threads, json_object
-from deskgpt.serve.writer import Writer
 from deskgpt.system.settings import settings_of
 from deskgpt.system.terminal import millions
+from model import GPT
 
 ALTERNATIVES = 8  # likeliest tokens that are shown next to the drawn one
 PAGE = Path(__file__).with_name("page")
@@ -33,12 +35,13 @@ PAGE = Path(__file__).with_name("page")
 def routes(writer: Writer) -> list[Mount]:
     async def stream(request: Request) -> Response:
         asked = await json_object(request)
+        prompt = asked.pop("prompt", None)
         messages = asked.pop("messages", None)
         try:
             config = GenerationConfig(**asked)
         except TypeError:
             raise ValueError("the request is not a JSON object of the page's settings") from None
-        text, ids = writer.begin(StreamedText, config.prompt, messages, config.stop)
+        text, ids = await run_in_threadpool(writer.begin, StreamedText, prompt, messages, config.stop)
 
         async def lines() -> AsyncIterator[str]:
             async with writer.turn:
@@ -50,33 +53,35 @@ def routes(writer: Writer) -> list[Mount]:
     async def page(request: Request) -> Response:
         return JSONResponse(description(writer))
 
-    places = [Route("/page.json", page), Route("/write", stream, methods=["POST"])]
     files = Mount("/", StaticFiles(directory=PAGE, html=True))
-    return [Mount(f"/{writer.token}", routes=[*places, files])]
+    of_page = [Route("/page.json", page), Route("/write", stream, methods=["POST"]), files]
+    return [Mount(f"/{writer.token}", routes=of_page)]
 
 
 def description(writer: Writer) -> dict[str, Any]:
-    """What the page is filled with."""
-    model, saved = writer.trained.model, writer.trained.checkpoint
-    facts = [f"step {saved.iter_num:,}"] if saved else []
+    """Return what the page is filled with."""
+    saved = writer.trained.checkpoint
+    n_params = GPT.without_storage(writer.trained.model.config).num_params()  # without copies in 16 bits
+    details = [f"step {saved.iter_num:,}"] if saved else []
     if saved and math.isfinite(saved.best_val_loss):
-        facts.append(f"best val loss {saved.best_val_loss:.4f}")
+        details.append(f"best val loss {saved.best_val_loss:.4f}")
     settings = settings_of(GenerationConfig)
-    facts += [f"{millions(model.num_params())} parameters", f"context of {writer.block_size:,} tokens"]
+    values = {name: getattr(writer.defaults, name) for name in settings}
+    details += [f"{millions(n_params)} parameters", f"context of {writer.block_size:,} tokens"]
     return {
         "name": writer.trained.name,
-        "facts": facts,
-        "settings": asdict(writer.defaults),
+        "details": details,
+        "settings": {"prompt": writer.prompt} | values,
         "ranges": {name: (s.range.low, s.range.high) for name, s in settings.items() if s.types != (str,)},
         "system": writer.system if writer.chat_template else None,
     }
 
 
 def events(writer: Writer, config: GenerationConfig, text: StreamedText, ids: Tensor) -> Iterator[dict[str, Any]]:
-    """What the page shows of a text: the prompt's length, then each token once its text is final, then the end."""
+    """Yield what the page shows of a text: the prompt's length, each token once its text is final, the end."""
     yield {"prompt_tokens": ids.size(1), "block_size": writer.block_size}
     t0 = time.perf_counter()
-    for _ in write(writer.trained.model, ids, [text], config, writer.replacing, text.watch):
+    for _ in writer.engine.write(ids, [text], config, text.watch):
         yield from text.final()
     yield {
         "end": "stop" if text.done else "length",
@@ -108,7 +113,7 @@ class StreamedText(Sample):
         return shown
 
     def final(self) -> Iterator[dict[str, Any]]:
-        """The tokens whose text can no longer change. A stop text and what follows it are left out."""
+        """Yield the tokens whose text can no longer change. A stop text and what follows it are left out."""
         while self.waiting:
             begin, end, info = self.waiting[0]
             if begin >= len(self.text) if self.done else end > self.shown:
@@ -119,7 +124,7 @@ class StreamedText(Sample):
             yield info | {"text": self.text[begin:end]}
 
     def describe(self, token: int) -> dict[str, Any]:
-        """The drawn token and the likeliest ones in its place, with their probabilities."""
+        """Return the drawn token and the likeliest ones in its place, with their probabilities."""
         p = self.p
         if not p.isfinite().all():
             raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
@@ -136,7 +141,7 @@ class StreamedText(Sample):
         }
 
     def name_of(self, token: int) -> str:
-        """A token for people to read: its text in quotes, or its bytes if they are not whole characters."""
+        """Return a token for people to read: its text in quotes, or its bytes if they are not whole characters."""
         content = self.tokenizer.decode_bytes([token])
         try:
             return repr(content.decode("utf-8"))

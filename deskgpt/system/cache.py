@@ -1,7 +1,6 @@
-"""What was measured or checked on this machine, for later runs: files in ~/.cache/deskgpt or XDG_CACHE_HOME/deskgpt.
+"""Files that save work on this machine, in ~/.cache/deskgpt or XDG_CACHE_HOME/deskgpt: peaks.json, compiled kernels.
 
-Nothing depends on them: if a file is missing, damaged or somebody else's, or cannot be written, the next run measures
-again.
+Nothing depends on them: if a file is missing, damaged or another user's, or cannot be written, it is made again.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from deskgpt.system.files import write_atomically
+from deskgpt.system.files import if_free, write_atomically
 
 
 def folder() -> Path:
-    """The folder of all these files, made if need be.
+    """Return the folder of all these files, made if need be.
 
-    If the home cannot be used (none, another user's, read-only): a folder of this user in the temporary one.
+    If the home cannot be used (none, another user's, read-only), it is a folder of this user in the temporary one.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt"
@@ -37,7 +34,7 @@ def folder() -> Path:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether a file, and the folder it is in, belong to this user and nobody else may write there; no link."""
+    """Return whether a file and its folder belong to this user, nobody else may write there, and it is no link."""
     try:
         found = [path.lstat(), path.parent.stat()]
     except OSError:
@@ -50,12 +47,12 @@ def is_trusted(path: Path) -> bool:
 
 
 def path_of(name: str) -> Path:
-    """The file that holds the entries called `name`."""
+    """Return the file that holds the entries called `name`."""
     return folder() / f"{name}.json"
 
 
 def read(name: str) -> dict[str, Any]:
-    """The entries called `name`, by key; empty if there is no such file, or it is damaged or somebody else's."""
+    """Return the entries called `name`, by key; none if the file is missing, damaged or another user's."""
     path = path_of(name)
     if not is_trusted(path):
         return {}
@@ -67,7 +64,8 @@ def read(name: str) -> dict[str, Any]:
 
 
 def keep(name: str, key: str, value: Any) -> None:
-    """Sets one entry, replacing the file in one step."""
+    """Set one entry. If that fails, a later run tries again."""
     path = path_of(name)
-    with suppress(OSError), FileLock(f"{path}.lock", timeout=5):  # else the next run measures again
-        write_atomically(path, json.dumps(read(name) | {key: value}, indent=1).encode())
+    with suppress(OSError), if_free(path.parent, f"-{name}", wait_s=5) as is_free:
+        if is_free:
+            write_atomically(path, json.dumps(read(name) | {key: value}, indent=1).encode())

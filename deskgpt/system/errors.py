@@ -11,19 +11,18 @@ import os
 import platform
 import re
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deskgpt.system.terminal import harmless, safe_output
+from deskgpt.system.terminal import harmless, print_or_fail, reason, safe_output
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
-# What torch's RuntimeErrors say when memory runs out. A shared memory that is too small for a kernel of Triton's ("out
-# of resource") is something else: no smaller batch helps.
+# What torch's RuntimeErrors contain when memory runs out. A shared memory that is too small for a kernel of Triton's
+# ("out of resource") is something else: no smaller batch helps.
 # CUDA, HIP, MPS; Linux; Windows; CUBLAS, CUSPARSE and CUDNN; NCCL's own buffers.
 OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|_ALLOC_FAILED|_ALLOCATION_FAILED|Failed to CUDA calloc"
@@ -33,10 +32,6 @@ OUT_OF_MEMORY = re.compile(
 LOST_RANK = ("gloo/transport", "Application timeout caused pair closure")
 TIMED_OUT = re.compile("Timed out|Application timeout")
 LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
-
-# If all ranks have the same error, the first rank of each host prints it. The others wait for torchrun's end, which
-# takes seconds on a busy machine. After this time the error is this rank's own.
-FIRST_SPEAKS_S = 10.0
 
 
 class ConfigError(ValueError):
@@ -48,19 +43,23 @@ class DataError(ValueError):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser of a script's arguments. What is wrong with them becomes a ConfigError, one line with an example."""
+    """A parser of a script's arguments, which raises a ConfigError with an example if they are wrong."""
 
-    def __init__(self, doc: str) -> None:
-        """doc: of the script; its first indented line is the example."""
+    def __init__(self, doc: str | None) -> None:
+        """doc: the script's docstring, whose first indented line is the example; None under python -OO."""
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, description=doc, formatter_class=formatter)
-        self.example = next(line.strip() for line in doc.splitlines() if line.startswith("    "))
+        found = re.search(r"^ {4}(.+)$", doc or "", re.M)
+        self.example = f"; for example: {found[1]}" if found else ""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; for example: {self.example}")
+        raise ConfigError(message + self.example)
+
+    def print_help(self, file: Any = None) -> None:
+        print_or_fail(self.format_help())  # argparse itself ignores that it cannot print
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, with the home folder in place of "~", which a shell leaves alone after "--to="."""
+        """Parse as argparse does, with the home folder in place of "~", which a shell leaves alone after "--to="."""
         home = os.path.expanduser("~")
         words = [str(word) for word in (sys.argv[1:] if args is None else args)]
         words = [re.sub(r"^(--[\w-]+=|)~(?=/|$)", lambda found: found[1] + home, word) for word in words]
@@ -68,16 +67,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 @contextmanager
-def one_line_errors(
-    if_out_of_memory: str = "take a smaller input",
-    is_stopped: Callable[[], bool] = lambda: False,
-    output_lasts: bool = False,
-) -> Iterator[None]:
-    """Ends the script with one line on stderr and an exit status for an error that a user can cause.
+def one_line_errors(if_out_of_memory: str = "take a smaller input", output_lasts: bool = False) -> Iterator[None]:
+    """End the script with one line on stderr and an exit status after an error that a user can cause.
 
-    The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. `if_out_of_memory` is the remedy to print
-    when memory runs out; `is_stopped` says whether torchrun has told this process to end; `output_lasts` whether to go
-    on where nothing can be printed. Where there are several ranks, the line names this one and its host.
+    The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. if_out_of_memory: the remedy to print when
+    memory runs out. output_lasts: continue when nothing can be printed. With several ranks, each prints its own line,
+    which names the rank and its host.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks become "?"
@@ -95,38 +90,23 @@ def one_line_errors(
         raise SystemExit(1) from None
     except Exception as e:
         message = message_for_user(e, if_out_of_memory)
-        is_defect = message is None or bool(os.environ.get("DESKGPT_TRACEBACK"))
-        line = of_this_rank(message or "")
-        if is_to_be_printed(e, is_stopped):
-            if is_defect:
-                raise
-            with suppress(OSError):  # the terminal may be gone
-                print(f"error: {line}", file=sys.stderr)
+        if message is None or os.environ.get("DESKGPT_TRACEBACK"):
+            raise
+        with suppress(OSError):  # the terminal may be gone
+            print(f"error: {of_this_rank(message)}", file=sys.stderr)
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 
 def of_this_rank(message: str) -> str:
-    """The message in one line without control characters; of several ranks it names this one and its host."""
+    """Return the message in one line without control characters; of several ranks it names this one and its host."""
     line = harmless(" ".join(message.split()))  # a path or a value in it may hold line ends, or escape sequences
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         return line
     return f"rank {os.environ['RANK']} on {platform.node()}: {line}"
 
 
-def is_to_be_printed(e: Exception, is_stopped: Callable[[], bool]) -> bool:
-    """Whether this rank prints its error; not if torchrun ends it, because the first rank of the host has ended."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        return True
-    if TIMED_OUT.search(str(e)):  # many ranks wait for one that hangs: it is the one that prints nothing
-        return True
-    latest = time.monotonic() + FIRST_SPEAKS_S
-    while time.monotonic() < latest and not is_stopped():
-        time.sleep(0.05)
-    return not is_stopped()
-
-
 def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
-    """The line to print for an error that a user can cause; None for a defect, which needs its traceback.
+    """Return the line to print for an error that a user can cause; None for a defect, which needs its traceback.
 
     A ValueError counts as the user's only if our own code raised it: out of a library, it is a defect of ours.
     """
@@ -136,25 +116,41 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
         any(words in str(e) for words in LOST_RANK) or type(e).__name__ in LOST_RANK_ERRORS
     ):
         sentence = str(e).splitlines()[0].partition(". ")[0]
-        reason = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the place in gloo's source
-        found = "the one that prints nothing hangs" if TIMED_OUT.search(reason) else "the one that ended first says why"
-        return f"lost the other ranks ({reason}); {found}; start the same command again, with --init_from=auto"
+        why = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the position in gloo's source
+        found = "the one that prints nothing hangs" if TIMED_OUT.search(why) else "the one that ended first says why"
+        return f"lost the other ranks ({why}); {found}; start the same command again, with --init_from=auto"
     if isinstance(e, OSError):
-        return f"cannot use {e.filename}: {e.strerror}" if e.filename else str(e)
+        return f"cannot use {e.filename}: {e.strerror}" if e.filename else e.strerror or str(e)
+    if isinstance(e, ImportError):
+        return message_of_import(e)
     if isinstance(e, ValueError) and raised_in_our_code(e):
         return str(e)
-    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
-        return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
     return None
 
 
+def message_of_import(e: ImportError) -> str | None:
+    """Return the line for a package that is missing, or whose versions do not fit; None if our own code is at fault."""
+    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
+        return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
+    packages = []
+    for frame, _ in traceback.walk_tb(e.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if not is_ours(frame.f_code.co_filename) and package not in ("importlib", "runpy", "contextlib", "torch"):
+            packages.append(package)
+    return f"the package {packages[-1]} is installed, but cannot be imported: {reason(e)}" if packages else None
+
+
 def is_out_of_memory(e: BaseException) -> bool:
-    """Whether memory ran out: a MemoryError, or a RuntimeError in which torch says so."""
+    """Return whether memory ran out: a MemoryError, or a RuntimeError in which torch says so."""
     return isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and bool(OUT_OF_MEMORY.search(str(e))))
 
 
-def raised_in_our_code(e: Exception) -> bool:
-    """Whether a file of this repository raised e. An environment in .venv is inside the folder, but is not ours."""
-    innermost = traceback.extract_tb(e.__traceback__)[-1]
-    file = Path(innermost.filename).resolve()
+def is_ours(filename: str) -> bool:
+    """Return whether a file is of this repository. An environment in .venv is inside the folder, but is not ours."""
+    file = Path(filename).resolve()
     return file.is_relative_to(ROOT) and "site-packages" not in file.parts
+
+
+def raised_in_our_code(e: Exception) -> bool:
+    """Return whether a file of this repository raised e."""
+    return is_ours(traceback.extract_tb(e.__traceback__)[-1].filename)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
+import functools
 import hashlib
-import json
 import os
-import platform
 import reprlib
 import secrets
 import shutil
 import stat
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
@@ -21,16 +19,19 @@ from typing import Any, BinaryIO
 TEMPORARY = ".tmp"  # what a file's name ends with while it is written
 
 
+def temporary_name(path: Path) -> Path:
+    """Return a new name beside path. It is random: another host may have a process with the same number."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file that takes the place of `path`, in one step, when the block ends well.
+    """Open a new file that replaces `path` in one step when the block ends well.
 
-    Meanwhile its name is that of `path` and an ending of its own, so that several processes may write `path` at once.
-    When the block or the disk fails, the new file is removed, `path` keeps its old content, and the error passes
-    through: its words are up to the caller.
+    Until then it has a temporary name beside `path`, so several processes may write `path` at once. If the block or the
+    disk fails, the new file is removed, `path` keeps its old content, and the error passes through unchanged.
     """
-    # Random, since another host or a container may have a process of the same number.
-    tmp = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}")
+    tmp = temporary_name(path)
     try:
         with open(tmp, "wb") as file:
             yield file
@@ -44,7 +45,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
-    """Writes path, in a folder made if need be. Raises OSError, one line, with the old content unharmed."""
+    """Write path, and make its folder if need be. Raises OSError, one line, with the old content unharmed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -54,18 +55,19 @@ def write_atomically(path: Path, content: bytes | bytearray) -> None:
 
 
 def cannot_write(path: Path, e: OSError) -> OSError:
+    """Return the error to raise for a file or folder that cannot be written."""
     return OSError(f"cannot write {path}: {e.strerror or e}; free some disk space or choose another folder")
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `path`, in one step, when the block ends well.
+    """Make a folder to write into, which becomes `path` in one step when the block ends well.
 
-    Meanwhile it lies beside `path`, under that name and an ending of its own. When the block or the disk fails, it is
-    removed with all that is in it. Raises OSError where it cannot be written, ValueError where `path` is in use.
+    Until then it has a temporary name beside `path`. If the block or the disk fails, it is removed with all that is in
+    it. Raises OSError if it cannot be written, ValueError if `path` is in use.
     """
     check_unused(path)
-    tmp = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}")
+    tmp = temporary_name(path)
     try:
         tmp.mkdir()
         yield tmp
@@ -86,7 +88,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_unused(path: Path) -> None:
-    """Raises ValueError where a new folder cannot become `path`: something is there, or nothing is where it lies."""
+    """Raise ValueError if a new folder cannot become `path`: something is there, or its parent is missing."""
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
     if path.is_dir() and any(path.iterdir()):
@@ -96,9 +98,9 @@ def check_unused(path: Path) -> None:
 
 
 def read_small(path: Path, at_most: int) -> bytes:
-    """The content of a file that has no reason to be larger than `at_most` bytes.
+    """Return the content of a file that has no reason to be larger than `at_most` bytes.
 
-    Raises ValueError where it is larger, or a pipe, device or folder, which might never end; OSError.
+    Raises ValueError if it is larger, or a pipe, device or folder, which might never end; OSError.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -109,54 +111,49 @@ def read_small(path: Path, at_most: int) -> bytes:
 
 
 def copy(path: Path, to: Path) -> None:
-    """Makes `to` a copy of path, a file of its own: damage to one leaves the other alone. Raises OSError."""
+    """Copy path to a file of its own: damage to one leaves the other alone. Raises OSError."""
     with open(path, "rb") as source, replacing(to) as target:
         shutil.copyfileobj(source, target, 1 << 20)
 
 
-# A folder's fsync on SMB, sshfs, VirtualBox's shared folders and network drives under WSL.
-NO_FOLDER_SYNC = (errno.EINVAL, errno.EIO, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
-_unsynced: set[int] = set()  # devices that were named
-
-
 def sync_folder(folder: Path) -> None:
-    """Make renames in folder durable, or print once that its file system cannot. Windows opens no folders."""
-    if hasattr(os, "O_DIRECTORY"):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        except OSError as e:
-            if e.errno not in NO_FOLDER_SYNC:
-                raise
-            device = os.fstat(fd).st_dev
-            if device not in _unsynced:
-                _unsynced.add(device)
-                print(
-                    f"note: the file system of {folder} syncs no folders: a power cut may undo a save", file=sys.stderr
-                )
-        finally:
-            os.close(fd)
+    """Make renames in folder durable, if its file system can: SMB, sshfs and others cannot, and a note says so once."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        note_once(f"the file system of {folder} cannot flush folders ({e.strerror}): a power cut may lose a rename")
+    finally:
+        os.close(fd)
+
+
+@functools.cache
+def note_once(message: str) -> None:
+    """Print a note on stderr, the first time in this process."""
+    print(f"note: {message}", file=sys.stderr)
 
 
 def sha256(content: Any) -> str:
-    """The SHA-256 of bytes or of an array's bytes, in hex digits."""
+    """Return the SHA-256 of bytes or of an array's bytes, in hex digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hex digits. Raises OSError."""
+    """Return the SHA-256 of a file, in hex digits. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- what untrusted files may hold ---------------------------------------------------------------------------
+# ---- untrusted values ----------------------------------------------------------------------------------------
 
 LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
-Fields = dict[str, Callable[[Any], bool]]  # what may be in a record: key to whether a value is right
+Fields = dict[str, Callable[[Any], bool]]  # by key: whether a value is allowed
 
 
 def check_record(record: Any, fields: Fields, required: Iterable[str] = ()) -> None:
-    """Raises ValueError where a record lacks a key, or has a wrong value."""
+    """Raise ValueError if a record lacks a required key, or has a value that is not allowed."""
     if not isinstance(record, dict):
         raise ValueError(f"{reprlib.repr(record)} is not a record")
     for key in required:
@@ -168,75 +165,78 @@ def check_record(record: Any, fields: Fields, required: Iterable[str] = ()) -> N
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a whole number that can count something."""
+    """Return whether a value is a whole number that can count something."""
     return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
 
 
 def is_text(value: Any) -> bool:
+    """Return whether a value is a string."""
     return isinstance(value, str)
 
 
 def is_local(dataset: Any) -> bool:
-    """Whether a checkpoint's dataset names a folder of this machine. Windows logs in to the host of \\\\host\\share."""
+    """Return whether a checkpoint's dataset is on this machine. Windows logs in to the host of \\\\host\\share."""
     return isinstance(dataset, str) and not PureWindowsPath(dataset).drive.startswith("\\\\")
 
 
 # ---- one process in a folder ---------------------------------------------------------------------------------
 
-HOLDER = ".holder.json"  # who is in the folder, for the message of a run that is refused
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EPROTO, 524)
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 
 
 @contextmanager
 def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Makes the folder if need be, and keeps other runs out of it during the block; leaves no file of its own.
+    """Make the folder if need be, and keep other runs out of it during the block.
 
-    wait_s: how long another run may take to leave it. Raises ValueError, which names the run, where one stays; OSError
-    where it cannot be written.
+    wait_s: how long another run may take to leave it. Raises ValueError if one stays, OSError if the folder cannot be
+    written.
     """
-    holder = {"pid": os.getpid(), "host": platform.node(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     with if_free(folder, wait_s=wait_s) as is_free:
         if not is_free:
-            time.sleep(0.1)  # it may be writing its name just now
-            try:
-                other = json.loads((folder / HOLDER).read_bytes())
-                who = f"a run that started {other['started']} (pid {other['pid']} on host {other['host']})"
-            except (OSError, ValueError):
-                who = "another run"
-            raise ValueError(f"out_dir={folder} is in use by {who}: wait for it, stop it, or choose another --out_dir")
-        write_atomically(folder / HOLDER, json.dumps(holder).encode())
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # the folder may have gone
-                (folder / HOLDER).unlink()
+            raise ValueError(
+                f"out_dir={folder} is in use by another run: wait for it, stop it, or choose another --out_dir"
+            )
+        yield
 
 
 @contextmanager
 def if_free(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[bool]:
-    """Makes the folder if need be. Gives True and holds the folder's lock of this name, or False if another has it.
+    """Make the folder if need be. Yield True and hold the folder's lock of this name, or False if another has it.
 
-    wait_s: how long another one may take to leave. Raises OSError where the folder cannot be written.
+    The lock is the system's and ends with its process. wait_s: how long another process may take to leave. Raises
+    OSError if the folder cannot be written. On a file system without locks a note says so once.
     """
-    # filelock's own fallback, a file, would outlive a crash.
     from filelock import FileLock, Timeout  # tasks.py reads this file before any package is installed
 
-    path = folder / f".lock{name}"
-    lock = FileLock(path, fallback_to_soft=False)
+    lock = FileLock(folder / f".lock{name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=wait_s, poll_interval=0.3)
+        if has_locks(folder):
+            lock.acquire(timeout=wait_s, poll_interval=0.3)
+        else:
+            note_once(f"the file system of {folder} has no locks: see to it that only one run is there")
     except Timeout:
         yield False
         return
     except OSError as e:
-        if e.errno not in NO_LOCKS:
-            raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
-        print(f"note: the file system of {folder} has no locks: see to it that only one run is there", file=sys.stderr)
+        raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
     try:
         yield True
     finally:
         with suppress(OSError):  # the folder may have gone; Windows removes no open file
-            path.unlink(missing_ok=True)
+            os.unlink(lock.lock_file)
         lock.release()
+
+
+def has_locks(folder: Path) -> bool:
+    """Return whether files in this folder can be locked: network file systems refuse with many errors."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        try:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import platform
 import random
@@ -18,16 +19,18 @@ from typing import Any
 import psutil
 import torch
 
+from deskgpt.system import wheels
+from deskgpt.system.limits import memory_limits, usable_cores
 from deskgpt.system.terminal import reason
 
 # ---- choosing a device ---------------------------------------------------------------------------------------
 
 
 def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torch.device:
-    """The torch device for `name`: auto (the first of cuda, mps and cpu that torch can use), cpu, cuda, cuda:N or mps.
+    """Return the torch device for `name`: auto (the first of cuda, mps and cpu that works), cpu, cuda, cuda:N or mps.
 
-    `local_rank` is this process's number among the `local_ranks` processes of the run on this machine. Raises
-    ValueError if there is no such device, or if several ranks would share one GPU.
+    local_rank: this process's number among the local_ranks processes of the run on this machine. Raises ValueError if
+    there is no such device, or if several ranks would share one GPU.
     """
     if name == "auto":
         name = "mps" if torch.backends.mps.is_available() else "cpu"
@@ -61,7 +64,7 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
 
 
 def unserved_gpu(device: torch.device) -> str | None:
-    """Why torch has no kernels for a GPU that it sees, and the remedy; None if one runs. torch itself only warns."""
+    """Return why torch cannot compute on a GPU that it sees, and the remedy; None if it can. torch only warns."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of many lines
@@ -69,19 +72,15 @@ def unserved_gpu(device: torch.device) -> str | None:
     except torch.OutOfMemoryError:  # the run itself will say so
         return None
     except RuntimeError as e:
-        from deskgpt.system import wheels
-
         name = torch.cuda.get_device_name(device)
         return f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {wheels.remedy()}"
     return None
 
 
 def unused_gpu() -> str | None:
-    """Why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or if there is no GPU."""
+    """Return why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or there is none."""
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
-    from deskgpt.system import wheels  # only where a GPU is missing, or not used
-
     gpu = wheels.nvidia_gpu()
     if gpu is None:
         return wheels.without_gpu()
@@ -91,8 +90,10 @@ def unused_gpu() -> str | None:
     return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}"
 
 
-def has_triton_code(device: torch.device) -> bool:
-    """Whether Triton has code for this GPU. On an older card each start would trace the model in vain."""
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton is installed and has code for this GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return False
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
@@ -102,9 +103,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractContextManager:
-    """A context in which matmuls run in `dtype`; for float32, one that does nothing.
+    """Return a context in which matmuls run in `dtype`; for float32, one that does nothing.
 
-    cached: weights in `dtype` stay until its end, for those that are used again.
+    cached: it keeps the casts of weights until its end, for weights that are used again.
     """
     if dtype == "float32":
         return nullcontext()
@@ -112,9 +113,9 @@ def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractC
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds what a model on this device may draw random numbers from: torch's generators and Python's own.
+    """Seed what a model on this device may draw random numbers from: torch's generators and Python's own.
 
-    torch.manual_seed takes half a millisecond where there is no GPU: it notes the stack for a GPU that may come yet.
+    torch.manual_seed would take half a millisecond without a GPU: it notes the stack for a GPU that may come yet.
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -123,92 +124,59 @@ def seed_all(seed: int, device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished all queued work, so that a clock read next includes it."""
+    """Wait until the device has finished all queued work, so that a clock read next includes it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
 
 
+def limit_threads() -> None:
+    """Make torch use no more threads than a container's CPU quota allows, unless OMP_NUM_THREADS says how many.
+
+    The system stops threads beyond the quota in the middle of a matmul, and the others wait for them.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
+        torch.set_num_threads(usable_cores())
+
+
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the GPU, or of the machine for a CPU or an Apple GPU."""
+    """Return the memory of the GPU, or of the machine for a CPU or an Apple GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
 def usable_memory_bytes(device: torch.device) -> int:
-    """The memory that this process can get.
+    """Return the memory that this process can get.
 
-    On a GPU a desktop and other processes have their part, and torch.cuda.set_per_process_memory_fraction may allow
+    On a GPU other processes and a desktop have their share, and torch.cuda.set_per_process_memory_fraction may allow
     less still. For a CPU and an Apple GPU it is all of the machine's memory, or what a control group allows of it.
     """
     if device.type != "cuda":
-        return min([memory_bytes(device), *(limit for limit, _ in memory_groups())])
+        return min([memory_bytes(device), *(limit for limit, _ in memory_limits())])
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
     return min(free_bytes + torch.cuda.memory_reserved(device), int(cap_bytes))
 
 
 def free_memory_bytes() -> int:
-    """What this process can still take of the machine's memory, or of its control group's (a container's, a job's)."""
-    return min([psutil.virtual_memory().available, *(limit - used for limit, used in memory_groups())])
-
-
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
-# Files of the second version of control groups, and of the first, which has a folder for memory: limit, use.
-GROUP_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-
-
-def memory_groups() -> list[tuple[int, int]]:
-    """(limit, use without cached files) in bytes of each control group that limits this process. Linux only."""
-    found = []
-    with suppress(OSError):
-        for line in OWN_GROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in GROUP_FILES:
-                continue
-            own = Path(path.lstrip("/"))
-            for group in (own, *own.parents):  # in a container, a path of the host may stand here
-                folder = CONTROL_GROUPS / controllers / group
-                with suppress(OSError, ValueError):  # no such group, or its limit is "max"
-                    limit_file, used_file = GROUP_FILES[controllers]
-                    limit = int((folder / limit_file).read_text())
-                    used = int((folder / used_file).read_text())
-                    cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.M)
-                    found.append((limit, used - int(cached[1] if cached else 0)))
-    return found
+    """Return what this process can still take of the machine's memory, or of its container's or job's."""
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in memory_limits())])
 
 
 def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
-    """Such as "12.0 GiB"; where less is usable, "10.9 GiB free (12.0 in all)"."""
+    """Return text such as "12.0 GiB" or, if less is usable, "10.9 GiB free (12.0 in all)"."""
     total = f"{total_bytes / 2**30:.1f}"
     usable = f"{usable_bytes / 2**30:.1f}"
     return f"{total} GiB" if usable == total else f"{usable} GiB free ({total} in all)"
 
 
-# Of a GPU's free memory, where the driver spills. The rest is for kernels, which CUDA loads at their first call, and
-# for a desktop that grows. The figure is a choice; no machine has been measured.
-SHARE_WITHOUT_SPILLING = 0.95
-
-
-def forbid_spilling(device: torch.device) -> None:
-    """Makes running out of a GPU's memory an error on Windows and in WSL.
-
-    There the driver moves what does not fit into system memory, and the run goes on many times slower
-    (github.com/microsoft/WSL/issues/11050). torch's own cap comes before that.
-    """
-    if device.type == "cuda" and (sys.platform == "win32" or "microsoft" in platform.release().lower()):
-        fraction = SHARE_WITHOUT_SPILLING * usable_memory_bytes(device) / memory_bytes(device)
-        torch.cuda.set_per_process_memory_fraction(fraction, device)
-
-
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory in use at once so far; None if the system does not say.
+    """Return the most memory in use at once so far; None if the system does not say.
 
     On CUDA: what torch allocated since `forget_peak`. Elsewhere: what this process held (peak resident set).
     """
@@ -226,23 +194,17 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def release_memory(device: torch.device) -> None:
-    """After memory has run out: frees torch's reserved memory and compiled code, and forgets the peak."""
+    """Free torch's reserved memory and compiled code, and forget the peak, after memory has run out."""
     gc.collect()
     torch.compiler.reset()
     forget_peak(device)
 
 
 def forget_peak(device: torch.device) -> None:
-    """Frees what is held but not used; on CUDA, measures the peak from here on."""
-    free_unused(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def free_unused(device: torch.device) -> None:
-    """Gives memory of freed tensors back, which torch's allocator, or glibc (keep_freed_memory), holds for new ones."""
+    """Free what torch's allocator, or glibc, holds for new tensors; on CUDA, measure the peak from here on."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     elif platform.libc_ver()[0] == "glibc":
         import ctypes
 
@@ -256,10 +218,10 @@ M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc, where the system has it, keep the memory of freed tensors for the next ones.
+    """Make glibc, if the system has it, keep the memory of freed tensors for the next ones.
 
-    Otherwise each large tensor gets new pages from the kernel, which zeroes them one by one. That takes longer than
-    many a matmul: a tenth of a step on a CPU (docs/decisions.md).
+    Otherwise each large tensor gets new pages from the kernel, which zeroes them one by one: a tenth of a step on a CPU
+    (docs/decisions.md).
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -274,27 +236,23 @@ def keep_freed_memory() -> None:
 
 # ---- its name ------------------------------------------------------------------------------------------------
 
-# Instruction sets that matmuls use, the most capable first, as torch.cpu.get_capabilities calls them.
+# Instruction sets that matmuls use, the most capable first: our names, and those of torch.cpu.get_capabilities.
 INSTRUCTION_SETS = {
-    "AMX-FP16": "amx_fp16",
     "AMX-BF16": "amx_bf16",
-    "AVX512-FP16": "avx512_fp16",
     "AVX512-BF16": "avx512_bf16",
     "AVX-512": "avx512_f",
     "AVX2": "avx2",
-    "SVE": "sve",
     "BF16": "bf16",
     "NEON": "neon",
 }
-IMPLIED = {"AVX-512": "AVX2", "SVE": "NEON"}
 # Environment variables that make torch, oneDNN and MKL use fewer instruction sets than the processor has.
 LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR")
 
 
 def device_name(device: torch.device) -> str:
-    """The device's own name, such as "NVIDIA GeForce RTX 4070".
+    """Return the device's own name, such as "NVIDIA GeForce RTX 4070".
 
-    For a CPU, with what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads".
+    A CPU's name has what its speed depends on: "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads".
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -304,17 +262,14 @@ def device_name(device: torch.device) -> str:
     limits = [f"{variable}={os.environ[variable]}" for variable in LIMITING_VARIABLES if os.environ.get(variable)]
     if sets or limits:
         name += f" ({', '.join([*sets, *limits])})"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # usable ones
+    cores = usable_cores()
     threads = torch.get_num_threads()
     return f"{name}, {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
 
 
 @functools.cache
 def processor() -> tuple[str, list[str]]:
-    """(name, instruction sets) of the CPU, by the system and by torch; without sets that others imply.
-
-    For AMX, the kernel's permission is needed as well.
-    """
+    """Return (name, instruction sets) of the CPU, by the system and by torch."""
     # A torch without this function leaves the instruction sets out of the name.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     name = ""
@@ -323,10 +278,6 @@ def processor() -> tuple[str, list[str]]:
         found = re.search(r"^model name\s*: (.+)$", start, re.M)
         name = found[1].strip() if found else ""
     name = name or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
-    may_use_amx = getattr(torch.cpu, "_init_amx", lambda: True)()
-    sets = [
-        set_name
-        for set_name, its_name in INSTRUCTION_SETS.items()
-        if capabilities.get(its_name) and (may_use_amx or not set_name.startswith("AMX"))
-    ]
-    return name, [s for s in sets if s not in [IMPLIED.get(other) for other in sets]]
+    may_use_amx = getattr(torch.cpu, "_init_amx", lambda: True)()  # the kernel's permission
+    sets = [ours for ours, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name)]
+    return name, [each for each in sets if may_use_amx or each != "AMX-BF16"]

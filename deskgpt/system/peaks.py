@@ -1,11 +1,12 @@
 """A device's peak FLOP/s: the published figure of 40 GPUs, and what matmuls reach on this machine.
 
     find_card("NVIDIA H100 80GB HBM3").peak("bfloat16")     # (989e12, "NVIDIA data sheet, bfloat16")
-    find_card("A100 80GB").memory_gb                        # (80,)
+    find_cards("8x A100 80GB")                              # (8, the card with 80 GB)
     peak_flops(torch.device("cuda"), "bfloat16")            # (989e12, "...; measured here 745 TFLOP/s (75%)")
+    fast_dtype(torch.device("cpu"))                         # "bfloat16" if matmuls are clearly faster in it
 
-MFU refers to the published figure where there is one, else to the measured one, and the measurements decide which dtype
-is fast. The best measured peaks are kept in ~/.cache/deskgpt/peaks.json.
+MFU refers to the published figure if there is one, else to the measured one. The best measured figures are kept in
+~/.cache/deskgpt/peaks.json, so only the first start on a machine measures, for about 0.3 s.
 
 16-bit figures are with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
 headline figures for GeForce cards are two or four times as high: these cards, since 2018, accumulate in float32 at
@@ -20,7 +21,10 @@ import functools
 import math
 import re
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -29,71 +33,9 @@ from deskgpt.system.hardware import DTYPES, device_name, forget_peak, synchroniz
 
 # ---- the table -----------------------------------------------------------------------------------------------
 
+TABLE = Path(__file__).with_name("cards.txt")
 COLUMNS = ("float32", "tf32", "bfloat16", "float16")
-
-# Each card below the source of its figures:
-# names | SMs or compute units | TFLOP/s in float32, TF32, bfloat16, float16 | GB of each size that is sold
-#
-# Where a maker's page names no total, it is SMs x boost clock x FLOPs per SM and clock, all from that source. "-" means
-# that torch may count other units, or that a dtype is emulated or its figure not published.
-TABLE = """
-NVIDIA Tesla V100 white paper and data sheets
-Tesla V100-SXM2/V100                             |  80 |   15.7 |      - |      - |    125 | 16 32
-NVIDIA Turing white paper and specifications
-GeForce RTX 2080 Ti                              |  68 |   13.4 |      - |      - |   53.8 | 11
-GeForce RTX 2070                                 |  36 |    7.5 |      - |      - |   29.9 | 8
-GeForce RTX 2060                                 |  30 |  6.451 |      - |      - |   25.8 | 6
-Tesla T4                                         |  40 |    8.1 |      - |      - |     65 | 16
-NVIDIA A100 white paper
-A100-SXM4/A100-PCIE/A100                         | 108 |   19.5 |    156 |    312 |    312 | 40 80
-NVIDIA GA102 white paper V2.0 and specifications
-GeForce RTX 3090 Ti                              |  84 |     40 |     40 |  79.99 |  79.99 | 24
-GeForce RTX 3090                                 |  82 |   35.6 |   35.6 |     71 |     71 | 24
-GeForce RTX 3080 Ti                              |  80 |   34.1 |   34.1 |   68.2 |   68.2 | 12
-GeForce RTX 3080                                 |  68 |   29.8 |   29.8 |   59.5 |   59.5 | 10
-GeForce RTX 3070 Ti                              |  48 |  21.75 |  21.75 |   43.5 |   43.5 | 8
-GeForce RTX 3070                                 |  46 |   20.3 |   20.3 |   40.6 |   40.6 | 8
-GeForce RTX 3060 Ti                              |  38 |   16.2 |   16.2 |  32.39 |  32.39 | 8
-GeForce RTX 3060                                 |  28 |  12.74 |  12.74 |  25.48 |  25.48 | 8 12
-NVIDIA GA102 white paper V2.0 and data sheets
-RTX A6000                                        |  84 |   38.7 |   77.4 |  154.8 |  154.8 | 48
-NVIDIA Ada white paper V2.01 and specifications
-GeForce RTX 4090                                 | 128 |   82.6 |   82.6 |  165.2 |  165.2 | 24
-GeForce RTX 4080 SUPER                           |  80 |  52.22 |  52.22 |  104.4 |  104.4 | 16
-GeForce RTX 4080                                 |  76 |   48.7 |   48.7 |   97.5 |   97.5 | 16
-GeForce RTX 4070 Ti SUPER                        |  66 |   44.1 |   44.1 |   88.2 |   88.2 | 16
-GeForce RTX 4070 Ti                              |  60 |   40.1 |   40.1 |   80.2 |   80.2 | 12
-GeForce RTX 4070 SUPER                           |  56 |  35.48 |  35.48 |  70.96 |  70.96 | 12
-GeForce RTX 4070                                 |  46 |   29.1 |   29.1 |   58.3 |   58.3 | 12
-GeForce RTX 4060 Ti                              |  34 |  22.06 |  22.06 |  44.13 |  44.13 | 8 16
-GeForce RTX 4060                                 |  24 |  15.11 |  15.11 |  30.23 |  30.23 | 8
-NVIDIA Ada data sheets
-RTX 6000 Ada Generation                          | 142 |   91.1 |  182.1 |  364.2 |  364.2 | 48
-L4                                               |  58 |   30.3 |     60 |    121 |    121 | 24
-NVIDIA RTX Blackwell white paper and specifications
-GeForce RTX 5090                                 | 170 |  104.8 |  104.8 |  209.5 |  209.5 | 32
-GeForce RTX 5080                                 |  84 |   56.3 |   56.3 |  112.6 |  112.6 | 16
-GeForce RTX 5070 Ti                              |  70 |   43.9 |   43.9 |   87.9 |   87.9 | 16
-GeForce RTX 5070                                 |  48 |   30.9 |   30.9 |   61.7 |   61.7 | 12
-GeForce RTX 5060 Ti                              |  36 |   23.7 |   23.7 |  47.41 |  47.41 | 8 16
-NVIDIA RTX PRO Blackwell data sheets
-RTX PRO 6000 Blackwell Workstation Edition       | 188 |    125 |  251.9 |  503.8 |  503.8 | 96
-AMD Instinct data sheets
-Instinct MI300X                                  | 304 |  163.4 |      - | 1307.4 | 1307.4 | 192
-NVIDIA and AWS, A10G
-A10G                                             |   - |     35 |     35 |     70 |     70 | 24
-NVIDIA data sheet
-L40S                                             | 142 |   91.6 |    183 |    362 |    362 | 48
-H100 HBM3/H100 SXM5/H100 SXM/H100                | 132 |     67 |  494.5 |    989 |    989 | 80
-H100 PCIe                                        | 114 |     51 |    378 |    756 |    756 | 80
-H200/H200 SXM                                    | 132 |     67 |  494.5 |    989 |    989 | 141
-B200                                             |   - |     75 |   1125 |   2250 |   2250 | 180
-AMD Radeon specifications
-Radeon RX 7900 XTX                               |   - |   61.4 |      - |  122.8 |  122.8 | 24
-"""
-
-# ---- finding a card ------------------------------------------------------------------------------------------
-
+MOST_CARDS = 1 << 20
 MEMORY_SIZE = re.compile(r"\b(\d+) ?gb?\b")
 # Names of makers and families, which drivers and people add or leave out. No two cards differ only in these.
 MAKERS_AND_FAMILIES = re.compile(
@@ -116,25 +58,34 @@ class Card:
         return self.names[0]
 
     def fast_dtype(self) -> str:
-        """What train.py's dtype=auto takes on it: bfloat16, or float16 on a card that emulates bfloat16."""
+        """Return what train.py's dtype=auto takes on it: bfloat16, or float16 if the card emulates bfloat16."""
         return "bfloat16" if "bfloat16" in self.flops else "float16"
 
     def peak(self, dtype: str) -> tuple[float, str] | None:
-        """(dense peak FLOP/s, its source) as train.py computes; None if the table has none.
+        """Return (dense peak FLOP/s, its source) as train.py computes; None if the table has none.
 
-        float32 is TF32 where the card has it.
+        float32 is TF32 on a card that has it.
         """
         if dtype == "float32" and "tf32" in self.flops:
             return self.flops["tf32"], f"{self.source}, TF32"
         return (self.flops[dtype], f"{self.source}, {dtype}") if dtype in self.flops else None
 
 
-def find_card(name: str, sms: int | None = None) -> Card:
-    """The card that `name` means: torch's name for a device, or what people call it.
+def find_cards(text: str) -> tuple[int, Card]:
+    """Return (number, card) of "8x H100" or, for one card, "H100". Raises ValueError as find_card."""
+    found = re.fullmatch(r"(\d+) ?x +(.*)", text)
+    number = int(found[1]) if found else 1
+    if not 1 <= number <= MOST_CARDS:
+        raise ValueError(f"{text!r}: the number of cards is from 1 to {MOST_CARDS:,}")
+    return number, find_card(found[2] if found else text)
 
-    It has the one size of memory that the name states, or else the smallest. sms, if known, tells apart cards that
-    share a name: a card with another count is another card. Raises ValueError, with similar names, if the table does
-    not have it.
+
+def find_card(name: str, sms: int | None = None) -> Card:
+    """Return the card that `name` means: torch's name for a device, or what people call it.
+
+    Its memory is the size that the name states, or else the smallest. sms, if known, tells apart cards that share a
+    name: a card with another count is another card. Raises ValueError, with similar names, if the table does not have
+    it.
     """
     keys = (name_key(name), name_key(MEMORY_SIZE.sub("", name.lower())))
     by_key = {name_key(its_name): card for card in reversed(table()) for its_name in card.names}
@@ -142,8 +93,8 @@ def find_card(name: str, sms: int | None = None) -> Card:
     if card is None or (sms is not None and card.sms not in (None, sms)):
         similar = difflib.get_close_matches(keys[0], by_key, n=5, cutoff=0.4)
         names = list(dict.fromkeys(by_key[key].name for key in similar))
-        hint = f"did you mean {', '.join(names)}? " if names else ""
-        raise ValueError(f"{name!r} is not a card of deskgpt/system/peaks.py; {hint}it lists them")
+        known = ", ".join(names or [each.name for each in table()])
+        raise ValueError(f"{name!r} is not a known card; {'did you mean' if names else 'known are'} {known}")
     stated = MEMORY_SIZE.search(name.lower())
     gb = int(stated[1]) if stated else card.memory_gb[0]
     if gb not in card.memory_gb:
@@ -154,10 +105,12 @@ def find_card(name: str, sms: int | None = None) -> Card:
 
 @functools.cache
 def table() -> list[Card]:
-    """The cards of TABLE, in its order."""
+    """Return the cards of TABLE, in its order."""
     cards = []
     source = ""
-    for line in TABLE.strip().splitlines():
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
         if "|" not in line:
             source = line
             continue
@@ -171,7 +124,7 @@ def table() -> list[Card]:
 
 @functools.cache
 def name_key(name: str) -> str:
-    """The part of a name that identifies the card: lower case, without maker, family, spaces and punctuation."""
+    """Return the part of a name that identifies the card: lower case, without maker, family and punctuation."""
     words = MAKERS_AND_FAMILIES.sub("", re.sub(r"[^a-z0-9]+", " ", name.lower()))
     return re.sub(r"^(rtx|gtx|rx)", "", words.replace(" ", ""))
 
@@ -180,15 +133,17 @@ def name_key(name: str) -> str:
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
-    """(dense peak FLOP/s of one device in `dtype`, where the figure comes from), for matmuls as train.py runs them.
+    """Return (dense peak FLOP/s of one device in `dtype`, its source), for matmuls as train.py runs them.
 
-    The published peak if the table has the device, even where matmuls are faster, so that a device's MFU means the same
-    in every run; otherwise the measured one; NaN if there is neither.
+    It is the published peak if the table has the device, even if matmuls are faster, so that a device's MFU means the
+    same in every run; otherwise the measured one; NaN if there is neither.
     """
     measured = measured_matmul_flops(device, dtype)
     published = published_flops(device, dtype)
     if published is None:
-        return measured, f"measured {dtype} matmul" if measured > 0 else f"{dtype} matmul cannot be measured here"
+        threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
+        found = f"measured {dtype} matmul{threads}"
+        return measured, found if measured > 0 else f"{dtype} matmul cannot be measured here"
     flops, source = published
     if math.isnan(measured):
         return flops, f"{source}; not measured"
@@ -196,7 +151,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
 
 
 def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | None:
-    """(dense peak FLOP/s, its source) from the table; None if it does not have this device and dtype."""
+    """Return (dense peak FLOP/s, its source) from the table; None if it does not have this device and dtype."""
     if device.type != "cuda":
         return None
     sms = torch.cuda.get_device_properties(device).multi_processor_count  # tells apart GPUs that share a name
@@ -207,87 +162,123 @@ def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | Non
 
 
 def fast_dtype(device: torch.device) -> str:
-    """The dtype with the fastest matmuls among those that train as well as float32; measured on a CPU."""
+    """Return the dtype that dtype=auto means: bfloat16 if the device multiplies it faster than float32.
+
+    A GPU without bfloat16 takes float16, which needs a loss scale. A CPU is measured, since a processor may list
+    bfloat16 and be slower in it (docs/decisions.md).
+    """
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16"
-        # Below 7.0 no tensor cores multiply float16, which needs a loss scale too.
+        # Below 7.0 no tensor cores multiply float16.
         return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
     if device.type == "cpu":
-        is_faster = measured_matmul_flops(device, "bfloat16") > measured_matmul_flops(device, "float32")
-        return "bfloat16" if is_faster else "float32"
+        flops = one_thread_flops()
+        return "bfloat16" if flops["bfloat16"] > CLEARLY * flops["float32"] else "float32"
     return "float32"
-
-
-def fastest_matmul(device: torch.device) -> float:
-    """The best FLOP/s that square matmuls reach here in float32 or bfloat16; 0 if none can run."""
-    measured = [measured_matmul_flops(device, dtype) for dtype in ("float32", "bfloat16")]
-    return max([flops for flops in measured if flops > 0], default=0.0)  # not NaN
 
 
 # ---- measuring -----------------------------------------------------------------------------------------------
 
-# Sizes n of the square matmuls to time: all of them to find the peak, the last but one to check it.
-MATMUL_SIZES_ON_CPU = (512, 1024, 2048)
-MATMUL_SIZES_ON_GPU = (512, 2048, 4096, 8192)
+SIZES_ON_CPU = (128, 512, 1024)  # n of square matmuls
+SIZES_ON_GPU = (512, 2048, 4096, 8192)
 REPEATS = 5  # timed matmuls of one size, after one to warm up
-LONGEST_SIZE_S = 2.0  # a size that would take longer than this in all is left out
+LONGEST_MATMUL_S = 0.01  # sizes that would take longer are left out
+HIGHEST = {"cpu": 1e13, "cuda": 1e17, "mps": 1e15}  # FLOP/s: a higher figure in the file is damage
+CLEARLY = 1.2  # times as fast: measurements differ by a few percent
 
 
-@functools.cache  # all runs of one process share the measurement
+@functools.cache  # once in a process
 def measured_matmul_flops(device: torch.device, dtype: str) -> float:
-    """The best FLOP/s of square matmuls in `dtype` ever measured on this machine; NaN if none can run.
+    """Return the best FLOP/s of square matmuls in `dtype` that was measured on this machine; NaN if none can run.
 
-    Only the first run measures all sizes. Later runs time one size, which is quick, and measure all of them again
-    only if that one beats the remembered peak: machines are noisy, so the best figure is kept.
+    On a CPU it is that of one thread times the number of threads.
     """
-    sizes = MATMUL_SIZES_ON_CPU if device.type == "cpu" else MATMUL_SIZES_ON_GPU
-    key = f"{device_name(device)}, {dtype}, torch {torch.__version__}"
-    known = cache.read("peaks").get(key)
-    if not isinstance(known, float) or not 0 < known < math.inf:
-        known = 0.0
-    if known and best_matmul_flops(device, dtype, sizes[-2:-1], known) <= known:
+    if device.type == "cpu":
+        return torch.get_num_threads() * one_thread_flops()[dtype] or math.nan
+    known = known_flops(device)
+    if not known.get(dtype):
+        best = best_flops(device, [dtype], SIZES_ON_GPU, time.perf_counter)
+        known = keep_flops(device, known | best)
+    return known[dtype] or math.nan
+
+
+@functools.cache
+def one_thread_flops() -> dict[str, float]:
+    """Return the best FLOP/s by dtype of one thread of the CPU.
+
+    The dtypes take turns, and the clock is the thread's own time on a core, so other programs hardly matter. With all
+    threads they do: on a busy machine threads wait for each other up to ten times as long, in one dtype more than in
+    the other, so a busy moment would decide which is faster.
+    """
+    device = torch.device("cpu")
+    known = known_flops(device)
+    if known.keys() >= DTYPES.keys():
         return known
-    measured = best_matmul_flops(device, dtype, sizes)
-    if measured > known:
-        cache.keep("peaks", key, measured)
-    return max(measured, known) or math.nan
+    is_fine = time.get_clock_info("thread_time").resolution < 1e-4  # not on Windows
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = best_flops(device, list(DTYPES), SIZES_ON_CPU, time.thread_time if is_fine else time.perf_counter)
+    finally:
+        torch.set_num_threads(threads)
+    return keep_flops(device, found)
 
 
-def best_matmul_flops(device: torch.device, dtype: str, sizes: tuple[int, ...], known: float = 0.0) -> float:
-    """The best FLOP/s over these sizes of square matmuls, measured now; 0 if none could run.
+def best_flops(
+    device: torch.device, dtypes: list[str], sizes: tuple[int, ...], clock: Callable[[], float]
+) -> dict[str, float]:
+    """Return the best FLOP/s by dtype over these sizes of square matmuls, which take turns; 0 if none could run.
 
-    On CUDA "float32" runs in TF32, as in train.py. Sizes that are too large for the memory, or too slow by what is
-    known or measured before, are left out.
+    On CUDA "float32" runs in TF32, as in train.py.
     """
-    best = 0.0
+    best = dict.fromkeys(dtypes, 0.0)
     precision = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    try:
-        for n in sizes:
-            if (1 + REPEATS) * 2 * n**3 > LONGEST_SIZE_S * (max(best, known) or math.inf):
-                break
-            best = max(best, matmul_flops(device, dtype, n))
-    except RuntimeError:  # out of memory, or the device has no matmul in this dtype: neither may end a run
-        pass
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        forget_peak(device)  # the matrices are not the run's memory
+    draw = torch.Generator(device).manual_seed(0)  # measuring must not change a run's random numbers
+    for n in sizes:
+        flops = 2 * n**3
+        numbers = torch.rand(n, n, device=device, generator=draw)
+        matrices = {}
+        for dtype in dtypes:
+            if flops > LONGEST_MATMUL_S * (best[dtype] or math.inf):
+                continue
+            with suppress(RuntimeError):  # out of memory, or the device has no matmul in this dtype
+                x = numbers.to(DTYPES[dtype])
+                matrices[dtype] = (x, x @ x)  # to warm up; the timed ones write into this result
+        for _ in range(REPEATS):
+            for dtype, (x, out) in matrices.items():
+                synchronize(device)
+                t0 = clock()
+                torch.mm(x, x, out=out)
+                synchronize(device)
+                best[dtype] = max(best[dtype], flops / max(clock() - t0, 1e-9))
+    torch.set_float32_matmul_precision(precision)
+    forget_peak(device)  # the matrices are not the run's memory
     return best
 
 
-def matmul_flops(device: torch.device, dtype: str, n: int) -> float:
-    """The best FLOP/s of a few n x n matmuls, each of n^3 multiplications and as many additions."""
-    draw = torch.Generator(device).manual_seed(0)  # measuring must not change a run's random numbers
-    a = torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype])
-    b = torch.randn(n, n, device=device, generator=draw).to(DTYPES[dtype])
-    out = a @ b  # every timed matmul writes into this tensor, which keeps the allocator out of the figure
-    best_s = math.inf
-    for _ in range(REPEATS):
-        synchronize(device)
-        t0 = time.perf_counter()
-        torch.mm(a, b, out=out)
-        synchronize(device)
-        best_s = min(best_s, time.perf_counter() - t0)
-    return 2 * n**3 / best_s
+# ---- keeping -------------------------------------------------------------------------------------------------
+
+
+def key_of(device: torch.device) -> str:
+    """Return the key of a device's figures in peaks.json."""
+    return f"{device_name(device)}, torch {torch.__version__}, by dtype"
+
+
+def known_flops(device: torch.device) -> dict[str, float]:
+    """Return the figures that were kept on this machine, by dtype, without those that no device reaches."""
+    known = cache.read("peaks").get(key_of(device))
+    if not isinstance(known, dict):
+        return {}
+    highest = HIGHEST[device.type]
+    return {dtype: flops for dtype, flops in known.items() if isinstance(flops, float) and 0 <= flops < highest}
+
+
+def keep_flops(device: torch.device, found: dict[str, float]) -> dict[str, float]:
+    """Keep figures for later runs; return the best of these and of those that were kept before."""
+    known = known_flops(device)
+    best = {dtype: max(flops, known.get(dtype, 0.0)) for dtype, flops in found.items()}
+    cache.keep("peaks", key_of(device), best)
+    return best

@@ -1,13 +1,13 @@
-"""What a setting may be: its type, its range, whether it is a path. The one place that checks settings.
+"""The checks of all settings: type, range, whether it is a path.
 
-A dataclass says it:
+A dataclass declares them:
 
     batch_size: AtLeast1 = 12                                  # a number without a range must be at least 0
     beta1: Fraction = 0.9                                      # 0 <= beta1 < 1
     port: Annotated[int, Range(0, below=2**16)] = 0            # any other range
     out_dir: FilePath = "out"                                  # not empty; "~" becomes the home folder
 
-`__post_init__` calls check_fields(self), which checks the same where no command line was read, and then only rules
+`__post_init__` calls check_fields(self), which also serves code that reads no command line, and then checks only rules
 about several settings together.
 """
 
@@ -49,7 +49,7 @@ FilePath = Annotated[str, IS_PATH]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a dataclass says about one of its fields."""
+    """A field of a dataclass, as declared."""
 
     name: str
     types: tuple[Any, ...]  # of a union such as `float | None` all; () where there are choices
@@ -60,13 +60,13 @@ class Setting:
 
     @property
     def type_name(self) -> str:
-        """How messages and --help call its type: int, float|None, adamw|muon."""
+        """Return the name of its type in messages and --help: int, float|None, adamw|muon."""
         names = ["None" if t is NoneType else t.__name__ for t in self.types]
         return "|".join([*map(str, self.choices), *names])
 
     @property
     def example(self) -> str:
-        """How to write it, for messages: with its default, or with a value of its type."""
+        """Return how to write it, for messages: with its default, or with a value of its type."""
         examples = {int: "8", float: "3e-4", bool: "True", str: "text"}
         value = self.default if self.default not in (None, "") else examples[self.types[0]]
         return f"--{self.name}={value}"
@@ -74,7 +74,7 @@ class Setting:
 
 @functools.cache
 def settings_of(cls: type) -> dict[str, Setting]:
-    """The settings that a dataclass declares, by name."""
+    """Return the settings that a dataclass declares, by name."""
     hints = get_type_hints(cls, include_extras=True)
     found = {}
     for field in fields(cls):
@@ -91,14 +91,14 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def check_fields(config: Any) -> None:
-    """Checks all fields of a dataclass's instance, and gives them their types. Raises ConfigError."""
+    """Check all fields of a dataclass's instance, and give them their types. Raises ConfigError."""
     cls: type = type(config)
     for name, setting in settings_of(cls).items():
         object.__setattr__(config, name, check(getattr(config, name), setting, name))
 
 
 def check(value: Any, setting: Setting, where: str) -> Any:
-    """`value` in the setting's type. Raises ConfigError, which begins with `where`: the place and the name.
+    """Return `value` in the setting's type. Raises ConfigError, which begins with `where`: file, line and name.
 
     Numbers of NumPy become Python's, whole floats become ints where an int is needed, and ints become floats. Whole
     numbers must fit into 64 bits: neither torch nor NumPy can count with larger ones.

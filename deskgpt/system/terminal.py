@@ -1,4 +1,4 @@
-"""Standard output that survives a closed terminal, spells out control characters and prints a heartbeat."""
+"""Standard output that survives a closed terminal and gives it no commands; progress lines; numbers for people."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-SILENCE_S = 10.0  # not_silent prints something this often
+SILENCE_S = 10.0  # not_silent prints a line this often
 
-# What a terminal takes for a command, but for "one line up", which progress bars need, and the ends of lines and pages.
-COMMANDS = re.compile(r"\x1b(?!\[A)|[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+# Control characters, except ends of lines and pages, "one line up", which progress bars need, and colours, which W&B's
+# lines have.
+COMMANDS = re.compile(r"\x1b(?!\[(?:A|(?:[01]|22|39|[39][0-7])?m))|[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 def harmless(text: str) -> str:
-    """The text, in which what a terminal would take for commands is spelled out, such as \\x1b."""
+    """Return the text with commands to a terminal spelled out, such as \\x1b."""
     return COMMANDS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def open_standard_files() -> None:
-    """Opens the null device as each of stdin, stdout and stderr that is closed.
+    """Open the null device for each of stdin, stdout and stderr that is closed.
 
     Otherwise the next file to be opened gets its number, and what a library prints would end up in a checkpoint.
     """
@@ -53,17 +54,20 @@ class Output:
     def _try(self, operation: Callable[..., Any], *args: str) -> None:
         try:
             operation(*args)
-        except OSError:  # EPIPE: its reader has ended; EIO: the terminal is gone; ENOSPC: the disk is full
-            if not self.lasts:
+        except OSError as e:  # EPIPE: its reader has ended; EIO: the terminal is gone; ENOSPC: the disk is full
+            to_null_device(self.stream)  # or Python tries it again at its end
+            if self.lasts:
+                return
+            if isinstance(e, BrokenPipeError):
                 raise
-            to_null_device(self.stream)
+            raise OSError(f"cannot print: {e.strerror}; make room, or print to another file") from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 def to_null_device(stream: Any) -> None:
-    """Sends what a stream still holds, and all that comes, to the null device."""
+    """Send what a stream still holds, and all that comes, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -71,40 +75,33 @@ def to_null_device(stream: Any) -> None:
 
 @contextmanager
 def safe_output(lasts: bool = False) -> Iterator[None]:
-    """Makes sys.stdout and sys.stderr safe until the block ends, see Output, and writes out what the block printed.
+    """Wrap sys.stdout and sys.stderr in Output until the block ends, then flush them.
 
-    lasts: output that cannot be written is lost without an error, as a run of days wants it. Raises OSError otherwise.
+    lasts: output that cannot be written is lost without an error, as a run of days needs it. Raises OSError otherwise.
     """
     before: Any = sys.stdout, sys.stderr
-    for number, stream in enumerate(before, start=1):
-        with suppress(OSError, AttributeError):  # Windows has no such modes before Python 3.12
-            if stream is not None and not os.get_blocking(number):
-                os.set_blocking(number, True)  # another program on the same terminal or pipe has changed that
     null: Any = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
-    wrapped: Any = [Output(stream or null, lasts) for stream in before]
-    sys.stdout, sys.stderr = wrapped
+    stdout, stderr = [Output(stream or null, lasts) for stream in before]
+    sys.stdout, sys.stderr = stdout, stderr
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        flush(*wrapped)
-
-
-def flush(stdout: Output, stderr: Output) -> None:
-    """Writes out both streams. Raises OSError, after which Python does not try it again."""
-    stderr.flush()
-    try:
+        stderr.flush()
         stdout.flush()
-    except OSError as e:
-        to_null_device(stdout.stream)
-        if isinstance(e, BrokenPipeError):
-            raise
-        raise OSError(f"cannot print: {e.strerror}; make room, or print to another place") from None
+
+
+def print_or_fail(text: str) -> None:
+    """Print a text that somebody has asked for. Raises OSError if it cannot be written, even in a run that lasts."""
+    stdout: Any = sys.stdout
+    if isinstance(stdout, Output):
+        stdout.lasts = False
+    print(text)
 
 
 @contextmanager
 def not_silent(what: str, print0: Callable[[str], None]) -> Iterator[None]:
-    """Prints `what` every ten seconds until the block ends."""
+    """Print `what` every ten seconds until the block ends."""
     done = threading.Event()
     t0 = time.perf_counter()
 
@@ -128,22 +125,22 @@ DAY_S = 24 * 60 * 60
 
 
 def millions(parameters: int) -> str:
-    """A model's size as nanoGPT prints it, such as 123.59M."""
+    """Return a model's size as nanoGPT prints it, such as 123.59M."""
     return f"{parameters / 1e6:.2f}M"
 
 
 def in_gib(size: float | None) -> str:
-    """Bytes in GiB."""
+    """Return bytes in GiB."""
     return "n/a" if size is None else f"{size / 2**30:.2f}"
 
 
 def in_tera(per_s: float | None) -> str:
-    """FLOP/s in TFLOP/s."""
+    """Return FLOP/s in TFLOP/s."""
     return "n/a" if per_s is None else f"{per_s / 1e12:.4g}"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
+    """Return seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     if seconds >= 2 * DAY_S:
@@ -153,12 +150,12 @@ def clock(seconds: float) -> str:
 
 
 def reason(e: Exception) -> str:
-    """What an error of a library says, as a part of a line."""
+    """Return the message of a library's error, short enough for a part of a line."""
     return textwrap.shorten(str(e), 200, placeholder=" ...")
 
 
 def shortened(value: Any) -> str:
-    """A value in a message: its repr, shortened; its type where it has none, as very large numbers have."""
+    """Return the repr of a value, shortened; its type if it has none, as very large numbers have."""
     try:
         text = repr(value)
     except Exception:  # a config file can define any class

@@ -45,7 +45,7 @@ CPU = Wheel("cpu", (0, 0), (0, 0), (0, 0), gb=0.2)
 
 
 def nvidia_gpu() -> Gpu | None:
-    """The first NVIDIA card that nvidia-smi lists; None if there is none, or no driver."""
+    """Return the first NVIDIA card that nvidia-smi lists; None if there is none, or no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -59,19 +59,19 @@ def nvidia_gpu() -> Gpu | None:
 
 
 def without_gpu() -> str | None:
-    """What is wrong where `nvidia_gpu` finds none, as after an update of the driver; None where there is none."""
+    """Return the remedy if nvidia-smi lists no card, as after an update of the driver; None if there is none."""
     remedy = "nvidia-smi is there, but lists no card: restart this machine, or install the driver again"
     return remedy if shutil.which("nvidia-smi") else None
 
 
 def version(text: str) -> tuple[int, int]:
-    """The two numbers of "12.8"."""
+    """Return the two numbers of "12.8"."""
     major, minor = text.split(".")
     return int(major), int(minor)
 
 
 def answer(*command: str) -> str:
-    """What a command prints; empty if it fails."""
+    """Return what a command prints; nothing if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
@@ -80,7 +80,7 @@ def answer(*command: str) -> str:
 
 
 def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str]:
-    """(the build to install, why in one line) for a card, or for none."""
+    """Return (the build to install, why in one line) for a card, or for none."""
     if platform == "darwin":
         return CPU, "macOS: torch's only build, which computes on Apple's GPU too"
     if gpu is None:
@@ -97,7 +97,7 @@ def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str
 
 
 def remedy() -> str:
-    """What to type, or to install first, so that torch uses this machine's card."""
+    """Return what to type, or to install first, so that torch uses this machine's card."""
     wheel, why = wheel_for(nvidia_gpu())
     if wheel is CPU:
         return why

@@ -43,7 +43,7 @@ function fill() {
   }
   document.getElementById("settings").open = matchMedia("(min-width: 60rem)").matches;
   main.querySelector("h2").textContent = page.name;
-  main.querySelector(".facts").append(...page.facts.map(fact => make("span", "", fact)));
+  main.querySelector(".details").append(...page.details.map(detail => make("span", "", detail)));
   generateButton.disabled = false;
   if (page.system !== null) becomeChat();
 }

@@ -1,4 +1,4 @@
-"""Loads a trained model with its tokenizer: for sample.py, export.py and bench/evaluate.py."""
+"""A trained model with its tokenizer, loaded for sample.py, export.py and bench/evaluate.py."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Trained:
 
     @property
     def saw_chat(self) -> bool:
-        """Whether it was trained on dialogues in our template."""
+        """Return whether it was trained on dialogues in our template."""
         return self.checkpoint is not None and self.checkpoint.chat == template.NAME
 
     @property
     def name(self) -> str:
-        """The last part of the source; of a checkpoint file the last two."""
+        """Return the last part of the source; of a checkpoint file the last two."""
         path = Path(os.path.abspath(self.source))
         return f"{path.parent.name}/{path.name}" if path.suffix == ".pt" else path.name
 
 
 def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
-    """The model that init_from and out_dir of SampleConfig name. It is on the CPU, and `device` has room for it.
+    """Return the model that init_from and out_dir of SampleConfig name. It is on the CPU, and `device` has room for it.
 
     Raises ValueError if there is none, if it is damaged, or if it does not fit into the memory of the device.
     """
@@ -76,7 +76,7 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
 
 
 def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
-    """The meta of a data folder's tokenizer, for nanoGPT's checkpoints, which name only the folder.
+    """Return the meta of a data folder's tokenizer, for nanoGPT's checkpoints, which name only the folder.
 
     Raises ValueError.
     """
@@ -89,5 +89,5 @@ def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
-    """Token ids (1, T) of a prompt. Raises ValueError if the tokenizer lacks one of its characters."""
+    """Return token ids (1, T) of a prompt. Raises ValueError if the tokenizer lacks one of its characters."""
     return torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]

@@ -15,21 +15,24 @@ ANSWER_PART = 8  # for an answer, one of this many parts of the context is left 
 
 
 def fitting(template: Template, block_size: int, messages: list[Message]) -> list[Message]:
-    """Return the messages, without the oldest turns if all do not fit into the context with room for an answer.
+    """Return the messages without the oldest turns, if they do not fit into the context with room for an answer.
 
     A system message, which is the first one, is kept. Raises ValueError if it or the last message does not fit.
     """
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
     room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
-    # Without the first token, with which a dialogue begins.
-    sizes = [len(template.encode([message]).ids) - 1 for message in turns]
-    if sizes[-1] > room:
-        what = "the system message is too long" if room < 0 else f"the message takes {sizes[-1]:,} tokens"
+    first = len(turns)
+    used = 0
+    for at in reversed(range(len(turns))):
+        used += len(template.encode([turns[at]]).ids) - 1  # without the token with which a dialogue begins
+        if used > room:
+            break
+        if turns[at].role == "user":  # an answer without its question is left out
+            first = at
+    if first == len(turns):
+        what = "the system message is too long" if room < 0 else f"the message takes {used:,} tokens"
         raise ValueError(f"{what}: {max(0, room):,} of the model's context of {block_size:,} are left for it; say less")
-    first = 0
-    while sum(sizes[first:]) > room or turns[first].role != "user":  # whole turns only
-        first += 1
     return system + turns[first:]
 
 
@@ -49,8 +52,8 @@ def messages_in(value: Any) -> list[Message]:
 def talk(template: Template, block_size: int, system: str, answer: Callable[[Ids, int], Iterator[str]]) -> None:
     """Read a line at a time and print the answer as it comes, until the input ends, or Ctrl+C.
 
-    answer: yields the answer to a prompt (n,) in pieces, given the prompt's number. If the input is not a terminal,
-    only the answers are printed. Raises ValueError if it is not UTF-8, or the system message is too long.
+    answer: yields the n-th answer, to a prompt (T,), in pieces. If the input is not a terminal, only the answers are
+    printed. Raises ValueError if it is not UTF-8, or if the system message is too long.
     """
     messages = [Message("system", system)] if system else []
     fitting(template, block_size, [*messages, Message("user", "")])

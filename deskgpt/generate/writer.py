@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from data.chat import talk, template
+from data.chat import template
 from data.tokenizer import Ids
-from deskgpt.compute.generation import GenerationConfig, Sample
-from deskgpt.sampling.trained import Trained, encode_prompt
+from deskgpt.generate.chat import fitting, messages_in
+from deskgpt.generate.engine import InferenceEngine
+from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.generate.trained import Trained, encode_prompt
+from deskgpt.system.terminal import shortened
 
 Text = TypeVar("Text", bound=Sample)
 
@@ -25,8 +26,9 @@ class Writer:
     """A model that writes one text at a time. Raises ValueError if the system message is too long."""
 
     trained: Trained
-    replacing: Callable[[], AbstractContextManager[None]]  # InferenceEngine.replacing
+    engine: InferenceEngine
     defaults: GenerationConfig
+    prompt: str  # the page's at its start
     chat_template: template.Template | None  # None if the model does not talk
     system: str = ""  # the first message of the page's dialogue
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))  # who has it may ask
@@ -35,35 +37,31 @@ class Writer:
     def __post_init__(self) -> None:
         if self.chat_template is not None and self.system:
             first = template.Message("system", self.system)
-            talk.fitting(self.chat_template, self.block_size, [first, template.Message("user", "")])
+            fitting(self.chat_template, self.block_size, [first, template.Message("user", "")])
 
     @property
     def block_size(self) -> int:
         return self.trained.model.config.block_size
 
-    def begin(self, kind: type[Text], prompt: str, messages: Any, *stops: str) -> tuple[Text, Tensor]:
-        """A text that answers messages in JSON, or continues the prompt if they are None; the tokens (1, T) before it.
+    def begin(self, kind: type[Text], prompt: Any, messages: Any, *stops: str) -> tuple[Text, Tensor]:
+        """Return a text that answers messages in JSON, or continues the prompt if they are None, and its prompt (1, T).
 
         Raises ValueError, one line.
         """
         if messages is not None and self.chat_template is not None:
-            kept = talk.fitting(self.chat_template, self.block_size, talk.messages_in(messages))
+            kept = fitting(self.chat_template, self.block_size, messages_in(messages))
             return self.answer(kind, self.chat_template.prompt(kept), *stops)
         if messages is not None:
             name = self.trained.name
-            raise ValueError(f"{name} saw no chat data (docs/sampling.md); send a prompt, or serve it with --chat")
-        if not prompt:
-            raise ValueError("the prompt is empty; send some text or a line break")
+            raise ValueError(f"{name} saw no chat data, so it completes a prompt only: send one to /v1/completions")
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"prompt={shortened(prompt)} must be a text, at least a line break")
         ids = encode_prompt(prompt, self.trained.tokenizer)
-        return kind(self.trained.tokenizer, prompt, *stops), ids.to(self.device)
+        return kind(self.trained.tokenizer, prompt, *stops), ids.to(self.engine.device)
 
     def answer(self, kind: type[Text], ids: Ids, *stops: str) -> tuple[Text, Tensor]:
-        """A text that answers a dialogue's prompt; the prompt (1, T)."""
+        """Return a text that answers a dialogue's prompt, and the prompt (1, T)."""
         assert self.chat_template is not None
         stops = (*stops, template.FORGED_TURN)
         text = kind(self.trained.tokenizer, "", *stops, last_token=self.chat_template.end_of_text)
-        return text, torch.from_numpy(ids.astype("int64"))[None].to(self.device)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.trained.model.parameters()).device
+        return text, torch.from_numpy(ids.astype("int64"))[None].to(self.engine.device)

@@ -1,0 +1,164 @@
+"""Generation of text: in a dtype, with a cache of keys and values, compiled if asked for.
+
+    engine = InferenceEngine(model, prompt, "bfloat16")
+    for shown in engine.write(prompt, [Sample(tokenizer, "Hello")], GenerationConfig()):
+        print(shown[0], end="")
+
+Once, at the start and on the user's own prompt, logits with the cache are compared with those of the whole forward
+pass. If they differ, one line says so, and nothing is cached. No text is compared or changed while it is generated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from deskgpt.compute import compiling
+from deskgpt.compute.check import TOLERANCE, distance, precision_of
+from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.kernels.kv_cache import KVCache
+from deskgpt.system import hardware
+from deskgpt.system.errors import is_out_of_memory
+from deskgpt.system.terminal import reason
+from model import GPT
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+DRAWN = 8  # tokens that are compared after the prompt, which may be a single one
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class InferenceEngine:
+    """A model in evaluation mode, and how it generates text."""
+
+    def __init__(
+        self,
+        model: GPT,
+        prompt: Tensor,
+        dtype: str,
+        *,
+        compiled: bool = False,
+        is_trained: bool = False,
+        print0: Callable[[str], None] = to_stderr,
+    ) -> None:
+        """prompt: tokens (B, T). dtype: of the matmuls. is_trained: training continues, so the weights stay float32.
+
+        Raises ValueError if compiling fails.
+        """
+        self.model = model
+        self.device = prompt.device
+        self.dtype = dtype
+        self.print0 = print0
+        if dtype != "float32" and not is_trained:
+            hold_weights(model, hardware.DTYPES[dtype])
+        self.cached = self._cache_agrees(prompt)
+        if compiled:
+            self._compile(prompt)
+
+    def write(
+        self,
+        prompts: Tensor,
+        samples: list[Sample],
+        config: GenerationConfig,
+        watch: Callable[[Tensor], None] | None = None,
+    ) -> Iterator[list[str]]:
+        """Continue prompts (B, T), one for each sample, until all have ended; yield what each can show, token by token.
+
+        watch: as GPT.generate takes it.
+        """
+        tokens = self.model.generate(
+            prompts,
+            config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k or None,
+            top_p=config.top_p,
+            seed=config.seed,
+            vocab_size=samples[0].tokenizer.vocab_size,
+            cache=self._new_cache(),
+            watch=watch,
+        )
+        while not all(sample.done for sample in samples):
+            with self._mode():  # of this thread; a server has another for each token
+                new = next(tokens, None)  # (B,)
+            if new is None:
+                break
+            yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
+        yield [sample.finish() for sample in samples]
+
+    def _new_cache(self) -> KVCache | None:
+        return KVCache(self.model.config.block_size) if self.cached else None
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        """Within the block, matmuls are in the dtype, and attention is not cuDNN's.
+
+        On Hopper and Blackwell torch prefers cuDNN, also for a single query. It plans anew for each length of the cache
+        (pytorch issue 193893). To say so once a token costs less than in each layer.
+        """
+        without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if self.device.type == "cuda" else nullcontext()
+        with without_cudnn, hardware.autocast(self.device, self.dtype):
+            yield
+
+    @torch.inference_mode()
+    def _cache_agrees(self, prompt: Tensor) -> bool:
+        """Compare the logits after a text in two parts and one token more, with a cache, with the whole forward pass.
+
+        Print a line if they differ. With weights that give NaN nothing can be compared.
+        """
+        c = self.model.config
+        drawn = torch.randint(c.vocab_size, (1, DRAWN), generator=torch.Generator().manual_seed(0))
+        text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, : c.block_size]
+        T = text.size(1)
+        cache = KVCache(c.block_size)
+        with self._mode():
+            expected = self.model.next_logits(text)
+            try:
+                for end in sorted({T // 2, T - 1, T} - {0}):
+                    found = self.model.next_logits(text[:, :end], cache)
+            except Exception as e:
+                if is_out_of_memory(e):
+                    raise
+                self.print0(f"the model fails with a cache ({reason(e)}): sampling without one, which is slower")
+                return False
+        error = distance(found, expected, dim=-1)
+        limit = TOLERANCE[precision_of(self.dtype, self.device)].logits
+        if error <= limit or not expected.isfinite().all():
+            return True
+        self.print0(
+            f"logits with a cache differ from the forward pass (relative error {error:.2g}, at most {limit:g} is "
+            "rounding): sampling without a cache, which is slower"
+        )
+        return False
+
+    def _compile(self, prompts: Tensor) -> None:
+        """Compile what generation calls, for these rows of prompts. Raises ValueError if that fails."""
+        self.print0("compiling, which takes a while")
+        compiling.prepare(self.device)
+        self.model.transformer.compile(dynamic=True)
+        try:
+            with self._mode():
+                list(self.model.generate(prompts, 2, cache=self._new_cache()))
+        except Exception as e:
+            if is_out_of_memory(e):
+                raise
+            raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or take --compile=False") from None
+
+
+def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the weights of linear layers in dtype; the logits stay the same bit for bit.
+
+    Under inference_mode autocast keeps no casts, and would cast each weight again for each token. An embedding that is
+    tied to the head stays float32, which is what is read of it.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:  # a class of the user's own may compute in float32
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
