@@ -40,7 +40,7 @@ print(torch.equal(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor with one kind of vectors")
 def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
     """Inductor would take the graph of the first process for the second, and write beyond the tensor."""
