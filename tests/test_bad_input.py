@@ -111,7 +111,6 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, script, eval_
     assert store.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
 
 
-@pytest.mark.slow
 def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memory(run, assert_fails, monkeypatch):
     monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(train, "named_losses", lambda *_: pytest.fail("it was tried"))

@@ -4,10 +4,7 @@ import os
 import pickle
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT,
     TINY,
     assert_equal,
     assert_one_line,
@@ -26,6 +22,7 @@ from conftest import (
     flags,
     raises_one_line,
     tiny,
+    until,
     weights,
 )
 from tiny_models import MODERN_SETTINGS
@@ -58,16 +55,15 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_run_resumes_as_if_nothing_had_happened(chars, tmp_path, script):
+def test_killed_run_resumes_as_if_nothing_had_happened(chars, tmp_path, script, begin):
     settings = {"max_iters": 60, "eval_interval": 5, "dropout": 0.1}
     main(tiny(chars, tmp_path / "full", **settings))
     out_dir = tmp_path / "killed"
     command = [sys.executable, "train.py", *flags(**TINY | settings, dataset=chars, out_dir=out_dir)]
-    with open(tmp_path / "terminal", "w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file) as process:
-        while not (out_dir / "ckpt.pt").exists():
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
+    process = begin(tmp_path / "terminal", *command)
+    until(lambda: (out_dir / "ckpt.pt").exists())
+    process.kill()
+    process.wait()
     assert 0 < store.load(out_dir).iter_num < 60
     assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
     assert_same_run(tmp_path / "full", out_dir)

@@ -11,14 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, raises_one_line, tiny, weights
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, raises_one_line, tiny, until, weights
 from gloo import forked, on_ranks, run
 
 from configurator import build
@@ -136,30 +134,6 @@ ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "dropout
 ENDLESS |= {"lr_decay_iters": STEPS, "max_iters": STEPS}
 
 
-def until(condition: Callable[[], bool]) -> None:
-    latest = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < latest
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Return a function that starts processes, which end with the test."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(terminal: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
-        env = os.environ | environ
-        with open(terminal, "a") as file:
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=env))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
 def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
@@ -178,13 +152,14 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(chars, begin, tmp_path):
 
 
 @pytest.mark.nightly
-def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begin, tmp_path):
+@pytest.mark.parametrize("dp_shard", [1, -1])
+def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, chars, begin, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=1"]
     torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
-    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out")
+    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out", dp_shard=dp_shard)
     terminals = [tmp_path / "terminal-0", tmp_path / "terminal-1"]
 
     def begin_host(host: int) -> subprocess.Popen[bytes]:

@@ -6,7 +6,6 @@ import itertools
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, TORCHRUN, assert_one_line, assert_same_run, events, flags, tiny
+from conftest import TINY, TORCHRUN, assert_one_line, assert_same_run, events, flags, tiny, until
 from gloo import resumed, run
 
 import train
@@ -141,36 +140,29 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
 
-def begin(command: list[str], until: str, terminal: Path) -> subprocess.Popen[bytes]:
-    """Start a run; return when it has printed `until`."""
-    with open(terminal, "w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    while until not in terminal.read_text():
-        assert process.poll() is None, terminal.read_text()
-        time.sleep(0.005)
-    return process
-
-
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path):
-    command = [sys.executable, "train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path / "out")]
-    process = begin(command, "number of parameters", tmp_path / "terminal")
+def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path, begin):
+    terminal = tmp_path / "terminal"
+    process = begin(terminal, sys.executable, "train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path / "out"))
+    until(lambda: "number of parameters" in terminal.read_text())
     process.terminate()
     assert process.wait() in (-signal.SIGTERM, 0, 128 + signal.SIGTERM)
-    assert "Traceback" not in (tmp_path / "terminal").read_text()
+    assert "Traceback" not in terminal.read_text()
 
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path):
+def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, begin):
     settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
     run(2, tiny(chars, tmp_path / "full", **settings))
-    torchrun = [sys.executable, *TORCHRUN[1:], *flags(**settings, dataset=chars, out_dir=tmp_path / "stopped")]
-    process = begin(torchrun, "iter 20:", tmp_path / "terminal")
+    terminal = tmp_path / "terminal"
+    flags_of_run = flags(**settings, dataset=chars, out_dir=tmp_path / "stopped")
+    process = begin(terminal, sys.executable, *TORCHRUN[1:], *flags_of_run)
+    until(lambda: "iter 20:" in terminal.read_text())
     psutil.Process(process.pid).children()[-1].terminate()
     assert process.wait(60) == 1
-    printed = (tmp_path / "terminal").read_text()
+    printed = terminal.read_text()
     assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in printed
     assert 'File "train.py"' not in printed
     run(2, resumed(tmp_path / "stopped"))
