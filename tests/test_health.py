@@ -151,7 +151,7 @@ SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rat
 
 
 @pytest.mark.slow
-def test_spike_is_logged_and_the_run_continues_without_a_checkpoint_to_return_to(chars, tmp_path, faults, capsys):
+def test_spike_is_logged_and_the_run_continues_if_there_is_no_checkpoint(chars, tmp_path, faults, capsys):
     faults.spikes = (45,)
     main(tiny(chars, tmp_path, **SPIKED | {"on_spike": "rewind", "eval_interval": 1000}))
     [spike] = events(tmp_path, "spike")

@@ -76,7 +76,7 @@ def test_finished_run_only_evaluates_when_resumed(half, out):
     assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]
 
 
-def test_settings_given_on_resume_override_the_checkpoints_except_the_models_size_in_a_config_file(out, tmp_path):
+def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_file(out, tmp_path):
     """As in nanoGPT."""
     (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
     argv = [str(tmp_path / "config.py"), f"--out_dir={out}", "--learning_rate=1e-4"]
@@ -194,7 +194,7 @@ def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(half, ou
     assert_one_line(variant, "float32", "bfloat16")
 
 
-def test_resume_changed_is_not_saved_and_a_new_micro_batch_keeps_the_tokens_of_an_evaluation(half, out):
+def test_resume_changed_is_not_saved_and_another_micro_batch_evaluates_the_same_tokens(half, out):
     main(second_half(half, out, seed=5, resume_changed=True, max_iters=5))
     argv = [f"--out_dir={out}", "--batch_size=2", "--gradient_accumulation_steps=2"]
     found = resumed_settings(TrainConfig, argv, str(out))

@@ -176,7 +176,7 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, char
     until(lambda: not is_running(rank))
     again = begin_host(1)  # the same command, while the other torchrun waits for it
     assert [first.wait(120), again.wait(120)] == [0, 0]
-    run(2, tiny(chars, tmp_path / "full", **ENDLESS))
+    run(2, tiny(chars, tmp_path / "full", dp_shard=dp_shard, **ENDLESS))
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))
     assert sum(terminal.read_text().count("resuming ") for terminal in terminals) == 1
 

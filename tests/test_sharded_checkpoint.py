@@ -71,29 +71,6 @@ def gathered(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.full_tensor() if sharding.is_dtensor(x) else x, value)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Return a run's folder with a checkpoint of two ranks, which check layouts and failures on the way."""
-    out_dir = tmp_path_factory.mktemp("sharded")
-
-    def work(rank: int) -> None:
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        mesh = sharding.make_mesh("cpu", -1, 2)
-        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
-        group = sharding.group_for_saves(60)
-        for kind in ("adamw", "muon"):
-            check_layouts(out_dir / kind, kind, mesh, group, ranks)
-        model, optimizer = trained(mesh=mesh)
-        store.save(trained_state(model, optimizer, 1, 4.0), out_dir, True, group)
-        store.save(trained_state(model, optimizer, 2, 5.0), out_dir, False, group)
-        check_failures(out_dir, model, optimizer, group)
-        dist.barrier()
-        dist.destroy_process_group()
-
-    forked(2, work)
-    return out_dir
-
-
 def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistContext) -> None:
     """Check that each layout loads what another one saved, with the same numbers."""
     if ranks.is_first:
@@ -153,20 +130,35 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_every_layout_loads_what_another_saved_and_a_save_fails_on_all_ranks_or_none(folder):
-    loaded = store.full(store.load(folder))
+def test_every_layout_loads_what_another_saved_and_a_save_fails_on_all_ranks_or_none(tmp_path):
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        mesh = sharding.make_mesh("cpu", -1, 2)
+        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
+        group = sharding.group_for_saves(60)
+        for kind in ("adamw", "muon"):
+            check_layouts(tmp_path / kind, kind, mesh, group, ranks)
+        model, optimizer = trained(mesh=mesh)
+        store.save(trained_state(model, optimizer, 1, 4.0), tmp_path, True, group)
+        store.save(trained_state(model, optimizer, 2, 5.0), tmp_path, False, group)
+        check_failures(tmp_path, model, optimizer, group)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    forked(2, work)
+    loaded = store.full(store.load(tmp_path))
     model, _ = trained()
     torch.testing.assert_close(loaded.model, dict(model.state_dict()))  # AdamW rounds shards otherwise
-    assert store.load(folder / "ckpt_best.pt").iter_num == 1
-    assert store.resume(folder).best_val_loss == 4.0
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1
+    assert store.resume(tmp_path).best_val_loss == 4.0
     for kind in ("adamw", "muon"):
-        [shards] = (folder / kind).glob("shards-*")  # which ckpt.pt and ckpt_best.pt share
+        [shards] = (tmp_path / kind).glob("shards-*")  # which ckpt.pt and ckpt_best.pt share
         assert [name.split("-")[1] for name in names(shards)] == ["00001", "00002"]
     # A checkpoint in a file takes the place of the last one; the shards of the best one stay until it is replaced.
-    store.save(state_of(3), folder / "adamw", best=False)
-    assert store.load(folder / "adamw" / "ckpt_best.pt").iter_num == 2
-    store.save(state_of(4), folder / "adamw", best=True)
-    assert names(folder / "adamw") == ["ckpt.pt", "ckpt_best.pt", "one.pt"]
+    store.save(state_of(3), tmp_path / "adamw", best=False)
+    assert store.load(tmp_path / "adamw" / "ckpt_best.pt").iter_num == 2
+    store.save(state_of(4), tmp_path / "adamw", best=True)
+    assert names(tmp_path / "adamw") == ["ckpt.pt", "ckpt_best.pt", "one.pt"]
 
 
 SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 3}
@@ -180,9 +172,9 @@ def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tm
     run(2, resumed(tmp_path / "halves", max_iters=6))
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     sampling = flags(device="cpu", max_new_tokens=20, num_samples=1)
-    done = script("sample.py", f"--out_dir={tmp_path / 'whole'}", *sampling)
+    done = script("sample.py", f"--out_dir={tmp_path / 'full'}", *sampling)
     assert done.code == 0, done.err
-    assert script("export.py", f"--out_dir={tmp_path / 'whole'}", f"--to={tmp_path / 'one.pt'}").code == 0
+    assert script("export.py", f"--out_dir={tmp_path / 'full'}", f"--to={tmp_path / 'one.pt'}").code == 0
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
     new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "full", "max_iters": 1}
