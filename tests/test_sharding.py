@@ -80,7 +80,9 @@ def trained(
         return {name: p.full_tensor() if sharding.is_dtensor(p) else p.clone() for name, p in state.items()}
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "bfloat16")])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("adamw", "float32"), pytest.param("muon", "bfloat16", marks=pytest.mark.slow)]
+)
 def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(optimizer, dtype, chars, tmp_path):
     def work(ranks: DistContext) -> float:
         sharded = trained(ranks, chars, optimizer, -1, 2, dtype, CONFIG)

@@ -109,6 +109,7 @@ def test_signal_ends_an_evaluation_and_the_resumed_run_repeats_it(chars, full_ru
     assert_same_run(full_run, tmp_path)
 
 
+@pytest.mark.slow
 def test_max_hours_saves_and_ends_the_run(chars, full_run, tmp_path, monkeypatch, capsys):
     now = time.perf_counter
     with monkeypatch.context() as patch:
