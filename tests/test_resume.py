@@ -34,7 +34,7 @@ from deskgpt.run.log import git_commit
 from deskgpt.run.settings import resumed_settings
 from train import TrainConfig, main
 
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.3},
     "float16": {"dtype": "float16"},
     "bfloat16": {"dropout": 0.3, "dtype": "bfloat16", "gradient_accumulation_steps": 3},
