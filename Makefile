@@ -8,7 +8,7 @@
 #   make test-all               all tests but the nightly ones
 #   make test-nightly           emulated machines, several hosts, most hacks, notebook, lm_eval
 #   make check                  lint and types
-#   make qualify                checks and measures this card; ARGS="--stages=0-3" a part of it (docs/figures.md)
+#   make qualify                checks and measures this card; ARGS="--minutes=9" in less time (docs/figures.md)
 #   make check-cards            compiles our configs' kernels for cards that are not here (Linux; docs/figures.md)
 
 PYTHON ?= python3

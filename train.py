@@ -255,16 +255,19 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     with gradients_exchanged(net, now=batch.is_last):
                         with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
                             parts = named_losses(*net(batch.x, batch.y))
-                            total = sum(parts.values()) * batch.weight
+                            total: Any = sum(parts.values()) * batch.weight
                         scaler.scale(total).backward()
                     for name, part in parts.items():
                         losses[name] += part.detach() * batch.weight
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it
-                may_halve = bool(config.auto_batch) and dist.world == 1 and step == state.first_step
+                is_early = step <= state.first_step + 1  # only the second step has the optimizer's states
+                may_halve = bool(config.auto_batch) and dist.world == 1 and is_early
                 state.batching = halved_batch(dist.device, may_halve, state.batching)
                 loader.seek(state.position, state.batching)
                 optimizer.zero_grad(set_to_none=True)
+                parts = {}  # as total, it held the activations of the pass that failed
+                total = 0.0
                 continue
             seed_all(random_stream(config.seed, step), dist.device)  # from here on, the same on all ranks
 
@@ -307,10 +310,10 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def named_losses(logits: None, loss: Tensor, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the losses of GPT.forward by name. Raises ValueError if a further one cannot be added."""
     for name, part in (further or {}).items():
-        if name == "loss" or not isinstance(part, Tensor) or part.numel() != 1:
+        is_taken = name in ("loss", "step", "lr", "tokens", "grad_norm")  # what report.step is given beside it
+        if is_taken or not isinstance(part, Tensor) or part.numel() != 1:
             raise ValueError(
-                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, under another name "
-                "than loss"
+                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, with its own name"
             )
     return {"loss": loss, **(further or {})}
 
@@ -398,7 +401,7 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 if __name__ == "__main__":
     remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
-    with one_line_errors(f"with --auto_batch=False, {remedy}", output_lasts=True):
+    with one_line_errors(remedy, output_lasts=True):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explained():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Runs a script on an NVIDIA card that is not there, to see that it takes the card's ways without a fault.
+"""Run a script on an NVIDIA card that is not there, to see that it takes the card's ways without a fault.
 
     python bench/pretend_card.py --card "RTX 4070" train.py config/train_shakespeare_char.py --max_iters=20
     python bench/pretend_card.py --card T4 -m pytest tests/test_gpu.py
@@ -21,13 +21,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CARD = "DESKGPT_PRETEND_CARD"  # environment variable: the card's name
-LIBRARY = "DESKGPT_PRETEND_LIBRARY"  # and the compiled SOURCE
 RNG_STATE_BYTES = 8192  # more than a state of torch's CPU generator
 
 
@@ -35,20 +35,21 @@ class Card(NamedTuple):
     name: str  # as torch names it
     capability: tuple[int, int]
     sms: int
+    threads: int  # of an SM
     gib: int
     shared_memory: int  # bytes that a block may have
     gb_per_s: float  # of its memory, published
 
 
 CARDS = {
-    "T4": Card("Tesla T4", (7, 5), 40, 15, 65536, 320),
-    "A100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80, 166912, 2039),
-    "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 12, 101376, 360),
-    "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 12, 101376, 504),
-    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80, 232448, 3350),
-    "H200": Card("NVIDIA H200", (9, 0), 132, 141, 232448, 4800),
-    "B200": Card("NVIDIA B200", (10, 0), 148, 180, 232448, 8000),
-    "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 32, 101376, 1792),
+    "T4": Card("Tesla T4", (7, 5), 40, 1024, 15, 65536, 320),
+    "A100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 80, 166912, 2039),
+    "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 1536, 12, 101376, 360),
+    "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 1536, 12, 101376, 504),
+    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 80, 232448, 3350),
+    "H200": Card("NVIDIA H200", (9, 0), 132, 2048, 141, 232448, 4800),
+    "B200": Card("NVIDIA B200", (10, 0), 148, 2048, 180, 232448, 8000),
+    "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 1536, 32, 101376, 1792),
 }
 # Loads the card into each Python that starts, before it imports torch.
 SITECUSTOMIZE = """
@@ -61,7 +62,7 @@ runpy.run_path({path!r})["pretend"]()
 
 
 def pretend(backend: str = "aot_eager_decomp_partition") -> None:
-    """Makes torch see the card that the environment names. Call it before torch is imported.
+    """Make torch see the card that the environment names. Call it before torch is imported.
 
     backend: torch.compile's. The default traces, and splits the passes as inductor does, but generates no code.
     """
@@ -70,92 +71,45 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
     assert "torch" not in sys.modules
     for name in ("libc10.so", "libtorch_cpu.so"):  # not for all to see: llama.cpp's library would take symbols of them
         ctypes.CDLL(str(torch_folder() / "lib" / name))
-    library = ctypes.CDLL(os.environ[LIBRARY])
+    library = ctypes.CDLL(str(build()))
     library.card_allocated.restype = library.card_peak.restype = library.card_get_rng_state.restype = ctypes.c_int64
 
     import torch
 
-    card = CARDS[os.environ[CARD]]
-    for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):
-        for name, value in {**memory_of(card, library), **random_numbers(library)}.items():
+    for name, value in functions(CARDS[os.environ[CARD]], library).items():
+        setattr(torch.cuda, name, value)
+        for module in (torch.cuda.random, torch.cuda.memory):
             if hasattr(module, name):
                 setattr(module, name, value)
-    for name, value in {**device_of(card), **streams()}.items():
-        setattr(torch.cuda, name, value)
     set_internals(torch)
     torch.compile = functools.partial(torch.compile, backend=backend)
 
 
-def device_of(card: Card) -> dict[str, Any]:
-    """Functions of torch.cuda about the device."""
-    major, minor = card.capability
-    threads = {(7, 5): 1024, (8, 0): 2048, (9, 0): 2048, (10, 0): 2048}.get(card.capability, 1536)
+def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
+    """Return what replaces functions of torch.cuda, by name. All work is done when it is queued."""
+    import torch
+
+    total = card.gib << 30
     properties = SimpleNamespace(
         name=card.name,
-        major=major,
-        minor=minor,
+        major=card.capability[0],
+        minor=card.capability[1],
         multi_processor_count=card.sms,
-        total_memory=card.gib << 30,
+        total_memory=total,
         regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=threads,
-        max_threads_per_block=1024,
+        max_threads_per_multi_processor=card.threads,
         warp_size=32,
-        shared_memory_per_block=49152,
         shared_memory_per_block_optin=card.shared_memory,
-        shared_memory_per_multiprocessor=card.shared_memory + 1024,
         L2_cache_size=32 << 20,
         gcnArchName="",
         uuid="0",
-        is_integrated=0,
     )
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda including_emulation=True: major >= 8 or including_emulation,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: card.capability,
-        "get_device_name": lambda device=None: card.name,
-        "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
-        "is_current_stream_capturing": lambda: False,
-        "_is_compiled": lambda: True,
-        "_lazy_init": lambda: None,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "device": Within,
-    }
-
-
-def memory_of(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
-    """Functions of torch.cuda about memory, which is counted; a run has all of it, or the fraction that it sets."""
-    total = card.gib << 30
     fraction = 1.0
 
     def set_fraction(value: float, device: Any = None) -> None:
         nonlocal fraction
         fraction = value
         library.card_set_limit(ctypes.c_int64(int(value * total)))
-
-    set_fraction(1.0)
-    return {
-        "memory_allocated": lambda device=None: library.card_allocated(),
-        "memory_reserved": lambda device=None: library.card_allocated(),
-        "max_memory_allocated": lambda device=None: library.card_peak(),
-        "max_memory_reserved": lambda device=None: library.card_peak(),
-        "reset_peak_memory_stats": lambda device=None: library.card_reset_peak(),
-        "mem_get_info": lambda device=None: (total - library.card_allocated(), total),
-        "empty_cache": lambda: None,
-        "set_per_process_memory_fraction": set_fraction,
-        "get_per_process_memory_fraction": lambda device=None: fraction,
-    }
-
-
-def random_numbers(library: ctypes.CDLL) -> dict[str, Any]:
-    """Functions of torch.cuda about its generator."""
-    import torch
 
     def seed(number: int) -> None:
         library.card_seed(ctypes.c_uint64(int(number) % 2**64))
@@ -169,7 +123,42 @@ def random_numbers(library: ctypes.CDLL) -> dict[str, Any]:
         raw = state.cpu().numpy().tobytes()
         library.card_set_rng_state(raw, ctypes.c_int64(len(raw)))
 
-    return {"manual_seed": seed, "manual_seed_all": seed, "get_rng_state": get_state, "set_rng_state": set_state}
+    set_fraction(1.0)
+    # A function for each name: torch.compile has other rules for each.
+    found = {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
+    found |= {name: always(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
+    found |= {name: always(None) for name in ("set_device", "synchronize", "empty_cache", "_lazy_init")}
+    for name in ("memory_allocated", "memory_reserved"):
+        found[name] = lambda device=None: library.card_allocated()
+        found[f"max_{name}"] = lambda device=None: library.card_peak()
+    return found | {
+        "device": Within,
+        "stream": Within,
+        "Event": Queue,
+        "Stream": Queue,
+        "current_stream": lambda device=None: Queue(),
+        "default_stream": lambda device=None: Queue(),
+        "device_count": always(1),
+        "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0) or including_emulation,
+        "get_device_properties": always(properties),
+        "get_device_capability": always(card.capability),
+        "get_device_name": always(card.name),
+        "get_arch_list": always(["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]),
+        "is_current_stream_capturing": always(False),
+        "reset_peak_memory_stats": lambda device=None: library.card_reset_peak(),
+        "mem_get_info": lambda device=None: (total - library.card_allocated(), total),
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": lambda device=None: fraction,
+        "manual_seed": seed,
+        "manual_seed_all": lambda number: seed(number),
+        "get_rng_state": get_state,
+        "set_rng_state": set_state,
+    }
+
+
+def always(value: Any) -> Callable[..., Any]:
+    """Return a function of anything that returns the value."""
+    return lambda *args, **kwargs: value
 
 
 class Within:
@@ -185,55 +174,35 @@ class Within:
         pass
 
 
-def streams() -> dict[str, Any]:
-    """Streams and events of torch.cuda: all work is done when it is queued."""
-    import torch
+class Queue(Within):
+    """A stream, or an event."""
 
-    class Queue(Within):  # a stream, or an event
-        device = torch.device("cuda", 0)
-        cuda_stream = stream_id = device_index = 0
+    cuda_stream = stream_id = device_index = 0
+    query = always(True)
+    elapsed_time = always(0.0)
+    record = synchronize = wait = wait_stream = wait_event = always(None)
 
-        def query(self) -> bool:
-            return True
-
-        def elapsed_time(self, end: Any) -> float:
-            return 0.0
-
-        def record(self, *args: Any) -> None:
-            pass
-
-        synchronize = wait = wait_stream = wait_event = record
-
-        def record_event(self, event: Any = None) -> Any:
-            return event or Queue()
-
-    return {
-        "Event": Queue,
-        "Stream": Queue,
-        "stream": Within,
-        "current_stream": lambda device=None: Queue(),
-        "default_stream": lambda device=None: Queue(),
-    }
+    def record_event(self, event: Any = None) -> Any:
+        return event or Queue()
 
 
 def set_internals(torch: Any) -> None:
-    """What torch's own Python code asks its C++ about, which the CPU build lacks."""
+    """Answer what torch's own Python code asks its C++ about, which the CPU build lacks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    missing = ("_cuda_getDevice", "_cuda_getCurrentRawStream", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice")
-    for name in missing:
-        setattr(torch._C, name, lambda *args: 0)
-    for name in ("_cuda_setDevice", "_cuda_synchronize", "_cuda_emptyCache", "_cuda_isCurrentStreamCapturing"):
-        setattr(torch._C, name, lambda *args: None)
-    torch._C._cuda_getDeviceCount = lambda: 1
-    torch._C._cuda_getCompiledVersion = lambda: 13000
-    torch.backends.cuda.is_built = lambda: True
+    for name in ("getDevice", "getCurrentRawStream", "exchangeDevice", "maybeExchangeDevice"):
+        setattr(torch._C, f"_cuda_{name}", always(0))
+    for name in ("setDevice", "synchronize", "emptyCache", "isCurrentStreamCapturing"):
+        setattr(torch._C, f"_cuda_{name}", always(None))
+    torch._C._cuda_getDeviceCount = always(1)
+    torch._C._cuda_getCompiledVersion = always(13000)
+    torch.backends.cuda.is_built = always(True)
     torch.version.cuda = "13.0"
-    torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.Tensor.record_stream = always(None)
     graphs = ModuleType("torch._inductor.cudagraph_trees")  # of which compiling wants only this here
-    vars(graphs).update(reset_cudagraph_trees=lambda: None, mark_step_begin=lambda: None)
+    vars(graphs).update(reset_cudagraph_trees=always(None), mark_step_begin=always(None))
     sys.modules[graphs.__name__] = graphs
-    setattr(FakeTensorMode, "avoid_device_init", property(lambda mode: True))  # noqa: B010 (its type is a method's)
+    setattr(FakeTensorMode, "avoid_device_init", property(always(True)))  # noqa: B010 (its type is a method's)
     copy_of = torch.Tensor.__deepcopy__
 
     def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
@@ -250,7 +219,7 @@ def set_internals(torch: Any) -> None:
 
 
 def torch_folder() -> Path:
-    """Where torch is installed, without importing it."""
+    """Return where torch is installed, without importing it."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -258,7 +227,7 @@ def torch_folder() -> Path:
 
 
 def build() -> Path:
-    """The compiled library, kept for this source and this torch. Raises SystemExit where it does not compile."""
+    """Return the compiled library, kept for this source and this torch. Raises SystemExit if it does not compile."""
     torch = torch_folder()
     key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"pretend_card-{os.getuid()}-{key}.so"
@@ -275,18 +244,16 @@ def build() -> Path:
 
 
 def environment(card: str, folder: Path) -> dict[str, str]:
-    """Variables with which every Python pretends this card; folder: an empty one, kept while they are in use."""
+    """Return variables with which every Python pretends this card. folder: an empty one, kept while they are in use."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(path=__file__))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {CARD: card, LIBRARY: str(build()), "PYTHONPATH": path}
+    build()  # now, and not in several processes at once
+    return {CARD: card, "PYTHONPATH": path}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        usage="%(prog)s --card CARD SCRIPT ...",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--card", choices=CARDS, required=True)
     a, command = parser.parse_known_args()  # a script, or -m MODULE, with its arguments

@@ -1,209 +1,262 @@
-"""Checks and measures a card, in at most 27 minutes, and writes a page about it.
+"""Check and measure a card within some minutes, in the order of value, and write a page about it.
 
-    python bench/qualify.py                        # or: make qualify; all stages that are not there yet
-    python bench/qualify.py --stages=0-3           # of these, the ones that are not there yet
-    python bench/qualify.py --stages=7 --again     # measures a stage again
+    python bench/qualify.py                                            # or: make qualify; at most 27 minutes
+    python bench/qualify.py --minutes=9 --peer=nanogpt:../nanoGPT      # beside an unmodified nanoGPT
+    python bench/qualify.py --only check tests                         # these stages, also if they have passed
 
-Needs no data and no network. docs/figures.md says what it is for. After each stage the results so far are
-written to out-qualify/ as .json and .md; a later call for the same device, torch and commit continues from them. A
-stage that fails is a result too. Without a GPU everything runs on the CPU at toy sizes. Exit status: 1 if a stage that
-was asked for has failed, 3 if none has failed but one ran out of time.
+Needs no data and no network. Each stage is a process of its own, whose output is kept as it comes in
+out-qualify/NAME/STAGE.txt, also if it fails or runs out of time; page.md has the end of each. A later call for the same
+device, torch and commit (DESKGPT_COMMIT, if there is no git) continues with the stages that have not passed. Without a
+GPU everything runs on the CPU at toy sizes, and only shows that the code runs. Exit status: 1 if a stage has failed or
+ran out of time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
+import psutil
 import torch
+from torch.nn.attention import SDPBackend
 
-from bench import output, stages
+import train
+from bench import output
+from bench.speed import ROOT, write_data
+from configurator import build, read_settings
 from deskgpt.compute import compiling
+from deskgpt.compute.check import check_model
+from deskgpt.compute.variant import Variant
 from deskgpt.run.log import git_commit, versions
-from deskgpt.system import hardware
-from deskgpt.system.errors import ConfigError, one_line_errors
+from deskgpt.system import hardware, peaks
+from deskgpt.system.errors import one_line_errors
+from deskgpt.system.files import write_atomically
+from deskgpt.system.terminal import in_gib, in_tera, reason
+from deskgpt.system.wheels import answer
+from model import GPT, MODERN_CHOICES, GPTConfig
+
+CONFIG = "config/train_fineweb_125m.py"
+TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 2, "gradient_accumulation_steps": 2}
+PASSED = "passed"  # the last line of a stage's output
+LEAST_S = 10.0  # with less time left, no stage begins
+GRACE_S = 10.0  # in which a stage that is cut may end by itself: pytest prints what has failed
+LINES_OF_PAGE = 60  # of each stage's output
 
 
-class Stage(NamedTuple):
-    heading: str
-    limit_s: float  # after which it should end; together at most 27 minutes
-    measure: Callable[[stages.Session], tuple[str, dict[str, Any]]]
+@dataclass
+class Session:
+    """What the stages share."""
 
+    device: torch.device
+    peer: list[str] = field(default_factory=list)  # such as --peer=nanogpt:PATH
+    tokens: str = ""  # folder of random tokens
 
-# Numbers stay: earlier results and commands name them. bench/speed.py --profile shows where a step's time goes.
-STAGES = {
-    0: Stage("Facts", 20, stages.facts),
-    1: Stage("Roofs", 60, stages.roofs),
-    2: Stage("Parity with float32 on the CPU", 150, stages.parity),
-    3: Stage("Tests on the card", 300, stages.tests),
-    4: Stage("Micro-batches: memory and speed", 400, stages.batches),
-    5: Stage("Ways to run a step", 300, stages.ways),
-    7: Stage("Whole steps of four configs", 240, stages.steps),
-    8: Stage("Sampling", 60, stages.sampling),
-}
+    @property
+    def is_toy(self) -> bool:
+        """Return whether a CPU computes: there is no card, or one that bench/pretend_card.py pretends."""
+        return self.device.type != "cuda" or "DESKGPT_PRETEND_CARD" in os.environ
 
+    @property
+    def vocab_size(self) -> int:
+        return 512 if self.is_toy else 50257
 
-class Results:
-    """The stages measured so far, kept in out_dir in files named after device, torch and commit."""
-
-    def __init__(self, out_dir: Path, about: dict[str, Any], is_toy: bool) -> None:
-        """Reads the results of earlier calls. Raises ValueError where they are damaged."""
-        self.out_dir = out_dir
-        self.about = about
-        self.is_toy = is_toy
-        name = f"{about['device']}-torch-{about['versions']['torch']}-{about['git_commit']}"
-        self.name = re.sub(r"[^\w.+]+", "-", name.lower()).strip("-")
-        self.entries: dict[int, dict[str, Any]] = {}  # by stage: seconds, text and figures, or error
-        path = out_dir / f"{self.name}.json"
-        if path.exists():
-            try:
-                earlier = json.loads(path.read_text(encoding="utf-8"))
-                self.entries = {int(number): entry for number, entry in earlier["stages"].items()}
-            except (ValueError, KeyError, AttributeError):
-                raise ValueError(f"{path} is damaged: remove it, and the stages are measured again") from None
-
-    def as_markdown(self) -> str:
-        parts = [f"# {self.about['device']}", output.about(self.about)]
+    def settings(self, config: str = CONFIG) -> list[str]:
+        """Return settings of train.py, with micro-batches of 16 unless the config is for small models."""
+        found: dict[str, Any] = {"device": self.device, "compile": not self.is_toy}
+        if "125m" in config:
+            found |= {"batch_size": 16, "gradient_accumulation_steps": 4}
         if self.is_toy:
-            parts.append("**Toy sizes: without a card, these figures only show that the code runs.**")
-        for number, stage in STAGES.items():
-            if number in self.entries:
-                parts += [f"## {number}. {stage.heading}", section(self.entries[number])]
-        missing = [str(number) for number in STAGES if number not in self.entries]
-        if missing:
-            parts.append(f"Not measured: stages {', '.join(missing)}.")
-        best = self.entries.get(4, {}).get("figures", {}).get("best")
-        if best and not self.is_toy:
-            steps = stages.CARD_SEQUENCES // best
-            line = f"python train.py config/train_fineweb_125m.py --batch_size={best}"
-            parts.append(f"To train:\n\n```sh\n{line} --gradient_accumulation_steps={steps}\n```")
-        return "\n\n".join(parts) + "\n"
+            found |= TOY
+        return [config, *(f"--{name}={value}" for name, value in found.items())]
 
-    def write(self) -> None:
-        found = {"about": self.about, "stages": self.entries}
-        output.write_results(self.out_dir, self.name, self.as_markdown(), found)
+    def speed(self, config: str, rounds: int, *more: str) -> list[str]:
+        """Return a command of bench/speed.py."""
+        n = 65 if config.endswith("_char.py") else self.vocab_size
+        steps = ["--steps=3"] if self.is_toy else []
+        return ["bench/speed.py", *self.settings(config), f"--vocab_size={n}", f"--rounds={rounds}", *steps, *more]
 
 
-def section(entry: dict[str, Any]) -> str:
-    """What a stage found, or why it failed, and how long it took."""
-    parts = [entry["text"]] if "text" in entry else []
-    parts += [f"**Failed**: {line}" for line in entry.get("figures", {}).get("failed", [])]
-    if "error" in entry:
-        parts.append(f"**Failed**: {entry['error']}")
-    if entry.get("figures", {}).get("unfinished"):
-        parts.append(f"**Not finished**, for want of time: {'; '.join(entry['figures']['unfinished'])}")
-    if "seconds" in entry:
-        parts.append(f"This stage took {entry['seconds']:.0f} s.")
-    return "\n\n".join(parts)
+def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
+    """Return the stages by name, the most valuable first: each one's share of the time, and its command."""
+    first = [*s.settings(), f"--dataset={s.tokens}", "--max_iters=8", "--eval_interval=8", "--eval_tokens=65536"]
+    tests = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", "-n", "0"]
+    tests += ["-k", "not compiled and not True"] if s.is_toy else []  # True: a test's parameter `compiled`
+    others = [f"--peer=ours:{flag}" for flag in ("--compile=False", "--dtype=float32", "--activation_checkpoint=full")]
+    grid = f"--grid=batch_size={2 if s.is_toy else '16,32,64'}"
+    function = ["bench/qualify.py", f"--device={s.device}", "--function"]
+    return {
+        "facts": (60, [*function, "facts"]),
+        "first": (190, ["train.py", *first, f"--out_dir={s.tokens}/first"]),  # what an owner of a card does first
+        "check": (150, [*function, "check"]),
+        "tests": (300, tests),
+        "speed": (240, s.speed(CONFIG, 2, *s.peer)),
+        "predicted": (40, ["train.py", *s.settings(), f"--dataset={s.tokens}", "--dry_run=True"]),
+        "memory": (180, s.speed(CONFIG, 1, grid)),
+        "sampling": (60, [*function, "sampling"]),
+        "fast": (120, s.speed("config/train_fineweb_125m_fast.py", 1)),
+        "variants": (180, s.speed(CONFIG, 1, *others)),
+        "char": (100, s.speed("config/train_shakespeare_char.py", 1, *s.peer)),
+    }
 
 
-def outcome(entry: dict[str, Any]) -> str:
-    """What became of a stage. One that ran out of time, and found nothing wrong until then, has not failed."""
-    if "error" in entry or entry["figures"].get("failed"):
-        return "failed"
-    return "not finished" if entry["figures"].get("unfinished") else "passed"
+# ---- stages that are functions -------------------------------------------------------------------------------
 
 
-def measure(s: stages.Session, stage: Stage) -> dict[str, Any]:
-    """Text and figures of a stage, and its seconds; if it fails, its error in one line."""
-    t0 = time.perf_counter()
-    s.deadline = t0 + stage.limit_s
-    torch.manual_seed(0)
-    entry: dict[str, Any] = {}
-    try:
-        text, figures = stage.measure(s)
-        hardware.synchronize(s.device)  # an error of a kernel shows only when its result is waited for
-        # As a later call reads it: no NaN, and keys that are strings.
-        entry = {"text": text, "figures": json.loads(json.dumps(figures), parse_constant=lambda _: None)}
-    except (Exception, SystemExit) as e:  # a failed stage is a result, and the others may pass
-        traceback.print_exc()
-        entry = {"error": " ".join(f"{type(e).__name__}: {e}".split())[:300]}
-    return entry | {"seconds": time.perf_counter() - t0}
+def facts(s: Session) -> None:
+    """Print what the card is, and with which driver, libraries and kernels torch uses it."""
+    print(f"{hardware.device_name(s.device)}, {in_gib(hardware.memory_bytes(s.device))} GiB")
+    print(f"{versions()}, commit {git_commit()}, compiler {compiling.compiler_name(s.device)}")
+    if s.device.type == "cuda":
+        print(torch.cuda.get_device_properties(s.device), f"cuDNN {torch.backends.cudnn.version()}")
+        print(answer("nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"))
+    for name, dtype in hardware.DTYPES.items():
+        keys = torch.zeros(1, 2, 64, 64, device=s.device, dtype=dtype).requires_grad_()  # (B, H, T, D)
+        kernels = []
+        for n in (64, 1):
+            choice = torch._fused_sdp_choice(keys[:, :, :n], keys, keys, is_causal=n > 1)
+            kernels.append(f"{SDPBackend(choice).name} for {n} queries")
+        peak = peaks.published_flops(s.device, name)
+        measured = in_tera(peaks.measured_matmul_flops(s.device, name))
+        known = f"{in_tera(peak[0])} TFLOP/s ({peak[1]})" if peak else "n/a"
+        print(f"{name}: published peak {known}, matmuls {measured} TFLOP/s; attention: {', '.join(kernels)}")
 
 
-def still_computes(device: torch.device) -> bool:
-    """Whether the device still computes. CUDA never does after a kernel's fault."""
-    try:
-        hardware.release_memory(device)
-        return torch.ones(2, device=device).sum().item() == 2
-    except RuntimeError:
-        return False
+def check_variants(s: Session) -> None:
+    """Compare each dtype, compiled and not, with eager float32, for GPT-2 and the modern choices. Raises SystemExit."""
+    recipe = build(train.TrainConfig, read_settings(train.TrainConfig, ["config/train_shakespeare_char_fast.py"]))
+    T = 64 if s.is_toy else 256
+    gpt2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=T, vocab_size=s.vocab_size)
+    modern = replace(gpt2, **{name: getattr(recipe, name) for name in MODERN_CHOICES})
+    n_wrong = 0
+    for compiled in (False,) if s.is_toy else (False, True):  # compiling takes most of the time, so it comes last
+        for dtype in hardware.DTYPES:
+            in_16_bits = compiled and dtype == "bfloat16" and s.device.type == "cuda"
+            variant = Variant(dtype, compiled, residual_dtype="bfloat16" if in_16_bits else "float32")
+            for name, config in {"GPT-2": gpt2, "modern": modern}.items():
+                torch.manual_seed(0)
+                ids = torch.randint(0, config.vocab_size, (4, config.block_size + 1)).to(s.device)
+                try:
+                    problems = check_model(GPT(config).to(s.device), variant, ids[:, :-1], ids[:, 1:])
+                except RuntimeError as e:  # the others may be right
+                    problems = [reason(e)]
+                n_wrong += bool(problems)
+                print(f"{name}, {variant}: {'; '.join(problems) or 'right'}", flush=True)
+                hardware.release_memory(s.device)
+    sys.exit(n_wrong > 0)
 
 
-def numbers_of(text: str) -> list[int]:
-    """The stages that text such as "0-3,7" names, in their order. Raises ConfigError."""
-    named: set[int] = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
-        if not numbers or not {numbers[0], numbers[-1]} <= STAGES.keys():
-            there = ", ".join(map(str, STAGES))
-            raise ConfigError(f"--stages={text}: {part!r} is not among {there}; try --stages=0-3,7")
-        named |= STAGES.keys() & set(numbers)
-    return sorted(named)
+def sampling(s: Session) -> None:
+    """Print ms per token until its id is on the host, as sample.py writes."""
+    from deskgpt.generate.engine import InferenceEngine
+    from deskgpt.kernels.kv_cache import KVCache
+
+    c = build(train.TrainConfig, read_settings(train.TrainConfig, s.settings()))
+    model = GPT(GPTConfig.from_settings(c, s.vocab_size)).to(s.device).eval()
+    for texts in (1, 10):
+        prompts = torch.arange(8, device=s.device).expand(texts, -1)
+        engine = InferenceEngine(model, prompts, peaks.fast_dtype(s.device))
+        n = 16 if s.is_toy else 128
+        tokens = model.generate(prompts, n, top_k=200, cache=KVCache(c.block_size))
+        times_ms = []
+        for _ in range(n):
+            t0 = time.perf_counter()
+            with hardware.autocast(s.device, engine.dtype):
+                next(tokens).tolist()
+            times_ms.append((time.perf_counter() - t0) * 1e3)
+        ms = f"{statistics.median(times_ms[4:]):.2f} ms per token, longest {max(times_ms[4:]):.1f}"
+        print(f"{texts} texts, {engine.dtype}: {ms}", flush=True)
+
+
+FUNCTIONS = {"facts": facts, "check": check_variants, "sampling": sampling}
+
+# ---- the command ---------------------------------------------------------------------------------------------
+
+
+def run(command: list[str], path: Path, limit_s: float) -> str:
+    """Run a command for at most limit_s, with its output in a file, whose last line is the outcome; return that."""
+    with open(path, "w") as file:
+        process = subprocess.Popen([sys.executable, "-u", *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(limit_s)
+            outcome = f"failed with exit status {status}" if status else PASSED
+        except subprocess.TimeoutExpired:
+            outcome = f"cut after {limit_s:.0f} s"
+            started = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            process.kill()
+            for child in started:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+    with open(path, "a") as file:
+        file.write(f"\n{outcome}\n")
+    return outcome
+
+
+def lines_of(path: Path) -> list[str]:
+    """Return the last lines of a stage's output; the last one is its outcome."""
+    return path.read_text(errors="replace").splitlines()[-LINES_OF_PAGE:] if path.exists() else ["not run"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.epilog = "stages:\n" + "\n".join(f"{number} {stage.heading}" for number, stage in STAGES.items())
-    parser.add_argument("--stages", default=f"0-{max(STAGES)}", help="such as 0-3,7 (default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="measure again what is there already")
+    names = list(stages(Session(torch.device("cpu"))))
+    parser.add_argument("--minutes", type=float, default=27.0, help="for all stages together (default: %(default)s)")
+    parser.add_argument("--peer", action="append", default=[], help="as of bench/speed.py: nanogpt:PATH")
+    parser.add_argument("--only", nargs="+", choices=names, help="stages to run, also if they have passed")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument("--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)")
+    parser.add_argument("--function", choices=FUNCTIONS, help=argparse.SUPPRESS)  # a stage, in a process of its own
     a = parser.parse_args()
-    asked = numbers_of(a.stages)
-    device = hardware.resolve_device(a.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    ends_at = time.monotonic() + 60 * a.minutes
+    s = Session(hardware.resolve_device(a.device), [f"--peer={peer}" for peer in a.peer])
+    if a.function:
         torch.set_float32_matmul_precision("high")  # TF32, as train.py has it
-    about: dict[str, Any] = {
-        "device": hardware.device_name(device),
-        "versions": versions(),
-        "compiler": compiling.compiler_name(device),
-        "git_commit": git_commit(),
-    }
-    results = Results(Path(a.out_dir), about, stages.Session(device, Path()).is_toy)
-    there = [n for n in asked if n in results.entries and not a.again]
-    if there:
-        outcomes = ", ".join(f"{n} {outcome(results.entries[n])}" for n in there)
-        print(f"measured already: stages {outcomes}; --again measures them again")
+        FUNCTIONS[a.function](s)
+        return
+    about = {"device": hardware.device_name(s.device), "versions": versions(), "git_commit": git_commit()}
+    name = f"{about['device']}-torch-{torch.__version__}-{about['git_commit']}"
+    folder = Path(a.out_dir) / re.sub(r"[^\w.+]+", "-", name.lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: folder / f"{name}.txt" for name in names}
+    os.environ |= {"DESKGPT_TEST_DEVICE": str(s.device), "WANDB_MODE": "offline"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        s = stages.Session(device, Path(tmp))
-        s.results = {n: entry["figures"] for n, entry in results.entries.items() if "figures" in entry}
-        for number in asked:
-            if number in there:
-                continue
-            print(f"\n## {number}. {STAGES[number].heading}\n", flush=True)
-            results.entries[number] = entry = measure(s, STAGES[number])
-            s.results[number] = entry.get("figures", {})
-            results.write()
-            print(section(entry), flush=True)
-            if not still_computes(device):
-                print("\nthe device no longer computes; the same command continues with the stages that are left")
-                break
-
-    print(f"\nthe page: {results.out_dir / results.name}.md")
-    found = [outcome(results.entries[n]) if n in results.entries else "failed" for n in asked]
-    if "failed" in found:
-        raise SystemExit(1)
-    if "not finished" in found:
-        raise SystemExit(3)
+        s.tokens = f"{tmp}/tokens"
+        write_data(Path(s.tokens), s.vocab_size)
+        due = stages(s)
+        for name in names:
+            if name not in a.only if a.only else lines_of(files[name])[-1] == PASSED:
+                del due[name]
+        while due and ends_at - time.monotonic() > LEAST_S:
+            name = next(iter(due))
+            limit_s = (ends_at - time.monotonic()) * due[name][0] / sum(share for share, _ in due.values())
+            _, command = due.pop(name)
+            print(f"{name}: {run(command, files[name], limit_s)}", flush=True)
+    parts = [f"# {output.about(about)}"]
+    for name, path in files.items():
+        *lines, outcome = lines_of(path)
+        parts.append("\n".join([f"## {name}: {outcome}", "", "```", *lines, "```"]))
+    write_atomically(folder / "page.md", "\n\n".join([*parts, ""]).encode())
+    print(f"the page: {folder / 'page.md'}" + (f"; no time was left for {', '.join(due)}" if due else ""))
+    sys.exit(int(any(lines_of(files[name])[-1] != PASSED for name in a.only or names)))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("WANDB_MODE", "offline")
     with one_line_errors():
         main()

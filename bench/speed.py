@@ -1,11 +1,14 @@
-"""Step speed of train.py with given settings, of other settings and of other programs, timed in turns.
+"""Time steps of train.py with given settings, of other settings and of other programs, in turns; and their start.
 
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
+    python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT --start
     python bench/speed.py config/train_gpt2.py --grid batch_size                 # which micro-batch is fastest here
     python bench/speed.py config/train_gpt2.py --grid batch_size=4,8,16 --grid compile=True,False
 
-Settings are those of train.py. Each contestant is a real run on random tokens that is stopped after some steps; they
-take turns for --rounds rounds, in another order each round. Figures are from train.py's own log. The peers:
+Settings are those of train.py. Each contestant is a process of its own on random tokens, which is stopped after some
+steps; they take turns for --rounds rounds, in another order each round. The times of steps are those that a program
+prints itself; the first step is timed from the command on, with all imports, compiling and an evaluation of one batch.
+--start is for that: few steps, after a round that does not count, so that kernels are built. The peers:
 
     nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in bfloat16 and
                           compiled, as its README has it
@@ -21,23 +24,48 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
+import random
+import re
 import shlex
 import signal
+import statistics
+import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 import train
-from bench import output, timing
-from bench.timing import ENDLESS, LEAST_STEPS, OURS, PYTHON, Contestant
+from bench import output
 from configurator import build, read_settings
+from data.token_files import write_tokens
+from deskgpt.run.log import read_events
 from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from model import MODERN_CHOICES
 
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
+LEAST_STEPS = 3  # in a round; the first step does not count
+ROUND_S = 10.0  # of steps, unless --steps says how many
+LINES_OF_FAILURE = 30  # of the output of a run that fails
+ITER = re.compile(r"iter \d+: loss \S+, time ([\d.]+)ms")
+
+# Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows these too.
+# compile=auto takes it for a long run.
+ENDLESS = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--wandb_log=False"]
+# What our train.py needs in addition.
+OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--auto_batch=False", "--eval_only=False"]
+OURS += ["--dry_run=False", "--plan_for="]
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
 SIZES = ("n_layer", "n_head", "n_embd", "dropout", "bias", "batch_size", "block_size", "gradient_accumulation_steps")
 SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
@@ -45,14 +73,33 @@ SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"
 FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {"dataset", "out_dir", "gradient_accumulation_steps"}
 
 
-# ---- peers ---------------------------------------------------------------------------------------------------
+@dataclass
+class Contestant:
+    """A program that is timed, and what was measured in its rounds so far."""
+
+    name: str
+    command: list[str]
+    cwd: Path
+    out_dir: Path | None = None  # with a log.jsonl; a peer has none
+    status: str = ""  # why there are no figures
+    start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
+    rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
+    first_s: list[float] = field(default_factory=list)  # by round, from the command to the end of the first step
+    peak_bytes: list[int] = field(default_factory=list)  # by round, as our log has it
+
+
+def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> Contestant:
+    """Return train.py of the checkout cwd with these settings, on the tokens in folder."""
+    out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
+    own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
+    return Contestant(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
 
 
 def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> Contestant:
-    """The contestant that --peer names. Raises ConfigError."""
+    """Return the contestant that --peer names. Raises ConfigError."""
     kind, _, what = text.partition(":")
     if kind == "ours" and what:
-        return timing.ours(what, [*given, *shlex.split(what)], folder)
+        return ours(what, [*given, *shlex.split(what)], folder)
     if kind not in ("nanogpt", "checkout"):
         raise ConfigError(f"--peer {text}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
     checkout = Path(what).expanduser().resolve()
@@ -60,7 +107,7 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
         project = "nanoGPT" if kind == "nanogpt" else "deskGPT"
         raise ConfigError(f"--peer {text}: {checkout} holds no train.py; name a checkout of {project}")
     if kind == "checkout":
-        return timing.ours(text, given, folder, checkout)
+        return ours(text, given, folder, checkout)
     default = train.TrainConfig()
     for name in (*MODERN_CHOICES, "optimizer"):
         value = getattr(c, name)
@@ -83,7 +130,7 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
 
 
 def cells_of(entries: list[str], c: train.TrainConfig, given: list[str], folder: Path) -> list[Contestant]:
-    """A run for each combination of the values in --grid. Raises ConfigError."""
+    """Return a run for each combination of the values in --grid. Raises ConfigError."""
     axes: dict[str, list[Any]] = {}
     for entry in entries:
         name, _, text = entry.partition("=")
@@ -98,21 +145,21 @@ def cells_of(entries: list[str], c: train.TrainConfig, given: list[str], folder:
     for chosen in itertools.product(*axes.values()):
         settings = dict(zip(axes, chosen, strict=True))
         settings["gradient_accumulation_steps"] = accumulation(c, settings)
-        build(train.TrainConfig, asdict(c) | settings)  # raises ConfigError where they do not go together
+        build(train.TrainConfig, asdict(c) | settings)  # raises ConfigError if they do not go together
         flags = [f"--{name}={value}" for name, value in settings.items()]
-        runs.append(timing.ours(" ".join(flags), [*given, *flags], folder))
+        runs.append(ours(" ".join(flags), [*given, *flags], folder))
     return runs
 
 
 def micro_batches(batch_size: int, accumulation: int) -> list[int]:
-    """batch_size, halved and doubled up to four times, where it divides a step's sequences."""
+    """Return batch_size, halved and doubled up to four times, if it divides a step's sequences."""
     sequences = batch_size * accumulation
     sizes = [batch_size * 2.0**k for k in range(-4, 5)]
     return [int(size) for size in sizes if size.is_integer() and sequences % size == 0]
 
 
 def accumulation(c: train.TrainConfig, settings: dict[str, Any]) -> int:
-    """Micro-batches of a step with the tokens of c. Raises ConfigError where its micro-batch does not divide them."""
+    """Return the micro-batches of a step with the tokens of c. Raises ConfigError if they do not divide them."""
     tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
     batch_size = settings.get("batch_size", c.batch_size)
     block_size = settings.get("block_size", c.block_size)
@@ -124,13 +171,138 @@ def accumulation(c: train.TrainConfig, settings: dict[str, Any]) -> int:
     return tokens // (batch_size * block_size)
 
 
-# ---- script --------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+
+def write_data(folder: Path, vocab_size: int) -> None:
+    """Write random tokens, which make the same work as real ones, in files that both nanoGPT and deskGPT read."""
+    if not 1 <= vocab_size < 1 << 16:
+        raise ConfigError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for split, n in (("train", 1 << 20), ("val", 1 << 16)):
+        write_tokens(folder / f"{split}.bin", draw.integers(0, min(vocab_size, 50257), n, np.uint16))
+    if vocab_size < 50000:  # without this file both take GPT-2's vocabulary, of 50304 rows
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+
+
+def in_turns(runs: Sequence[Contestant], rounds: int, steps: int) -> None:
+    """Run the contestants in turns. One that fails gets its reason as status and is left out of later rounds."""
+    for number in range(rounds):
+        running = [x for x in runs if not x.status]
+        # In another order each round, so that no drift of the machine favours one of them.
+        for x in random.Random(number).sample(running, len(running)):
+            run(x, steps)
+            outcome = x.status
+            if not outcome:
+                ms = statistics.median(x.rounds_ms[-1])
+                outcome = f"first step after {x.first_s[-1]:.2f} s, {ms:.4g} ms/step"
+            print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
+
+
+def run(x: Contestant, steps: int) -> None:
+    """Run one round: start x, add the step times that it prints to x, and stop it after `steps` steps.
+
+    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its status says why.
+    """
+    lines: deque[str] = deque([""], maxlen=LINES_OF_FAILURE)
+    times_ms: list[float] = []
+    first_s = 0.0
+    enough = False
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        x.command, cwd=x.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.strip():
+                lines.append(line.strip())
+            if found := ITER.search(line):
+                first_s = first_s or time.perf_counter() - began
+                times_ms.append(float(found[1]))
+                by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= ROUND_S * 1e3
+                enough = len(times_ms) >= steps if steps else by_clock
+            if enough:
+                break
+        else:
+            process.wait()  # for its own exit status, not the one that a kill would give it
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if not enough:
+        x.status = reason_of(lines[-1], process.returncode)
+        print(*lines, sep="\n    ", flush=True)
+        return
+    x.first_s.append(first_s)
+    first_kept = max(1, min(10, len(times_ms) // 5))  # the first steps still allocate memory
+    x.rounds_ms.append(times_ms[first_kept:])
+    if x.out_dir:
+        events = read_events(x.out_dir / "log.jsonl")
+        x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
+        # The event of the last step may not be written yet; the peak was reached before it.
+        x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
+
+
+def reason_of(last: str, status: int) -> str:
+    """Return why a run ended too early, from its last line and its exit status."""
+    if status == -9:  # SIGKILL, which Windows has not
+        return "out of memory, killed by the system"
+    says_why = last and not ITER.search(last)
+    return f"failed: {last.removeprefix('error: ') if says_why else f'exit status {status}'}"
+
+
+# ---- figures -------------------------------------------------------------------------------------------------
+
+
+def table(runs: Sequence[Contestant]) -> str:
+    """Return a row for each contestant. Raises ValueError if none has figures."""
+    measured = [x for x in runs if not x.status]
+    if not measured:
+        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
+    head = ["", "dtype", "compiled", "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "peak memory"]
+    head += ["first step after (rounds)", "time per token / first"]
+    rows = []
+    for x in runs:
+        figures = [x.status, *[""] * (len(head) - 2)] if x.status else figures_of(x, measured[0])
+        rows.append([x.name, *figures])
+    starts = [measured[0].start | x.start for x in measured]
+    peaks = dict.fromkeys(f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})" for start in starts)
+    return f"{output.markdown_table(head, rows, left_columns=3)}\n\nMFU refers to {' and '.join(peaks)}."
+
+
+def figures_of(x: Contestant, first: Contestant) -> list[str]:
+    """Return the figures of a contestant, beside those of the first one, from rounds taken in turns.
+
+    What a peer does not log is as in the first one.
+    """
+    start = first.start | x.start
+    tokens = start["tokens_per_step"]
+    times = sorted(ms for of_round in x.rounds_ms for ms in of_round)
+    ms = statistics.median(times)
+    per_token = [statistics.median(of_round) / tokens for of_round in x.rounds_ms]
+    first_per_token = [statistics.median(of_round) / first.start["tokens_per_step"] for of_round in first.rounds_ms]
+    ratios = [a / b for a, b in zip(per_token, first_per_token, strict=False)]
+    mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
+    return [
+        start.get("dtype") or "n/a",
+        {None: "n/a", True: "yes", False: "no"}[start.get("compiled")],
+        f"{tokens:,}",
+        f"{ms:.4g} ({times[len(times) // 10]:.4g}, {times[len(times) * 9 // 10]:.4g})",
+        f"{tokens / ms * 1e3:,.0f} ({1e3 / max(per_token):,.0f} to {1e3 / min(per_token):,.0f})",
+        f"{mfu:.1%}",
+        f"{max(x.peak_bytes) / 1e9:.2f} GB" if x.peak_bytes else "n/a",
+        f"{statistics.median(x.first_s):.2f} s ({min(x.first_s):.2f} to {max(x.first_s):.2f})",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+    ]
 
 
 def main() -> None:
     parser = OneLineParser(str(__doc__))
     parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=A,B", help="values of a setting")
+    parser.add_argument("--start", action="store_true", help="take few steps, for the time of the first one")
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257")
@@ -138,15 +310,23 @@ def main() -> None:
     if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
         raise ConfigError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
-    with timing.random_tokens(a.vocab_size or (65 if c.dataset.endswith("_char") else 50257)) as folder:
-        runs = cells_of(a.grid, c, given, folder) if a.grid else [timing.ours("deskGPT", given, folder)]
+    # inductor's processes may still be ending when the folder is removed
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        folder = Path(tmp) / "data"
+        write_data(folder, a.vocab_size or (65 if c.dataset.endswith("_char") else 50257))
+        runs = cells_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
-        timing.in_turns(runs, a.rounds, a.steps)
-    rows = timing.table(runs)
+        if a.start:
+            in_turns(runs, 1, LEAST_STEPS)
+            for x in runs:
+                x.first_s.clear()
+                x.rounds_ms.clear()
+        in_turns(runs, a.rounds, LEAST_STEPS if a.start else a.steps)
+    text = table(runs)
     starts = [x.start for x in runs if "device" in x.start]
     sizes = {name: getattr(c, name) for name in SIZES}
-    print(f"\n{output.about(*starts)}. {timing.peaks_in_words(rows)}. {a.rounds} rounds.\n\n{sizes}\n")
-    print(f"    {output.command_line('speed.py')}\n\n{timing.as_markdown(rows)}")
+    print(f"\n{output.about(*starts)}. {a.rounds} rounds.\n\n{sizes}\n")
+    print(f"    {output.command_line('speed.py')}\n\n{text}")
 
 
 if __name__ == "__main__":

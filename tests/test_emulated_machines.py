@@ -1,4 +1,4 @@
-"""Training on lesser processors than this one, emulated: what train.py chooses there learns as float32 does here.
+"""Training on lesser processors than this one, emulated: it learns there as float32 does here.
 
 Each machine is a process that uses a part of the processor, by the variables of ATen, oneDNN and inductor.
 """
@@ -38,7 +38,7 @@ MACHINES: dict[str, tuple[str, dict[str, str], str]] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", **MODERN_SETTINGS},
     "bfloat16, compiled": {"dtype": "bfloat16", "compile": True, **MODERN_SETTINGS},
-    "float32, C++ attention": {"dtype": "float32", "attention": "auto"},
+    "float32, C++ kernels": {"dtype": "float32", "cpu_kernels": "auto"},
     "float32, compiled": {"dtype": "float32", "compile": True},
 }
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 8, "learning_rate": 1e-3}
@@ -46,7 +46,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of losses and gradient norms
 
 
 def train(data: Path, out_dir: Path, settings: dict[str, Any], env: dict[str, str], code: str = "pass") -> list[Any]:
-    """(loss, gradient norm) of each step of a run of train.py, after the code."""
+    """Return (loss, gradient norm) of each step of a run of train.py, after the code."""
     run = f"{code}; import runpy, sys; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__')"
     own = TINY | SIZES | settings | {"dataset": data, "out_dir": out_dir}
     done = shell(sys.executable, "-c", run, *flags(**own), env=os.environ | env, timeout=480)
@@ -62,9 +62,9 @@ def test_lesser_processor_learns_as_float32_does_here(machine, variant, chars, t
     if needed and not any(needed == name or (name.startswith("AVX-512") and needed == "AVX2") for name in sets):
         pytest.skip(f"this processor has no {needed}")
     settings = VARIANTS[variant]
-    plain = settings | {"dtype": "float32", "compile": False, "attention": "flash"}
+    plain = settings | {"dtype": "float32", "compile": False, "cpu_kernels": False}
     expected = train(chars, tmp_path / "here", plain, {})
-    # What is compiled is each machine's own: inductor's cache would take code that was made for wider vectors.
+    # Each machine compiles anew: inductor's cache would take code that was made for wider vectors.
     env = env | {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     found = train(chars, tmp_path / "there", settings, env, code)

@@ -100,16 +100,17 @@ def test_tokens_per_second_and_mfu_count_all_ranks(chars, tmp_path):
 
 
 def test_further_loss_that_cannot_be_added_is_named():
-    for name, part in (("loss", torch.tensor(1.0)), ("z", torch.ones(2)), ("z", 1.0)):
+    for name, part in (("loss", torch.tensor(1.0)), ("lr", torch.tensor(1.0)), ("z", torch.ones(2)), ("z", 1.0)):
         with raises_one_line("further loss", name):
             train.named_losses(None, torch.tensor(1.0), {name: part})  # type: ignore[dict-item]
 
 
 # auto_batch, the micro-batch at which memory runs out, and whether a smaller one is tried.
-@pytest.mark.parametrize(("auto_batch", "fails_at", "halves"), [("auto", 0, True), (True, 1, False), (False, 0, False)])
+@pytest.mark.parametrize(("auto_batch", "fails_at", "halves"), [("auto", 0, True), (True, 2, False), (False, 0, False)])
 def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_trains_the_same(
     auto_batch, fails_at, halves, chars, tmp_path, monkeypatch
 ):
+    """The third step or --auto_batch=False end the run and name the settings."""
     settings = {"batch_size": 4, "max_iters": 3, "learning_rate": 1e-3}
     c = tiny(chars, tmp_path / "short", auto_batch=auto_batch, **settings)
     named_losses = train.named_losses

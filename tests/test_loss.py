@@ -307,3 +307,15 @@ def test_weight_that_is_computed_once_and_cached_gets_its_gradients():
 )
 def test_chunks_are_as_large_as_allowed_and_equal_if_that_costs_little(N, logits, expected):
     assert loss.tokens_per_chunk(N, V, V * logits) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_that_a_card_compiles_is_the_one_that_is_not_compiled(dtype):
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 33, generator=draw).mul(4).to(dtype)
+    targets = torch.randint(33, (7,), generator=draw)
+    ignored = torch.tensor([False, True, False, False, True, False, False])
+    eager, fused = logits.clone(), logits.clone()
+    losses = [loss.gradient_(eager, targets, ignored), loss.fused_gradient_(fused, targets, ignored)]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(fused, eager)

@@ -1,60 +1,64 @@
-"""bench/qualify.py: its stages at toy sizes on a CPU, and what it does when one fails."""
+"""bench/qualify.py: what is kept of a stage that passes, fails or is cut, and all of them at toy sizes."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+import time
 
+import psutil
 import pytest
-from conftest import assert_one_line
 
-from bench import stages
-
-
-def results(out_dir: Path) -> tuple[dict[str, Any], str]:
-    [written] = out_dir.glob("*.json")
-    return json.loads(written.read_text())["stages"], written.with_suffix(".md").read_text()
+from bench import qualify
 
 
-def test_stage_that_fails_is_a_result_and_is_not_measured_again(tmp_path, monkeypatch, script):
-    calls = []
+def test_output_of_a_stage_that_is_cut_is_kept_and_all_its_processes_end(tmp_path):
+    child = "import time; time.sleep(100)"
+    code = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); {child}"
+    )
+    t0 = time.monotonic()
+    assert qualify.run(["-c", code], tmp_path / "a.txt", 2.0) == "cut after 2 s"
+    assert time.monotonic() - t0 < qualify.GRACE_S
+    lines = qualify.lines_of(tmp_path / "a.txt")
+    assert "KeyboardInterrupt" in lines  # as pytest gets it, which then prints what has failed
+    assert lines[-1] == "cut after 2 s"
+    while runs(int(lines[0])):
+        assert time.monotonic() - t0 < 60
 
-    def facts(s: stages.Session) -> tuple[str, dict[str, Any]]:
-        calls.append(s.best_batch())  # which only stage 4 finds
-        return "", {}
 
-    monkeypatch.setattr(stages, "facts", facts)
-    ours = ["bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}", "--stages=0"]
-    done = script(*ours)
-    assert done.code == 1
-    found, page = results(tmp_path)
-    assert_one_line(found["0"]["error"], "--stages=4")
-    assert found["0"]["error"] in page
-    again = script(*ours)
-    assert again.code == 1
-    assert "measured already: stages 0 failed" in again.out
-    assert not calls
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [("print(1)", "passed"), ("print(1); 1 / 0", "failed with exit status 1")]
+)
+def test_last_line_of_a_stage_is_its_outcome(code, outcome, tmp_path):
+    assert qualify.run(["-c", code], tmp_path / "a.txt", 60.0) == outcome
+    lines = qualify.lines_of(tmp_path / "a.txt")
+    assert (lines[0], lines[-1]) == ("1", outcome)
 
 
 @pytest.mark.slow
-def test_quick_stages_at_toy_sizes_are_right_and_a_later_call_continues(tmp_path, script):
+def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script, monkeypatch):
     ours = ["bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}"]
-    for asked in ("0-2", "0-2,8"):
-        done = script(*ours, f"--stages={asked}")
-        assert done.code == 0, done.out
-    found, page = results(tmp_path)
-    assert list(found) == ["0", "1", "2", "8"]
-    assert list(found["2"]["figures"]["verdicts"].values()) == ["right"] * 6
-    assert "Toy sizes" in page
-    assert "Not measured: stages 3, 4, 5, 7." in page
+    done = script(*ours, "--only", "facts", "check")
+    assert done.code == 0, done.out
+    [page] = tmp_path.glob("*/page.md")
+    text = page.read_text()
+    assert "## facts: passed" in text
+    assert text.count(": right") == 6
+    assert "## tests: not run" in text
+    done = script(*ours, "--minutes=0")
+    assert done.code == 1
+    assert "no time was left for first, tests" in done.out
+    assert page.read_text() == text
 
 
 @pytest.mark.nightly
-def test_all_stages_at_toy_sizes(tmp_path, script):
+def test_all_stages_pass_at_toy_sizes(tmp_path, script):
     done = script("bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}")
-    assert done.code == 0, done.out + done.err
-    found, page = results(tmp_path)
-    assert [row["name"] for row in found["7"]["figures"]["rows"]] == list(stages.CONFIGS)
-    assert " passed" in found["3"]["text"]
-    assert "Failed" not in page
+    [page] = tmp_path.glob("*/page.md")
+    assert done.code == 0, page.read_text()

@@ -1,4 +1,4 @@
-"""bench/speed.py: real runs of tiny models in turns, its grid, and the arithmetic of its table."""
+"""bench/speed.py: real runs of tiny models in turns, its grid, and the figures of its table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import TINY, assert_refused, flags, tiny
 
-from bench import speed, timing
-from bench.timing import Contestant
+from bench import speed
+from bench.speed import Contestant
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
 START = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "dtype": "bfloat16", "compiled": True}
@@ -19,32 +19,35 @@ START |= {"tokens_per_step": 1000, "device": "a CPU"}
 
 # Stands for a checkout of nanoGPT, which cannot be had offline: takes its settings and prints its lines.
 NANOGPT = """
-import os, sys
+import os, sys, time
 assert "--device=cpu" in sys.argv and "--compile=False" in sys.argv and "--n_embd=16" in sys.argv, sys.argv
 data = next(a for a in sys.argv if a.startswith("--dataset=")).split("=")[1]
 assert os.path.exists(os.path.join(data, "meta.pkl")) and os.getcwd() == os.path.dirname(os.path.abspath(__file__))
+time.sleep(0.3)
 for i in range(1000):
-    print(f"iter {i}: loss 4.2000, time {500 if i == 0 else 20 + i % 2}.00ms, mfu -100.00%")
+    print(f"iter {i}: loss 4.2000, time {500 if i == 0 else 20}.00ms, mfu -100.00%")
 """
 
 
 def measured(rounds_ms: list[list[float]], name: str = "x", **more: Any) -> Contestant:
-    return Contestant(name, [], Path(), start=START, rounds_ms=rounds_ms, first_s=[3.0, 1.0], **more)
+    return Contestant(name, [], Path(), rounds_ms=rounds_ms, first_s=[3.0, 1.0], **({"start": START} | more))
 
 
 @pytest.mark.slow
 def test_settings_and_peers_are_timed_on_the_same_work(tmp_path, script):
     (tmp_path / "train.py").write_text(NANOGPT)
     peers = [f"--peer=nanogpt:{tmp_path}", "--peer=ours:--n_layer=1", "--grid=batch_size=4,2"]
-    own = ["--steps=4", "--rounds=1", "--vocab_size=65", *peers]
-    done = script("bench/speed.py", *flags(**SMALL), *own)
+    done = script("bench/speed.py", *flags(**SMALL), "--start", "--rounds=1", "--vocab_size=65", *peers)
     assert done.code == 0, done.err
     rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in done.out.splitlines() if line.startswith("|")}
     cells = [f"--batch_size={n} --gradient_accumulation_steps={4 // n}" for n in (4, 2)]
     assert list(rows) == ["", "---", *cells, "nanoGPT", "--n_layer=1"]
-    assert [cell.strip() for cell in rows["nanoGPT"][:4]] == ["float32", "no", "64", "21 (20, 21)"]
+    assert [cell.strip() for cell in rows["nanoGPT"][:4]] == ["float32", "no", "64", "20 (20, 20)"]
     assert rows[cells[1]][2].strip() == "64"  # with twice the accumulation
     assert "1.00 (1.00 to 1.00)" in rows[cells[0]][-2]
+    seconds = [float(rows[name][-3].split()[0]) for name in (cells[0], "nanoGPT")]
+    assert seconds[0] > 1 > seconds[1]  # from the command on: one imports torch, the other sleeps for 0.3 s
+    assert seconds[1] > 0.3
 
 
 @pytest.mark.slow
@@ -74,28 +77,30 @@ def test_cells_are_the_product_and_keep_the_tokens_of_a_step(tmp_path):
 
 def test_figures_of_the_table_are_these():
     ours = measured([[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], peak_bytes=[2 * 10**9, 10**9])
-    peer = measured([[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], "peer")
-    peer.start = {"compiled": False}
-    a, b = timing.table([ours, peer])
-    assert (a["ms"], a["p10"], a["p90"]) == (16.0, 10.0, 22.0)
-    assert a["tokens_per_s"] == pytest.approx(62_500)
-    assert (a["least"], a["most"]) == pytest.approx((1e6 / 21, 1e6 / 11))
-    assert a["mfu"] == pytest.approx(0.375)  # 6e9 FLOPs in 16 ms
-    assert (a["first_s"], a["memory_gb"]) == (1.0, 2.0)
-    assert (b["ms"], b["dtype"], b["compiled"]) == (42.5, "bfloat16", False)
-    assert (b["ratio"], b["ratio_least"], b["ratio_most"]) == pytest.approx((2.5, 2.0, 3.0))
+    peer = measured([[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], "peer", start={"compiled": False})
+    failed = measured([], "failed", status="out of memory")
+    a, b, c = (row.strip("| ").split(" | ") for row in speed.table([ours, peer, failed]).splitlines()[2:5])
+    assert a[1:5] == ["bfloat16", "yes", "1,000", "16 (10, 22)"]
+    assert a[5:8] == ["62,500 (47,619 to 90,909)", "37.5%", "2.00 GB"]  # 6e9 FLOPs in 16 ms
+    assert a[8:] == ["2.00 s (1.00 to 3.00)", "1.00 (1.00 to 1.00)"]
+    assert b[1:5] == ["bfloat16", "no", "1,000", "42.5 (22, 63)"]
+    assert b[7:] == ["n/a", "2.00 s (1.00 to 3.00)", "2.50 (2.00 to 3.00)"]
+    assert c[:2] == ["failed", "out of memory"]
 
 
-def test_run_that_fails_says_why_and_the_others_go_on(tmp_path, capsys):
+def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speed, "ROUND_S", 0.0)
     lines = "for i in range(9): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
     reasons = {
         "": "",
-        "print('error: no such file')": "failed: no such file",
+        "print('why'); print('error: no such file')": "failed: no such file",
         "raise SystemExit(3)": "failed: exit status 3",
     }
     reasons["import os; os.kill(os.getpid(), 9)"] = "out of memory, killed by the system"
     runs = [Contestant(code, [sys.executable, "-c", code or lines], tmp_path) for code in reasons]
-    timing.in_turns(runs, 2, seconds=0.0)
+    speed.in_turns(runs, 2, steps=0)
     assert [x.status for x in runs] == list(reasons.values())
     assert [len(x.rounds_ms) for x in runs] == [2, 0, 0, 0]
-    assert capsys.readouterr().out.count("no such file") == 2  # in the name and in the reason: it is not tried again
+    out = capsys.readouterr().out
+    assert "    why\n    error: no such file" in out  # its own output
+    assert out.count("failed: no such file") == 1  # it is not tried again

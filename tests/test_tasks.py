@@ -134,8 +134,8 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     _, pip, test = machine.calls()
     assert "-r requirements-dev.txt" in pip
     assert test == "-m pytest -n 2 --dist=worksteal -m not slow and not nightly -k resume"
-    tasks.main(["qualify", "--", "--stages=0-3"])
-    assert machine.calls() == ["bench/qualify.py --stages=0-3"]
+    tasks.main(["qualify", "--", "--minutes=9"])
+    assert machine.calls() == ["bench/qualify.py --minutes=9"]
     tasks.main(["train"])
     assert not [call for call in machine.calls() if "pip" in call]
 

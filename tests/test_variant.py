@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def chosen(device: torch.device = CUDA, seconds: float = 1e4, **settings: Any) -> Variant:
-    usual = {"dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none", "is_sharded": False}
+    usual: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none", "is_sharded": False}
     usual |= {"predicted_s": lambda dtype: seconds, "earlier": {}}
     return choose_variant(DistContext(device), **usual | settings)
 
@@ -66,7 +66,8 @@ def test_resumed_run_computes_as_before_on_the_same_kind_of_device():
     assert saved_variant(earlier, CPU) == {}
     old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}  # as b3fc854 wrote it
     assert saved_variant(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
-    for odd in (None, [], {"dtype": "int4", "compiled": 1}, {"dtype": None}):
+    odd_values: list[Any] = [None, [], {"dtype": "int4", "compiled": 1}, {"dtype": None}]
+    for odd in odd_values:
         assert saved_variant(odd, CPU) == {}
 
 

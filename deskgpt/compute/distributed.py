@@ -213,8 +213,7 @@ def leave_ranks(net: nn.Module, dist: DistContext) -> None:
     that lock, and the process hangs (pytorch issue 56297).
     """
     if isinstance(net, DDP):
-        net.reducer = None
-        net.logger = None
+        del net.reducer, net.logger
     dist.close()
 
 

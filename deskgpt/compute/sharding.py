@@ -138,7 +138,7 @@ def free_gathered(model: GPT) -> None:
     """Free the weights that an evaluation has gathered; without shards this does nothing."""
     if is_sharded(model):
         for module in (model, *model.transformer.h):
-            module.reshard()  # type: ignore[operator]
+            module.reshard()
 
 
 def is_dtensor(x: Any) -> bool:

@@ -94,8 +94,8 @@ def choose_variant(
     if not kernels:
         cpu_kernels.unload()
     if compile == "auto":
-        compile = earlier.get("compiled")
-        if compile is None:
+        compile = earlier.get("compiled", "auto")
+        if compile == "auto":
             compile = device.type == "cuda" and recompute != "selective" and hardware.has_triton(device)
             compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
         compile = dist.all(bool(compile))

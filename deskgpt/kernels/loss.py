@@ -253,10 +253,23 @@ def gradient_(logits: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
     return -log_p_target.squeeze(1).masked_fill(ignored, 0.0).sum()
 
 
+def fused_gradient_(logits: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
+    """gradient_ for torch.compile: elementwise, it keeps nothing of the logits' size but them.
+
+    A scatter would make the gradient a tensor of its own in float32: 0.8 GB for 4096 tokens of GPT-2's vocabulary.
+    """
+    log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
+    is_target = torch.arange(logits.size(1), device=logits.device) == targets[:, None]  # (n, V)
+    gradient = torch.where(is_target, log_p.expm1(), log_p.exp())
+    log_p_target = log_p.gather(1, targets[:, None]).squeeze(1)
+    logits.copy_(gradient.masked_fill(ignored[:, None], 0.0))
+    return -log_p_target.masked_fill(ignored, 0.0).sum()
+
+
 @functools.cache
 def compiled_gradient_() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return gradient_ as one graph, which writes over the logits as it reads them."""
-    return torch.compile(gradient_)
+    return torch.compile(fused_gradient_)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

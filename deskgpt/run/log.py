@@ -146,7 +146,8 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the code that runs, with "+changes" if files differ; None outside a git checkout."""
+    """Return the commit of the code, with "+changes" if files differ; outside a git checkout, DESKGPT_COMMIT."""
+    elsewhere = os.environ.get("DESKGPT_COMMIT")
     try:
         describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--abbrev=12"]
         # --exclude=* leaves tags out: the commit itself, not a distance to some tag
@@ -155,8 +156,8 @@ def git_commit() -> str | None:
         env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
         out = subprocess.run(describe, capture_output=True, text=True, timeout=10, env=env)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return out.stdout.strip() or None
+        return elsewhere
+    return out.stdout.strip() or elsewhere
 
 
 def code_versions(variant: Any, device: Any) -> dict[str, Any]:

@@ -157,7 +157,9 @@ class Report:
             "train_s": self.timer.train_s(),
             "peak_memory_bytes": hardware.peak_memory_bytes(self.dist.device),
         }
-        self.log.write("iter", **own, **known)  # a name of `numbers` that is taken is a TypeError
+        for name in own.keys() & known.keys():
+            raise ValueError(f"the log has a number {name!r} already: give yours another name in report.step")
+        self.log.write("iter", **own, **known)
 
     def _mean(self, value: Tensor | float) -> float:
         """Return a tensor's mean over the ranks; a float as it is."""

@@ -239,13 +239,12 @@ def best_flops(
     draw = torch.Generator(device).manual_seed(0)  # measuring must not change a run's random numbers
     for n in sizes:
         flops = 2 * n**3
-        numbers = torch.rand(n, n, device=device, generator=draw)
         matrices = {}
         for dtype in dtypes:
             if flops > LONGEST_MATMUL_S * (best[dtype] or math.inf):
                 continue
             with suppress(RuntimeError):  # out of memory, or the device has no matmul in this dtype
-                x = numbers.to(DTYPES[dtype])
+                x = torch.rand(n, n, device=device, generator=draw).to(DTYPES[dtype])
                 matrices[dtype] = (x, x @ x)  # to warm up; the timed ones write into this result
         for _ in range(REPEATS):
             for dtype, (x, out) in matrices.items():
