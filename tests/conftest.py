@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,6 +142,14 @@ def assert_one_line(message: object, *named: object) -> None:
         assert str(part) in line, f"{line!r} does not name {part}"
 
 
+@contextmanager
+def raises_one_line(*named: object, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Expect an error of one line that names these."""
+    with pytest.raises(kind) as e:
+        yield
+    assert_one_line(e.value, *named)
+
+
 def assert_refused(done: Finished | subprocess.CompletedProcess[str], *named: object) -> None:
     """A script ended with status 2 and one line of error that names these."""
     code = done.code if isinstance(done, Finished) else done.returncode
@@ -154,6 +163,31 @@ def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[st
     words = [sys.executable if w == "python" else str(w) for w in command]
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
     return subprocess.run(words, **(options | kwargs))
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Return a function that starts commands from the repository's root, which end with the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(terminal: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
+        env = os.environ | environ
+        with open(terminal, "a") as file:
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=env))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until this is true, for two minutes at most."""
+    latest = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < latest
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,17 @@ from deskgpt.run.settings import resumed_settings
 from deskgpt.system.errors import message_for_user
 
 
-def forked(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int | None]:
-    """Runs work(rank) in ranks with torchrun's variables; up to `killed` of them may fail. Exit statuses."""
+def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int | None]:
+    """Call work(rank) in ranks with torchrun's variables; up to `failing` of them may. Return their exit statuses."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         pytest.skip("a test before this one used the card, after which a process cannot fork; run this file by itself")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    rendezvous = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
     def start(rank: int) -> None:
-        os.environ |= {k: str(v) for k, v in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        os.environ |= {k: str(v) for k, v in (rendezvous | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         work(rank)
 
     context = multiprocessing.get_context("fork")
@@ -48,12 +47,12 @@ def forked(world: int, work: Callable[[int], Any], killed: int = 0) -> list[int 
         process.kill()  # one that hangs
         process.join()
     statuses = [process.exitcode for process in processes]
-    assert sum(status != 0 for status in statuses) <= killed
+    assert sum(status != 0 for status in statuses) <= failing
     return statuses
 
 
-def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path, timeout_s: float = 300.0) -> list[Any]:
-    """What `work` returns on each rank, or what it tells a user of a ValueError or RuntimeError that it raises."""
+def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path) -> list[Any]:
+    """Return what `work` returns on each rank, or the message of the ValueError or RuntimeError that it raises."""
     # Import these once, not once in each rank.
     import torch._dynamo
     import torch.distributed.checkpoint.state_dict
@@ -61,8 +60,7 @@ def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path, timeo
     import torch.testing._internal.distributed.fake_pg
 
     def on_rank(rank: int) -> None:
-        meet = f"file://{folder / 'meet'}"
-        dist.init_process_group("gloo", meet, timedelta(seconds=timeout_s), rank=rank, world_size=world)
+        dist.init_process_group("gloo", f"file://{folder / 'meet'}", rank=rank, world_size=world)
         try:
             found = work(DistContext(torch.device("cpu"), rank, world, distributed=True))
         except (ValueError, RuntimeError) as e:
@@ -77,7 +75,7 @@ def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path, timeo
 
 
 def run(world: int, c: train.TrainConfig) -> None:
-    """A run of several ranks; of one without torchrun for world = 1."""
+    """Train on several ranks, or without torchrun if world = 1."""
     if world == 1:
         train.main(c)
     else:
@@ -85,5 +83,5 @@ def run(world: int, c: train.TrainConfig) -> None:
 
 
 def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
-    """The settings of a resumed run."""
+    """Return the settings of a resumed run."""
     return build(train.TrainConfig, resumed_settings(train.TrainConfig, flags(**settings), str(out_dir)))

@@ -13,36 +13,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_one_line, contents, files_of_at_most, flags
+from conftest import TINY, assert_one_line, contents, files_of_at_most, flags, tiny
 
 import train
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.system import hardware
-from train import TrainConfig, main
+from train import main
 
 
 @pytest.fixture(scope="module")
 def finished(chars, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("finished")
-    main(TrainConfig(**(TINY | {"dataset": str(chars), "out_dir": str(out_dir)})))
+    main(tiny(chars, out_dir))
     return out_dir
 
 
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
-    """The out_dir of a finished run."""
+    """Return the out_dir of a finished run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture
 def assert_fails(run, script):
-    """Checks that a script ends with one line of error that names these, and changes no file of the run."""
+    """Check that train.py ends with one line of error that names these, and changes no file of the run."""
 
-    def check(named: list[str], *args: str | Path, code: int = 1, path: str = "train.py") -> None:
+    def check(named: list[str], *args: str | Path, code: int = 1) -> None:
         before = contents(run)
-        done = script(path, *args)
+        done = script("train.py", *args)
         assert done.code == code, done.err
         assert done.err.startswith("error: ")
         assert_one_line(done.err, *named)
@@ -51,36 +51,41 @@ def assert_fails(run, script):
     return check
 
 
-# An argument, and what its error names: the value, and where there is one the remedy. test_configurator.py has more.
-SETTINGS = {
-    "--n_head=3": ["n_embd=16", "n_head=3", "--n_head=2"],
-    "--batch_size=1e12": ["batch_size=1000000000000", "gradient_accumulation_steps=1"],
-    "config/train_shakespeare.py": ["config/train_shakespeare.py", "did you mean config/"],
-    # models that no machine holds, and numbers that nothing can count with
-    "--n_layer=1000000": ["n_layer=1000000", "1,000"],
-    "--n_embd=1099511627776": ["n_embd=1099511627776", "1,048,576"],
-}
+# Arguments, the words of the error, and the status: 2 if the settings cannot be, 1 if they cannot be here.
+SETTINGS: list[tuple[str, list[str], int]] = [
+    ("--n_head=3", ["n_embd=16", "n_head=3", "--n_head=2"], 2),
+    ("--batch_size=1e12", ["batch_size=1000000000000", "gradient_accumulation_steps=1"], 2),
+    ("config/train_shakespeare.py", ["config/train_shakespeare.py", "did you mean config/"], 2),
+    ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
+    ("--n_embd=1099511627776", ["n_embd=1099511627776", "1,048,576"], 2),
+    ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),
+    ("--device=cuda:99", ["cuda:99", "--device="], 1),
+    ("--device=tpu", ["tpu", "--device="], 1),
+    ("--out_dir={run}/ckpt.pt", ["{run}/ckpt.pt", "--out_dir="], 1),  # a new run in a checkpoint
+    ("--out_dir={run}/log.jsonl", ["{run}/log.jsonl", "another folder"], 1),
+    ("--dataset=text", ["python data/text/prepare.py"], 1),
+]
 
 
-def test_settings(chars, run, assert_fails):
-    for argument, named in SETTINGS.items():
-        assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run), argument, code=2)
-    for device in ("cuda:99", "tpu", "meta"):
-        assert_fails([device, "--device="], *flags(**TINY | {"dataset": chars, "out_dir": run, "device": device}))
-    for name in ("x.pt", "ckpt.pt"):  # a new run in what would be a checkpoint
-        named = [str(run / name), "--out_dir="]
-        assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run / name))
+@pytest.mark.parametrize(("argument", "named", "code"), SETTINGS)
+def test_wrong_setting_is_named_with_its_remedy(argument, named, code, chars, run, assert_fails):
+    named = [name.format(run=run) for name in named]
+    assert_fails(named, *flags(**TINY, dataset=chars, out_dir=run), argument.format(run=run), code=code)
 
 
-def test_data(tmp_path, run, assert_fails):
+@pytest.mark.parametrize(("name", "value"), [("block_size", 64), ("n_layer", 5)])
+def test_resumed_run_refuses_another_size(name, value, run, assert_fails):
+    named = [f"{name}={value}", f"--{name}={TINY[name]}"]
+    assert_fails(named, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
+
+
+def test_train_bin_cut_short_is_named(tmp_path, run, assert_fails):
     """Other faults of data: test_token_files.py, test_splits.py."""
-    settings = TINY | {"out_dir": run}
     ids = np.zeros(1000, np.uint16)
     write_dataset(tmp_path / "cut", {"train": ids, "val": ids}, BytesTokenizer(), "test")
     os.truncate(tmp_path / "cut" / "train.bin", 20)
     named = ["train.bin", "10", "meta.json", "prepare the data again"]
-    assert_fails(named, *flags(**settings, dataset=tmp_path / "cut"))
-    assert_fails(["python data/text/prepare.py"], *flags(**settings, dataset="text"))
+    assert_fails(named, *flags(**TINY, out_dir=run, dataset=tmp_path / "cut"))
 
 
 @pytest.mark.slow
@@ -106,21 +111,7 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, script, eval_
     assert store.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
 
 
-def test_resumed_run_refuses_another_size(run, assert_fails):
-    for name, value in (("block_size", 64), ("n_layer", 5)):
-        named = [f"{name}={value}", f"--{name}={TINY[name]}"]
-        assert_fails(named, "--init_from=resume", f"--out_dir={run}", f"--{name}={value}")
-
-
-def test_model_larger_than_the_memory(chars, run, assert_fails):
-    settings = TINY | {"dataset": chars, "out_dir": run}
-    named = ["M parameters", "GiB", "take a smaller"]
-    assert_fails(named, *flags(**settings | {"n_embd": 1 << 15, "n_layer": 1}))
-
-
-@pytest.mark.slow
-def test_micro_batch_larger_than_the_memory_is_refused_before_any_is_taken(run, assert_fails, monkeypatch):
-    """Of a stranger's checkpoint; one of the command line goes the same way."""
+def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memory(run, assert_fails, monkeypatch):
     monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(train, "named_losses", lambda *_: pytest.fail("it was tried"))
     found = torch.load(run / "ckpt.pt")
@@ -131,13 +122,13 @@ def test_micro_batch_larger_than_the_memory_is_refused_before_any_is_taken(run, 
 
 
 @pytest.mark.slow
-def test_no_network(chars, tmp_path, assert_fails, monkeypatch):
+def test_gpt2_without_a_network_is_named(chars, tmp_path, assert_fails, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert_fails(["init_from=gpt2", "connect once"], "--init_from=gpt2", f"--dataset={chars}")
 
 
 @pytest.mark.slow
-def test_full_disk_while_training(chars, run, script):
+def test_run_continues_on_a_full_disk_and_fails_at_its_end(run, script):
     before = contents(run)
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
     settings["resume_changed"] = True  # the schedule
@@ -151,9 +142,3 @@ def test_full_disk_while_training(chars, run, script):
     after = contents(run)
     assert after.keys() == before.keys()
     assert after["ckpt.pt"] == before["ckpt.pt"]
-
-
-def test_folder_that_cannot_be_written(chars, tmp_path, assert_fails):
-    (tmp_path / "file").write_text("")
-    settings = TINY | {"dataset": chars, "out_dir": tmp_path / "file"}
-    assert_fails([f"{tmp_path}/file", "another folder"], *flags(**settings))

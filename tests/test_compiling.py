@@ -13,9 +13,6 @@ from deskgpt.compute import compiling
 CPU = torch.device("cpu")
 
 
-# ---- inductor's settings -------------------------------------------------------------------------------------
-
-
 def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
@@ -43,7 +40,7 @@ print(torch.equal(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor with one kind of vectors")
 def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
     """Inductor would take the graph of the first process for the second, and write beyond the tensor."""
@@ -73,9 +70,6 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
     assert counter.frame_count == 12
 
 
-# ---- why it failed -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
@@ -86,7 +80,7 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
         ("something\n  else", "something else"),
     ],
 )
-def test_missing_part_of_compiling_is_named_with_its_package(error, remedy):
+def test_missing_compiler_is_named_with_its_package(error, remedy):
     assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
 
 

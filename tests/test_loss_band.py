@@ -1,4 +1,4 @@
-"""Is my curve normal: a run is compared with the losses of runs that differ only in their seed."""
+"""A run is compared with the losses of runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ CONFIG: dict[str, Any] = {"learning_rate": 1e-3, "max_iters": 20, "lr_decay_iter
 
 
 @pytest.mark.slow
-def test_run_belongs_to_the_band_of_its_settings_and_its_end_prints_the_interval_that_decides(
-    chars, tmp_path, capsys, monkeypatch
-):
+def test_run_is_compared_with_the_band_of_its_settings(chars, tmp_path, capsys, monkeypatch):
     train.main(tiny(chars, tmp_path / "first", **CONFIG))
     start = events(tmp_path / "first", "start")[0]
     data = (start["val_sha256"], start["train_tokens"])
@@ -45,10 +43,7 @@ def test_run_belongs_to_the_band_of_its_settings_and_its_end_prints_the_interval
         (line,) = re.findall(r"^(?:as usual|unusual): .*$", capsys.readouterr().out, re.M)
         return line
 
-    line = verdict("split", batch_size=2, gradient_accumulation_steps=2, eval_iters=4)
-    low, high = re.findall(r"\d\.\d{4}", line)[1:]
-    assert line.startswith("as usual: ")
-    assert float(low) < min(losses[20]) < max(losses[20]) < float(high)
+    assert verdict("split", batch_size=2, gradient_accumulation_steps=2, eval_iters=4).startswith("as usual: ")
     rate = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda c, step: 10 * rate(c, step))  # a defect
     assert verdict("defect").startswith("unusual: ")
@@ -65,7 +60,7 @@ def test_verdict_names_the_first_step_outside_of_the_band():
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)
-def test_kept_bands_are_those_of_the_shipped_configs(path):
+def test_shipped_bands_are_of_the_shipped_configs(path):
     record = json.loads(path.read_text())
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
     data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])

@@ -1,4 +1,4 @@
-"""Several hosts: one command that starts and goes on, ranks that must agree, a rank that hangs, a batch system."""
+"""Several hosts: one command that starts and resumes, ranks that must agree, a rank that hangs, a batch system."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, tiny, weights
+from conftest import ROOT, TINY, TORCHRUN, assert_equal, assert_one_line, flags, raises_one_line, tiny, until, weights
 from gloo import forked, on_ranks, run
 
 from configurator import build
@@ -38,24 +36,24 @@ LONG = {"max_iters": 12, "eval_interval": 2, "lr_decay_iters": 12, "dropout": 0.
 
 
 def start(argv: list[str]) -> TrainConfig:
-    """The settings of `python train.py ARGV`."""
+    """Return the settings of `python train.py ARGV`."""
     return build(TrainConfig, settings_of_start(TrainConfig, argv))
 
 
 @pytest.mark.slow
 def test_init_from_auto_starts_resumes_bit_for_bit_and_then_has_nothing_to_do(chars, tmp_path, capsys):
-    main(tiny(chars, tmp_path / "whole", **LONG))
+    main(tiny(chars, tmp_path / "full", **LONG))
     argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path / "parts", init_from="auto")
     main(start([*argv, "--max_iters=8"]))
     assert "resuming" not in capsys.readouterr().out
     for _ in range(2):
         main(start(argv))
-        assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+        assert_equal(weights(tmp_path / "full"), weights(tmp_path / "parts"))
     assert re.findall(r"^resuming .* at step (\d+)$", capsys.readouterr().out, re.M) == ["8", "12"]
     assert not list(tmp_path.glob("*/previous-*"))
 
 
-def test_init_from_auto_begins_as_the_config_file_says_and_never_over_a_damaged_checkpoint(chars, tmp_path):
+def test_init_from_auto_begins_as_the_config_file_says_but_not_over_a_damaged_checkpoint(chars, tmp_path):
     out, config = tmp_path / "out", tmp_path / "finetune.py"
     main(tiny(chars, out, **LONG))
     config.write_text(f"init_from = {str(out)!r}\n")
@@ -67,9 +65,8 @@ def test_init_from_auto_begins_as_the_config_file_says_and_never_over_a_damaged_
     (out / "ckpt.pt").write_bytes(b"damaged")
     assert start(argv).init_from == "resume"
     (out / "ckpt_best.pt").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="not a readable") as e:
+    with raises_one_line("not a readable", out / "ckpt.pt", out / "ckpt_best.pt"):
         start(argv)
-    assert_one_line(e.value, out / "ckpt.pt", out / "ckpt_best.pt")
 
 
 # ---- what the ranks agree on ---------------------------------------------------------------------------------
@@ -88,26 +85,27 @@ DATA = {"train data": {"tokens": 10, "fingerprint": "x"}, "checkpoint": "step 0"
         ({}, {"checkpoint": "step 4"}, ["checkpoint", "step 0", "step 4"]),
     ],
 )
-def test_settings_and_data_that_differ_between_hosts_are_refused_on_all_ranks(
-    settings, data, named, tmp_path, monkeypatch
-):
+def test_settings_and_data_must_agree_between_hosts(settings, data, named, tmp_path, monkeypatch):
     monkeypatch.setattr(settings_module, "git_commit", lambda: None)
 
     def work(ranks: DistContext) -> None:
-        of_its_host = (settings, data) if ranks.rank == 2 else ({}, {})
-        check_same_on_all_hosts({"out_dir": "a", "min_lr": None} | of_its_host[0], DATA | of_its_host[1], ranks)
+        own_settings = {"out_dir": "a", "min_lr": None}
+        own_data = dict(DATA)
+        if ranks.rank == 2:
+            own_settings |= settings
+            own_data |= data
+        check_same_on_all_hosts(own_settings, own_data, ranks)
 
-    refusal, *others = on_ranks(work, 3, tmp_path)
-    assert others == [refusal] * 2
+    error, *others = on_ranks(work, 3, tmp_path)
+    assert others == [error] * 2
     if named:
-        assert_one_line(refusal, *named, "rank 0", "rank 2", platform.node())
+        assert_one_line(error, *named, "rank 0", "rank 2", platform.node())
     else:
-        assert refusal is None
+        assert error is None
 
 
 @pytest.mark.slow
-def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs_in_its_backward_pass(chars, tmp_path, capfd):
-    """With torch's own groups of a mesh, the others would wait until the one that hangs continues."""
+def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
     backward = torch.Tensor.backward
     steps = itertools.count()
 
@@ -124,7 +122,7 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs_in_its_backward_pass(ch
         with one_line_errors():
             main(c)
 
-    assert forked(4, on_rank, killed=4) == [1] * 4
+    assert forked(4, on_rank, failing=4) == [1] * 4
     assert re.search(r"^error: rank 0 on \S+: lost the other ranks .*hangs", capfd.readouterr().err, re.M)
     assert store.load(tmp_path).iter_num >= 2
 
@@ -136,32 +134,11 @@ ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "dropout
 ENDLESS |= {"lr_decay_iters": STEPS, "max_iters": STEPS}
 
 
-def until(condition: Callable[[], bool]) -> None:
-    latest = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < latest
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts processes, which end with the test."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start(terminal: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
-        env = os.environ | environ
-        with open(terminal, "a") as file:
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=env))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_whose_torchrun_is_killed_save_and_end(chars, begin, tmp_path):
     settings = flags(**ENDLESS | {"max_iters": 100_000}, dataset=chars, out_dir=tmp_path / "out")
     terminal = tmp_path / "terminal"
@@ -169,42 +146,42 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(chars, begin, tmp_path):
     until(lambda: "iter 20:" in terminal.read_text())
     ranks = psutil.Process(torchrun.pid).children()
     torchrun.kill()
-    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    until(lambda: not any(is_running(rank) for rank in ranks))
     step = store.load(tmp_path / "out").iter_num
     assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(chars, begin, tmp_path):
+@pytest.mark.parametrize("dp_shard", [1, -1])
+def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, chars, begin, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    meet = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
-    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=1"]
+    torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out", dp_shard=dp_shard)
     terminals = [tmp_path / "terminal-0", tmp_path / "terminal-1"]
 
     def begin_host(host: int) -> subprocess.Popen[bytes]:
         # Which of the two has the store; and how soon it notices that the other one is lost.
-        meet_soon = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, meet_soon, "--max_restarts=1"]
+        rendezvous = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
         environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        return begin(terminals[host], *torchrun, "train.py", *settings, **environ)
+        return begin(terminals[host], *torchrun, rendezvous, "train.py", *settings, **environ)
 
     first = begin_host(0)
     second = begin_host(1)
     until(lambda: any("iter 20:" in terminal.read_text() for terminal in terminals))
     [rank] = psutil.Process(second.pid).children()
     second.kill()
-    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not is_running(rank))
     again = begin_host(1)  # the same command, while the other torchrun waits for it
     assert [first.wait(120), again.wait(120)] == [0, 0]
-    run(2, tiny(chars, tmp_path / "whole", **ENDLESS))
-    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
-    assert sum(terminal.read_text().count("going on from") for terminal in terminals) == 1
+    run(2, tiny(chars, tmp_path / "full", dp_shard=dp_shard, **ENDLESS))
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))
+    assert sum(terminal.read_text().count("resuming ") for terminal in terminals) == 1
 
 
-# ---- SLURM, of which only the commands are made up -----------------------------------------------------------
+# ---- SLURM, with made-up commands --------------------------------------------------------------------------------
 
 SLURM = {
     "SLURM_JOB_ID": "123",
@@ -224,7 +201,7 @@ COMMANDS = {
 
 
 @pytest.mark.nightly
-def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_goes_on(chars, begin, tmp_path):
+def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_resumes(chars, begin, tmp_path):
     for name, lines in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{lines}\n")
         (tmp_path / name).chmod(0o755)
@@ -241,7 +218,7 @@ def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_goes_on(
     step = store.load(tmp_path / "out").iter_num
     assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
     assert begin(terminal, *command, **environ).wait(120) == 0
-    assert f"going on from {tmp_path / 'out'}, step {step}\n" in terminal.read_text()
+    assert f"resuming {tmp_path / 'out'} at step {step}\n" in terminal.read_text()
     assert (tmp_path / "asked").read_text().count("requeue") == 1
-    run(2, tiny(chars, tmp_path / "undisturbed", **ENDLESS))
-    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "undisturbed"))
+    run(2, tiny(chars, tmp_path / "full", **ENDLESS))
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded runs. The ranks are forked from this process, which has imported torch."""
+"""Checkpoints of sharded runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conftest import (
     weights,
 )
 from gloo import forked, resumed, run
-from tiny_models import MODERN_SETTINGS, TINIEST, state_of
+from tiny_models import MODERN_SETTINGS, TINIEST, distance, state_of
 from torch.utils._pytree import tree_map_only
 
 import train
@@ -40,11 +40,9 @@ from model import GPT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
 
-# ---- what is written -----------------------------------------------------------------------------------------
-
 
 def trained(kind: str = "adamw", steps: int = 2, mesh: Any = None) -> tuple[GPT, OptimizerState]:
-    """A model, full or sharded, and its optimizer's state after steps with gradients that all layouts draw alike."""
+    """Return a model, full or sharded, and its optimizer's state after steps with the same gradients in all layouts."""
     torch.manual_seed(1)
     model = GPT(TINIEST)
     if mesh is not None:
@@ -69,35 +67,12 @@ def trained_state(model: GPT, optimizer: OptimizerState, step: int = 2, loss: fl
 
 
 def gathered(value: Any) -> Any:
-    """A nested container with full tensors in the place of sharded ones."""
+    """Return a nested container with full tensors in place of sharded ones."""
     return tree_map_only(torch.Tensor, lambda x: x.full_tensor() if sharding.is_dtensor(x) else x, value)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A run's folder with a checkpoint of two ranks; see the test of its name for what is checked on the way."""
-    out_dir = tmp_path_factory.mktemp("sharded")
-
-    def work(rank: int) -> None:
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        mesh = sharding.make_mesh("cpu", -1, 2)
-        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
-        group = sharding.group_for_saves(60)
-        for kind in ("adamw", "muon"):
-            check_layouts(out_dir / kind, kind, mesh, group, ranks)
-        model, optimizer = trained(mesh=mesh)
-        store.save(trained_state(model, optimizer, 1, 4.0), out_dir, True, group)
-        store.save(trained_state(model, optimizer, 2, 5.0), out_dir, False, group)
-        check_failures(out_dir, model, optimizer, group)
-        dist.barrier()
-        dist.destroy_process_group()
-
-    forked(2, work)
-    return out_dir
-
-
 def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistContext) -> None:
-    """Load in each layout what another one saved, with the same numbers."""
+    """Check that each layout loads what another one saved, with the same numbers."""
     if ranks.is_first:
         out_dir.mkdir()
     dist.barrier()
@@ -127,7 +102,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, group: Any, ranks: DistCo
 
 
 def check_failures(out_dir: Path, model: GPT, optimizer: OptimizerState, group: Any) -> None:
-    """What fails on one rank fails on all, and leaves what was there."""
+    """Check that what fails on one rank fails on all, and leaves the files as they were."""
     rank = dist.get_rank()
     before = names(out_dir)
     bad = trained_state(model, optimizer, 3)
@@ -155,56 +130,67 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_every_layout_loads_what_another_saved_and_what_fails_on_one_rank_fails_on_all(folder):
-    loaded = store.full(store.load(folder))
+def test_every_layout_loads_what_another_saved_and_a_save_fails_on_all_ranks_or_none(tmp_path):
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        mesh = sharding.make_mesh("cpu", -1, 2)
+        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
+        group = sharding.group_for_saves(60)
+        for kind in ("adamw", "muon"):
+            check_layouts(tmp_path / kind, kind, mesh, group, ranks)
+        model, optimizer = trained(mesh=mesh)
+        store.save(trained_state(model, optimizer, 1, 4.0), tmp_path, True, group)
+        store.save(trained_state(model, optimizer, 2, 5.0), tmp_path, False, group)
+        check_failures(tmp_path, model, optimizer, group)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    forked(2, work)
+    loaded = store.full(store.load(tmp_path))
     model, _ = trained()
     torch.testing.assert_close(loaded.model, dict(model.state_dict()))  # AdamW rounds shards otherwise
-    assert store.load(folder / "ckpt_best.pt").iter_num == 1
-    assert store.resume(folder).best_val_loss == 4.0
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 1
+    assert store.resume(tmp_path).best_val_loss == 4.0
     for kind in ("adamw", "muon"):
-        [shards] = (folder / kind).glob("shards-*")  # which the last and the best one share
+        [shards] = (tmp_path / kind).glob("shards-*")  # which ckpt.pt and ckpt_best.pt share
         assert [name.split("-")[1] for name in names(shards)] == ["00001", "00002"]
     # A checkpoint in a file takes the place of the last one; the shards of the best one stay until it is replaced.
-    store.save(state_of(3), folder / "adamw", best=False)
-    assert store.load(folder / "adamw" / "ckpt_best.pt").iter_num == 2
-    store.save(state_of(4), folder / "adamw", best=True)
-    assert names(folder / "adamw") == ["ckpt.pt", "ckpt_best.pt", "one.pt"]
+    store.save(state_of(3), tmp_path / "adamw", best=False)
+    assert store.load(tmp_path / "adamw" / "ckpt_best.pt").iter_num == 2
+    store.save(state_of(4), tmp_path / "adamw", best=True)
+    assert names(tmp_path / "adamw") == ["ckpt.pt", "ckpt_best.pt", "one.pt"]
 
 
-# ---- runs ----------------------------------------------------------------------------------------------------
-
-SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 5}
-SETTINGS |= {"eval_iters": 2}
+SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 3}
 
 
 @pytest.mark.slow
 def test_resumed_sharded_run_is_bit_identical_and_samples_and_converts(chars, tmp_path, script):
-    options = SETTINGS | {"dp_shard": -1, "eval_interval": 3} | MODERN_SETTINGS | {"optimizer": "muon"}
-    run(2, tiny(chars, tmp_path / "whole", **options))
+    options = SETTINGS | {"dp_shard": -1, "optimizer": "muon"} | MODERN_SETTINGS
+    run(2, tiny(chars, tmp_path / "full", **options))
     run(2, tiny(chars, tmp_path / "halves", max_iters=3, **options))
-    assert names(tmp_path / "halves")[:2] == ["ckpt.pt", "ckpt_best.pt"]
     run(2, resumed(tmp_path / "halves", max_iters=6))
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    assert_same_run(tmp_path / "full", tmp_path / "halves")
     sampling = flags(device="cpu", max_new_tokens=20, num_samples=1)
-    done = script("sample.py", f"--out_dir={tmp_path / 'whole'}", *sampling)
+    done = script("sample.py", f"--out_dir={tmp_path / 'full'}", *sampling)
     assert done.code == 0, done.err
-    assert script("export.py", f"--out_dir={tmp_path / 'whole'}", f"--to={tmp_path / 'one.pt'}").code == 0
+    assert script("export.py", f"--out_dir={tmp_path / 'full'}", f"--to={tmp_path / 'one.pt'}").code == 0
     again = script("sample.py", f"--out_dir={tmp_path / 'one.pt'}", *sampling)
     assert again.out == done.out
-    new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "whole", "max_iters": 1}
+    new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "full", "max_iters": 1}
     run(1, build(train.TrainConfig, settings_of_start(train.TrainConfig, flags(**new))))
     assert events(tmp_path / "finetuned", "eval")[0]["val_loss"] < 4.0
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
+def test_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
     """2 ranks, 4 (two shards, two copies), then DDP, and sharded again from its file."""
-    out, whole = tmp_path / "out", tmp_path / "whole"
+    out = tmp_path / "out"
+    full = tmp_path / "full"
     calm = SETTINGS | {"learning_rate": 1e-3}  # at 1e-2 the rounding of another order of sums grows to 0.02
-    run(1, tiny(chars, whole, max_iters=8, **calm))
+    run(1, tiny(chars, full, max_iters=8, **calm))
     run(2, tiny(chars, out, max_iters=2, dp_shard=-1, **calm))
     for world, dp_shard, step in ((4, 2, 4), (2, 1, 6), (2, -1, 8)):
         run(world, resumed(out, dp_shard=dp_shard, max_iters=step))
         assert (store.load(out).folder is None) == (dp_shard == 1)
-    a, b = weights(whole), weights(out)
-    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-5
+    assert distance(weights(full), weights(out)) < 1e-5

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_one_line, tiny
+from conftest import raises_one_line, tiny
 from gloo import on_ranks
+from tiny_models import distance
 
 from data.batching import Batching
 from data.loader import Loader
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and
 
 
 def build(ranks: DistContext, dp_shard: int, config: GPTConfig = CONFIG, dtype: str = "float32") -> GPT:
-    """The same model on any ranks: full with dp_shard=1, else sharded for a run in this dtype."""
+    """Return the same model on any ranks: full with dp_shard=1, else sharded for a run in this dtype."""
     torch.manual_seed(0)
     if dp_shard == 1:
         return GPT(config)
@@ -49,18 +50,11 @@ def build(ranks: DistContext, dp_shard: int, config: GPTConfig = CONFIG, dtype: 
 
 
 def trained(
-    ranks: DistContext,
-    data: Path,
-    optimizer: str,
-    dp_shard: int,
-    steps: int,
-    split: int,
-    dtype: str = "float32",
-    config: GPTConfig = CONFIG,
+    ranks: DistContext, data: Path, optimizer: str, dp_shard: int, split: int, dtype: str, config: GPTConfig = NARROW
 ) -> dict[str, torch.Tensor]:
-    """The weights after `steps` steps on the same batches in `split` micro-batches, at any number of ranks.
+    """Return the weights after steps on the same batches in `split` micro-batches, on any number of ranks.
 
-    There is an evaluation before the second one.
+    There is an evaluation before the second step.
     """
     model = build(ranks, dp_shard, config, dtype)
     net = data_parallel(model, ranks)
@@ -70,7 +64,7 @@ def trained(
     batching = Batching(GLOBAL_BATCH // split, split, rank=ranks.rank, world=ranks.world)
     rows = Split(data, "train", CONFIG.block_size, CONFIG.vocab_size, 1)
     loader = Loader(rows, batching, CPU)
-    for step in range(steps):
+    for step in range(10):
         for micro_step, batch in enumerate(loader.step()):
             if step == 1 and micro_step == 0:
                 evaluate(model, Variant(dtype), [(batch.x, batch.y, float(len(batch.x)))], ranks)
@@ -86,40 +80,16 @@ def trained(
         return {name: p.full_tensor() if sharding.is_dtensor(p) else p.clone() for name, p in state.items()}
 
 
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of two weights."""
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("adamw", "float32"), pytest.param("muon", "bfloat16", marks=pytest.mark.slow)]
+)
+def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(optimizer, dtype, chars, tmp_path):
+    def work(ranks: DistContext) -> float:
+        sharded = trained(ranks, chars, optimizer, -1, 2, dtype, CONFIG)
+        ddp = trained(ranks, chars, optimizer, 1, 2, dtype, CONFIG)
+        return distance(sharded, ddp)
 
-
-def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(chars, tmp_path):
-    config = replace(CONFIG, n_layer=1)
-
-    def work(ranks: DistContext) -> list[float]:
-        found = []
-        for optimizer in ("adamw", "muon"):
-            sharded, ddp = (trained(ranks, chars, optimizer, n, 20, 2, config=config) for n in (-1, 1))
-            found.append(distance(sharded, ddp))
-        return found
-
-    assert on_ranks(work, 2, tmp_path) == [[0.0, 0.0]] * 2
-
-
-@pytest.mark.slow
-def test_bfloat16_and_sums_of_each_micro_batch_train_as_ddp_does(chars, tmp_path):
-    """To the last bit, or with the rounding of a sum for each micro-batch."""
-
-    def work(ranks: DistContext) -> list[float]:
-        found = []
-        for optimizer, split, dtype in (("muon", 2, "bfloat16"), ("adamw", 8, "float32")):
-            sharded, ddp = (trained(ranks, chars, optimizer, n, 5, split, dtype) for n in (-1, 1))
-            found.append(distance(sharded, ddp))
-        return found
-
-    found, other = on_ranks(work, 2, tmp_path)
-    assert found == other
-    assert found[0] == 0.0
-    assert 0.0 < found[1] < 1e-5
+    assert on_ranks(work, 2, tmp_path) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -131,32 +101,30 @@ def test_bfloat16_and_sums_of_each_micro_batch_train_as_ddp_does(chars, tmp_path
         ({"dp_shard": 2, "sample_interval": 1}, ["sample_interval=1", "dp_shard=2", "sample.py"]),
     ],
 )
-def test_what_sharded_weights_cannot_do_is_refused_with_the_remedy(tmp_path, settings, named):
+def test_settings_that_sharded_weights_cannot_have_are_refused(tmp_path, settings, named):
     c = tiny(tmp_path, tmp_path, **settings)
-    with pytest.raises(ValueError, match="dp_shard") as refused:
+    with raises_one_line(*named):
         sharding.check_sharding(c.dp_shard, 8, c.dtype, c.sample_interval)
-    assert_one_line(str(refused.value), *named)
     sharding.check_sharding(1, 8, c.dtype, c.sample_interval)
     sharding.check_sharding(-1, 1, c.dtype, c.sample_interval)
 
 
-def test_parameter_that_two_blocks_share_is_refused_in_one_line():
+def test_parameter_that_two_blocks_share_is_named():
     sharding.refuse_shared(GPT(CONFIG))
     tied = GPT(CONFIG)
     tied.transformer.h[1] = tied.transformer.h[0]
-    with pytest.raises(ValueError, match="dp_shard") as refused:
+    with raises_one_line("dp_shard", "transformer.h.0.", "transformer.h.1."):
         sharding.refuse_shared(tied)
-    assert_one_line(refused.value, "transformer.h.0.", "transformer.h.1.")
 
 
 @pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)])
 def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
     dtypes = {"adamw": "float32", "muon": "bfloat16"}
-    one = {name: trained(ALONE, chars, name, 1, 10, 8, dtype, NARROW) for name, dtype in dtypes.items()}
+    one = {name: trained(ALONE, chars, name, 1, 8, dtype) for name, dtype in dtypes.items()}
 
     def work(ranks: DistContext) -> dict[Any, float]:
         return {
-            (name, dp_shard): distance(trained(ranks, chars, name, dp_shard, 10, 8, dtype, NARROW), one[name])
+            (name, dp_shard): distance(trained(ranks, chars, name, dp_shard, 8, dtype), one[name])
             for name, dtype in dtypes.items()
             for dp_shard in (2, -1)
         }
@@ -164,23 +132,19 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
     found = on_ranks(work, world, tmp_path)
     for (name, _), difference in found[0].items():
         assert difference < (1e-5 if name == "adamw" else 5e-3)  # bfloat16 rounds; 0.0034 on other text
-    assert all(of_rank == found[0] for of_rank in found)
+    assert found == [found[0]] * world
 
 
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
-    def short_run(ranks: DistContext) -> None:
-        model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=8))
-        net = data_parallel(model, ranks)
-        idx = torch.zeros(1, 8, dtype=torch.long)
-        net(idx, idx)[1].backward()
-        ranks.gather("a tensor")
-        leave_ranks(net, ranks)
-
     def work(ranks: DistContext) -> str:
-        short_run(ranks)
-        for i in range(8):
-            dist.init_process_group("gloo", f"file://{tmp_path / str(i)}", rank=ranks.rank, world_size=2)
-            short_run(ranks)
+        for i in range(9):
+            if i:
+                dist.init_process_group("gloo", f"file://{tmp_path / str(i)}", rank=ranks.rank, world_size=2)
+            net = data_parallel(GPT(NARROW), ranks)
+            idx = torch.zeros(1, 8, dtype=torch.long)
+            net(idx, idx)[1].backward()
+            ranks.gather("a tensor")
+            leave_ranks(net, ranks)
         return "ended"
 
     assert on_ranks(work, 2, tmp_path) == ["ended"] * 2

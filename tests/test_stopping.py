@@ -1,21 +1,20 @@
-"""Runs that are told to stop: they save, say how to go on, and go on as if nothing had happened."""
+"""Runs that are told to stop: they save, print how to resume, and resume bit for bit."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import ROOT, TINY, TORCHRUN, assert_one_line, assert_same_run, events, flags, tiny
+from conftest import TINY, TORCHRUN, assert_one_line, assert_same_run, events, flags, tiny, until
 from gloo import resumed, run
 
 import train
@@ -30,7 +29,7 @@ LONG = {"max_iters": 30, "eval_interval": 5, "lr_decay_iters": 30, "dropout": 0.
 
 @pytest.fixture
 def listening() -> Iterator[None]:
-    """This process hears signals as a run does, those too that whoever started the tests ignores."""
+    """Let this process handle signals as a run does, also those that whoever started the tests ignores."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     signal_handler.install()
     yield
@@ -40,37 +39,36 @@ def listening() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(chars, tmp_path_factory) -> Path:
-    """A run that nothing has stopped."""
-    out_dir = tmp_path_factory.mktemp("whole")
+def full_run(chars, tmp_path_factory) -> Path:
+    """Return the folder of a run that nothing has stopped."""
+    out_dir = tmp_path_factory.mktemp("full")
     main(tiny(chars, out_dir, **LONG))
     return out_dir
 
 
 def send(number: int) -> None:
-    """Signals this process, and waits until it has heard."""
+    """Signal this process, and wait until its handler was called."""
     os.kill(os.getpid(), number)
     while signal_handler.signal is None:
         time.sleep(0.001)
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) -> None:
-    """Does something when a step is logged, such as sending this process a signal."""
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Call a function when a step is logged."""
     log_step = Report.step
 
     def logged(self, at, lr, tokens, **numbers):
         log_step(self, at, lr, tokens, **numbers)
         if at == step:
-            do()
+            action()
 
     monkeypatch.setattr(Report, "step", logged)
 
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_run_that_each_signal_has_stopped_resumes_bit_for_bit(chars, whole, tmp_path, listening, monkeypatch, capfd):
+def test_run_stopped_by_each_signal_resumes_bit_for_bit(chars, full_run, tmp_path, listening, monkeypatch, capfd):
     out_dir = tmp_path / "it's stopped"
-    capfd.readouterr()
     for n, number in enumerate(SIGNALS):
         c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
         with monkeypatch.context() as patch:
@@ -81,18 +79,15 @@ def test_run_that_each_signal_has_stopped_resumes_bit_for_bit(chars, whole, tmp_
         assert store.load(out_dir).iter_num == 7 + 6 * n
         out, err = capfd.readouterr()
         assert_one_line(err, number.name, "saving")
-        command = re.search(r"^resume:  python (.*)$", out, re.M)
-        assert command
-        assert shlex.split(command[1])[1:] == ["--init_from=resume", f"--out_dir={out_dir}"]
+        assert f"train.py --init_from=resume {shlex.quote(f'--out_dir={out_dir}')}" in out
         signal_handler.install()
     main(tiny(chars, out_dir, init_from="resume", **LONG))
-    assert_same_run(whole, out_dir)
+    assert_same_run(full_run, out_dir)
 
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(chars, whole, tmp_path, listening, monkeypatch):
-    """Its result can be the best: then the resumed run saves it before its first step."""
+def test_signal_ends_an_evaluation_and_the_resumed_run_repeats_it(chars, full_run, tmp_path, listening, monkeypatch):
     step = 15
     eval_batches = train.eval_batches
     batches = itertools.count(1)
@@ -111,11 +106,11 @@ def test_signal_breaks_an_evaluation_off_and_the_resumed_run_makes_it(chars, who
     assert [e["iter"] for e in events(tmp_path, "eval")] == list(range(0, step, 5))
     signal_handler.install()
     main(tiny(chars, tmp_path, init_from="resume", **LONG))
-    assert store.load(whole / "ckpt_best.pt").iter_num >= step
-    assert_same_run(whole, tmp_path)
+    assert_same_run(full_run, tmp_path)
 
 
-def test_hours_that_are_over_save_and_end_well(chars, whole, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_max_hours_saves_and_ends_the_run(chars, full_run, tmp_path, monkeypatch, capsys):
     now = time.perf_counter
     with monkeypatch.context() as patch:
         at_step(patch, 11, lambda: patch.setattr(time, "perf_counter", lambda: now() + 3600))
@@ -123,68 +118,53 @@ def test_hours_that_are_over_save_and_end_well(chars, whole, tmp_path, monkeypat
     assert "stopped by max_hours at step " in capsys.readouterr().out
     assert store.load(tmp_path).iter_num == 12
     main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, **LONG))
-    assert_same_run(whole, tmp_path)
+    assert_same_run(full_run, tmp_path)
 
 
 @pytest.mark.slow
-def test_checkpoints_between_evaluations(chars, tmp_path):
-    def saved(**settings) -> list[int]:
-        main(tiny(chars, tmp_path, max_iters=8, eval_interval=6, **settings))
-        return [e["iter"] for e in events(tmp_path, "save")]
-
-    assert saved() == [6, 8]
-    assert saved(save_minutes=1e-9) == list(range(1, 9))
-    assert saved(save_minutes=0.0, always_save_checkpoint=False) == [6, 8]
+@pytest.mark.parametrize(("minutes", "steps"), [(0.0, [6, 8]), (1e-9, list(range(1, 9)))])
+def test_save_minutes_saves_between_evaluations(minutes, steps, chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=8, eval_interval=6, save_minutes=minutes))
+    assert [e["iter"] for e in events(tmp_path, "save")] == steps
 
 
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
-    ears = SignalHandler()
-    ears._handle(signal.SIGTERM, None)
-    ears._handle(signal.SIGINT, None)  # as systemd and shells of closing terminals send them
-    assert ears.signal == signal.SIGTERM
-    ears._heard_at -= ONE_REQUEST_S
+    handler = SignalHandler()
+    handler._handle(signal.SIGTERM, None)
+    handler._handle(signal.SIGINT, None)  # as systemd and shells of closing terminals send them
+    assert handler.signal == signal.SIGTERM
+    handler._heard_at -= ONE_REQUEST_S
     with pytest.raises(SystemExit) as exit:
-        ears._handle(signal.SIGINT, None)
+        handler._handle(signal.SIGINT, None)
     assert exit.value.code == 143
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
 
-# ---- as a user meets them ------------------------------------------------------------------------------------
-
-
-def begin(command: list[str], until: str, terminal: Path) -> subprocess.Popen[bytes]:
-    """Starts a run; returns when its output has the words `until`."""
-    with open(terminal, "w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    while until not in terminal.read_text():
-        assert process.poll() is None, terminal.read_text()
-        time.sleep(0.005)
-    return process
-
-
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path):
-    command = [sys.executable, "train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path / "out")]
-    process = begin(command, "number of parameters", tmp_path / "terminal")
+def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path, begin):
+    terminal = tmp_path / "terminal"
+    process = begin(terminal, sys.executable, "train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path / "out"))
+    until(lambda: "number of parameters" in terminal.read_text())
     process.terminate()
     assert process.wait() in (-signal.SIGTERM, 0, 128 + signal.SIGTERM)
-    assert "Traceback" not in (tmp_path / "terminal").read_text()
+    assert "Traceback" not in terminal.read_text()
 
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path):
+def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, begin):
     settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
-    run(2, tiny(chars, tmp_path / "whole", **settings))
-    torchrun = [sys.executable, *TORCHRUN[1:], *flags(**settings, dataset=chars, out_dir=tmp_path / "stopped")]
-    process = begin(torchrun, "iter 20:", tmp_path / "terminal")
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGTERM)
+    run(2, tiny(chars, tmp_path / "full", **settings))
+    terminal = tmp_path / "terminal"
+    flags_of_run = flags(**settings, dataset=chars, out_dir=tmp_path / "stopped")
+    process = begin(terminal, sys.executable, *TORCHRUN[1:], *flags_of_run)
+    until(lambda: "iter 20:" in terminal.read_text())
+    psutil.Process(process.pid).children()[-1].terminate()
     assert process.wait(60) == 1
-    printed = (tmp_path / "terminal").read_text()
+    printed = terminal.read_text()
     assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in printed
-    assert 'File "train.py"' not in printed  # torchrun's own traceback is not ours to keep back
+    assert 'File "train.py"' not in printed
     run(2, resumed(tmp_path / "stopped"))
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert_same_run(tmp_path / "full", tmp_path / "stopped")

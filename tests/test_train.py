@@ -4,22 +4,12 @@ import json
 import re
 import shutil
 import statistics
-import time
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    assert_equal,
-    assert_one_line,
-    contents,
-    events,
-    shell,
-    tiny,
-    weights,
-)
+from conftest import assert_equal, assert_one_line, contents, events, raises_one_line, shell, tiny, weights
 
 import train
 from data.batching import Batching
@@ -32,7 +22,6 @@ from deskgpt.compute.variant import Variant
 from deskgpt.run.init_state import InitState
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import resumed_settings
-from deskgpt.run.timer import StepTimer
 from deskgpt.system.settings import settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -42,27 +31,26 @@ CPU = torch.device("cpu")
 # ---- what a run prints and writes ----------------------------------------------------------------------------
 
 
-def test_log_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(chars, tmp_path, capsys):
+def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path))
     out, err = capsys.readouterr()
     assert err == ""  # no progress bar into a pipe
-    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu \d+\.\d\d%, tok/s [\d,]+, ", out, re.M)
-    evals = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})\b", out, re.M)
-    logged = events(tmp_path, "iter")
-    assert iters == [(str(e["iter"]), f"{e['loss']:.4f}", f"{e['time_ms']:.2f}") for e in logged]
-    assert evals == [
-        (str(e["iter"]), f"{e['train_loss']:.4f}", f"{e['val_loss']:.4f}") for e in events(tmp_path, "eval")
-    ]
-    assert (len(iters), len(evals)) == (6, 3)
+    steps = events(tmp_path, "iter")
+    evaluations = events(tmp_path, "eval")
+    printed = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d\d)ms, mfu \d+\.\d\d%", out, re.M)
+    assert printed == [(str(e["iter"]), f"{e['loss']:.4f}", f"{e['time_ms']:.2f}") for e in steps]
+    printed = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})\b", out, re.M)
+    assert printed == [(str(e["iter"]), f"{e['train_loss']:.4f}", f"{e['val_loss']:.4f}") for e in evaluations]
+    assert (len(steps), len(evaluations)) == (6, 3)
+
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
     assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in settings_of(TrainConfig)}
     model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
-    assert first["measured_flops"] == first["peak_flops"] > 1e9
     assert torch.__version__.startswith(first["versions"]["torch"])  # without +cu130 in the wheel's metadata
-    for e in logged:
+    for e in steps:
         tokens_per_s = first["tokens_per_step"] / e["time_ms"] * 1e3
         assert e["tokens_per_s"] == pytest.approx(tokens_per_s)
         assert e["mfu"] == pytest.approx(tokens_per_s * first["flops_per_token"] / first["peak_flops"])
@@ -76,9 +64,8 @@ def test_file_found_damaged_while_it_trains_ends_the_run(chars, tmp_path, monkey
     ids[[0, 1]] = 1, 2
     ids.tofile(data / "val.bin")
     monkeypatch.setattr("data.dataset.AT_ONCE", 0)
-    with pytest.raises(ValueError, match="checksum") as e:
+    with raises_one_line("checksum", "val.bin", "prepare"):
         main(tiny(data, tmp_path / "out", max_iters=100_000, eval_interval=100_000))
-    assert_one_line(e.value, "val.bin", "prepare")
     assert "verified while it trains" in capsys.readouterr().out
 
 
@@ -117,19 +104,18 @@ def test_new_run_in_a_used_folder_keeps_the_old_ones_files(chars, tmp_path, caps
     main(tiny(chars, tmp_path))
     before = contents(tmp_path)
     main(tiny(chars, tmp_path, seed=2, max_iters=0))
-    aside = tmp_path / "previous-1"
-    assert contents(aside) == before
-    assert str(aside) in capsys.readouterr().out
+    assert contents(tmp_path / "previous-1") == before
+    assert str(tmp_path / "previous-1") in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(chars, tmp_path, script):
+def test_eval_only_of_a_checkpoint_prints_its_step_and_leaves_the_folder_as_it_is(chars, tmp_path, script):
     main(tiny(chars, tmp_path / "new", eval_only=True))
     assert not (tmp_path / "new").exists()
     main(tiny(chars, tmp_path))
     before = contents(tmp_path)
-    resume = ["--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}"]
-    done = script("train.py", *resume, "--batch_size=2", "--max_iters=3")
+    changed = ["--batch_size=2", "--max_iters=3"]
+    done = script("train.py", "--eval_only=True", "--init_from=resume", f"--out_dir={tmp_path}", *changed)
     assert (done.code, done.err) == (0, "")
     assert f"resuming {tmp_path} at step 6" in done.out
     assert len(re.findall(r"^step 6: train loss \d.*, val loss \d", done.out, re.M)) == 1
@@ -137,11 +123,8 @@ def test_eval_only_of_a_checkpoint_says_its_step_and_leaves_the_folder_as_it_is(
     assert contents(tmp_path) == before
 
 
-# ---- a run of some minutes --------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_ones(chars, tmp_path):
+def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new_minutes(chars, tmp_path):
     def resumed(*argv: str) -> TrainConfig:
         return TrainConfig(**resumed_settings(TrainConfig, [f"--out_dir={tmp_path}", *argv], str(tmp_path)))
 
@@ -150,11 +133,8 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to_unless_it_gets_new
     assert (c.max_iters, c.max_minutes) == (4, 0.0)
     c = resumed("--init_from=resume", "--max_minutes=0.01")
     assert (c.max_iters, c.max_minutes) == (600000, 0.01)
-    (tmp_path / "config.py").write_text("max_iters = 2000\n")
-    assert resumed(str(tmp_path / "config.py"), "--max_minutes=5").max_iters == 2000
-    with pytest.raises(ValueError, match="learning rate at step 3") as e:
+    with raises_one_line("learning rate at step 3", "--lr_decay_iters=4"):
         main(c)
-    assert_one_line(e.value, "--lr_decay_iters=4")
     main(resumed("--init_from=resume", "--max_minutes=1e-4", "--lr_decay_iters=4"))  # the minutes do not shorten it
     assert [e["lr"] for e in events(tmp_path, "iter")][-1] == 1e-3
     main(replace(c, resume_changed=True))
@@ -188,50 +168,29 @@ def test_schedule_that_contradicts_itself_is_named():
     assert Schedule.of(TrainConfig()).warnings() == []
 
 
-# ---- what the end of a run says is true ------------------------------------------------------------------------
-
-
-def test_rare_log_lines_hide_no_training_time(chars, tmp_path):
-    main(tiny(chars, tmp_path / "b", log_interval=100_000, max_iters=30))
-    [end] = events(tmp_path / "b", "end")
-    assert end["train_s"] > 0.01
-
-
-def test_evaluation_that_fails_is_not_booked_as_training():
-    timer = StepTimer(torch.device("cpu"))
-    timer.start()
-    with suppress(ValueError), timer.spent_on("evaluation"):
-        time.sleep(0.2)
-        raise ValueError("damaged")
-    assert timer.train_s() < 0.1 < timer.total_s["evaluation"]
-
-
 @pytest.mark.slow
 def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_best(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path / "base", max_iters=60, eval_interval=60))
     worse = {"learning_rate": 3.0, "warmup_iters": 0, "grad_clip": 0.0, "init_from": str(tmp_path / "base")}
-    capsys.readouterr()
     main(tiny(chars, tmp_path / "out", **worse))
-    out = capsys.readouterr().out
     best = store.load(tmp_path / "out" / "ckpt_best.pt")
     assert best.iter_num == 0
     assert_equal(dict(best.model), weights(tmp_path / "base"))
-    assert store.load(tmp_path / "out" / "ckpt.pt").iter_num == 6
-    assert f"best model of step 0: {tmp_path / 'out' / 'ckpt_best.pt'}" in out
+    assert store.load(tmp_path / "out").iter_num == 6
+    assert f"best model of step 0: {tmp_path / 'out' / 'ckpt_best.pt'}" in capsys.readouterr().out
 
 
 def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(chars, tmp_path, monkeypatch):
     build_model = InitState.build_model
 
-    def with_more(*args):
+    def with_adapter(*args):
         model = build_model(*args)
-        model.adapter = torch.nn.Linear(2, 2)  # that GPT itself does not make
+        model.adapter = torch.nn.Linear(2, 2)  # which GPT itself does not make
         return model
 
-    monkeypatch.setattr(InitState, "build_model", with_more)
-    with pytest.raises(ValueError, match="no run could resume") as e:
+    monkeypatch.setattr(InitState, "build_model", with_adapter)
+    with raises_one_line("no run could resume", "adapter.weight"):
         main(tiny(chars, tmp_path / "out"))
-    assert_one_line(e.value, "adapter.weight")
     assert not (tmp_path / "out").exists()
 
 
@@ -251,6 +210,6 @@ sys.exit(", ".join(m for m in {slow} if m in sys.modules) or None)
 
 
 def test_ranks_random_streams_differ_between_steps_and_micro_batches():
-    seeds = {train.random_stream(seed, step, number) for seed in (0, 1) for step in range(50) for number in range(50)}
-    assert len(seeds) == 5000
+    seeds = {train.random_stream(seed, step, number) for seed in (0, 1) for step in range(20) for number in range(20)}
+    assert len(seeds) == 800
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -31,7 +31,7 @@ MODERN = replace(SMALL, bias=False, **MODERN_SETTINGS)
 
 
 def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
-    """A model whose biases and gains are random too, so that a test notices where they are left out."""
+    """Return a model whose biases and gains are random too, so that a test notices if they are left out."""
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():
@@ -44,8 +44,14 @@ def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two models' weights."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
 def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
-    """What a run of TINIEST saves; the weights depend on the step."""
+    """Return what a run of TINIEST saves; the weights depend on the step."""
     torch.manual_seed(step)
     model = GPT(TINIEST)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
@@ -61,7 +67,7 @@ def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
 
 
 def save_sharded(out_dir: Path, step: int, best: bool, loss: float = 2.5) -> None:
-    """A checkpoint as a sharded run saves it, by one process."""
+    """Save a checkpoint as a sharded run does, by one process."""
     content = store.with_shards(store.content_of(state_of(step, loss)), out_dir, None)
     ckpt_file.write(content | {"format": store.FORMAT}, out_dir / store.NAME)
     if best:
