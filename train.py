@@ -131,9 +131,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = (
-        "cosine"  # after the warm-up; trapezoid: constant, then a fifth down
-    )
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: constant, then down in a last fifth
     warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
     min_lr: float | None = None  # None = learning_rate / 10
