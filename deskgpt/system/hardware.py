@@ -11,10 +11,8 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -82,12 +80,7 @@ def unused_gpu() -> str | None:
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
     gpu = wheels.nvidia_gpu()
-    if gpu is None:
-        return wheels.without_gpu()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    if visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu.name} from torch; unset it to use the GPU"
-    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}"
+    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}" if gpu else None
 
 
 def has_triton(device: torch.device) -> bool:
@@ -236,7 +229,7 @@ def keep_freed_memory() -> None:
 
 # ---- its name ------------------------------------------------------------------------------------------------
 
-# Instruction sets that matmuls use, the most capable first: our names, and those of torch.cpu.get_capabilities.
+# Instruction sets that matmuls use, the most capable first: our names, and torch's.
 INSTRUCTION_SETS = {
     "AMX-BF16": "amx_bf16",
     "AVX512-BF16": "avx512_bf16",
@@ -245,8 +238,6 @@ INSTRUCTION_SETS = {
     "BF16": "bf16",
     "NEON": "neon",
 }
-# Environment variables that make torch, oneDNN and MKL use fewer instruction sets than the processor has.
-LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR")
 
 
 def device_name(device: torch.device) -> str:
@@ -259,25 +250,18 @@ def device_name(device: torch.device) -> str:
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
     name, sets = processor()
-    limits = [f"{variable}={os.environ[variable]}" for variable in LIMITING_VARIABLES if os.environ.get(variable)]
-    if sets or limits:
-        name += f" ({', '.join([*sets, *limits])})"
     cores = usable_cores()
     threads = torch.get_num_threads()
-    return f"{name}, {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
+    return f"{name} ({', '.join(sets)}), {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
 
 
 @functools.cache
 def processor() -> tuple[str, list[str]]:
     """Return (name, instruction sets) of the CPU, by the system and by torch."""
-    # A torch without this function leaves the instruction sets out of the name.
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    name = ""
+    name = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux; on Arm the file names no processor
         start = Path("/proc/cpuinfo").read_bytes()[: 1 << 14].decode(errors="replace")
         found = re.search(r"^model name\s*: (.+)$", start, re.M)
-        name = found[1].strip() if found else ""
-    name = name or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
-    may_use_amx = getattr(torch.cpu, "_init_amx", lambda: True)()  # the kernel's permission
-    sets = [ours for ours, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name)]
-    return name, [each for each in sets if may_use_amx or each != "AMX-BF16"]
+        name = found[1].strip() if found else name
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return name, [ours for ours, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name)]
