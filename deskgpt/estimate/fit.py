@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import replace
 
 import torch
@@ -99,10 +98,7 @@ def larger_batch(
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
     """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0."""
-    sizes = [n for n in range(1, step.batch_size + 1) if sequences % n == 0]
-
-    def needed(batch_size: int) -> int:
-        return sum(memory(replace(step, batch_size=batch_size)).values())
-
-    n_fitting = bisect.bisect_right(sizes, limit_bytes, key=needed)
-    return sizes[n_fitting - 1] if n_fitting else 0
+    for n in range(step.batch_size, 0, -1):
+        if sequences % n == 0 and sum(memory(replace(step, batch_size=n)).values()) <= limit_bytes:
+            return n
+    return 0

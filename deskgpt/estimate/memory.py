@@ -3,8 +3,8 @@
 The weights are those of model.py's GPT, whatever it has; the optimizer's states are those that the run's optimizer
 makes for tensors without storage. The activations are counted for the layers of model.py as it comes: a changed block
 keeps others. Checked against steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py). No card has
-measured it (docs/decisions.md). Workspaces of cuBLAS and of attention's backward pass are not counted, and the CUDA
-context and the allocator's gaps come on top: leave a tenth free.
+measured it (docs/decisions.md). Not counted: workspaces of cuBLAS and of attention's backward pass, the attention
+weights that a CPU keeps with dropout, the CUDA context and the allocator's gaps. Leave a tenth free.
 """
 
 from __future__ import annotations
@@ -99,17 +99,16 @@ def optimizer_bytes(step: Step, model: GPT, weights: int) -> int:
 def kept_by_block(step: Step, recompute: str) -> int:
     """Return the bytes that one block keeps of a micro-batch for its backward pass."""
     config = step.config
-    C, H, T = config.n_embd, config.n_head, config.block_size
+    C = config.n_embd
+    H = config.n_head
     m = step.matmul_bytes
     r = step.residual_bytes
     is_eager = not step.variant.compiled
-    on_cpu = step.device_type == "cpu"
     if recompute == "full":
         return step.tokens * r * C  # the block's input
     if recompute == "selective":
-        # The input, q, k and v, attention's projection and, unless dropout needs it again, attention itself.
-        kept = r + 4 * m + (0 if config.dropout else m)
-        return step.tokens * (kept * C + 4 * H)
+        # The input, q, k and v, attention and its projection.
+        return step.tokens * ((r + 5 * m) * C + 4 * H)
     of_channel = 2 * r + 2 * m  # inputs and outputs of both norms
     of_channel += 3 * m + m  # q, k, v and what attention returns
     of_channel += 4 * m + 4 * m  # the MLP before and after its activation
@@ -117,18 +116,15 @@ def kept_by_block(step: Step, recompute: str) -> int:
         of_channel += 2 * m  # normalized and rotated q and k
     if config.qk_norm and is_eager:
         of_channel += 12 if m == 2 else 4  # copies of q and k, in float32
-    if config.norm == "rms" and is_eager and on_cpu:
+    if config.norm == "rms" and is_eager and step.device_type == "cpu":
         of_channel += 8  # torch has no RMS norm kernel for a CPU
     if config.dropout:
-        of_channel += 2 * (m if on_cpu else 1)  # masks
-    per_token = of_channel * C + 4 * H  # attention's logarithms of sums
-    if config.dropout and on_cpu:
-        per_token += 13 * H * T  # torch's fused attention has no dropout on a CPU
-    return step.tokens * per_token
+        of_channel += 2  # masks
+    return step.tokens * (of_channel * C + 4 * H)  # attention's logarithms of sums
 
 
 def loss_bytes(step: Step) -> int:
-    """Return the bytes that the loss adds: a chunk of logits, its softmax, and gradients of the head ."""
+    """Return the bytes that the loss adds: a chunk of logits, its softmax, and gradients of the head."""
     V, C = step.config.vocab_size, step.config.n_embd
     m = step.matmul_bytes
     if step.tokens * V <= loss.LOGITS_ON_CPU:
