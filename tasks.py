@@ -159,11 +159,11 @@ def install(venv: Path, requirements: str) -> Path:
     if not python.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
-    print0(f"{why}. Installing {requirements} into {venv.name}: about {wheel.gb + 0.5:.1f} GB to download")
+    print0(f"{why}. Installing {requirements} into {venv.name}: about {wheels.SIZE_GB[wheel] + 0.5:.1f} GB to download")
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements]
     listed = subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
     if "index" not in listed.stdout and sys.platform != "darwin":
-        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel.name}"]  # unless the user has chosen one
+        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]  # unless the user has chosen one
     if call(*command, "-c", "constraints.txt"):
         sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")
     (venv / f".installed-{requirements}").write_text(wanted)

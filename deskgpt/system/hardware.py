@@ -229,16 +229,6 @@ def keep_freed_memory() -> None:
 
 # ---- its name ------------------------------------------------------------------------------------------------
 
-# Instruction sets that matmuls use, the most capable first: our names, and torch's.
-INSTRUCTION_SETS = {
-    "AMX-BF16": "amx_bf16",
-    "AVX512-BF16": "avx512_bf16",
-    "AVX-512": "avx512_f",
-    "AVX2": "avx2",
-    "BF16": "bf16",
-    "NEON": "neon",
-}
-
 
 def device_name(device: torch.device) -> str:
     """Return the device's own name, such as "NVIDIA GeForce RTX 4070".
@@ -249,19 +239,17 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
-    name, sets = processor()
+    vectors = torch.backends.cpu.get_cpu_capability()
     cores = usable_cores()
     threads = torch.get_num_threads()
-    return f"{name} ({', '.join(sets)}), {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
+    return f"{processor()} ({vectors}), {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
 
 
 @functools.cache
-def processor() -> tuple[str, list[str]]:
-    """Return (name, instruction sets) of the CPU, by the system and by torch."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):  # Linux; on Arm the file names no processor
+def processor() -> str:
+    """Return the name of the CPU; of an Arm one, which Linux does not name, its architecture."""
+    with suppress(OSError):
         start = Path("/proc/cpuinfo").read_bytes()[: 1 << 14].decode(errors="replace")
-        found = re.search(r"^model name\s*: (.+)$", start, re.M)
-        name = found[1].strip() if found else name
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return name, [ours for ours, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name)]
+        if found := re.search(r"^model name\s*: (.+)$", start, re.M):
+            return found[1].strip()
+    return platform.processor() or platform.machine()

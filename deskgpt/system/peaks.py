@@ -186,8 +186,9 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     On a busy machine threads wait for each other up to ten times as long, in one dtype more than in the other, so with
     all threads a busy moment would decide which dtype is faster.
     """
-    known = known_flops(device)
-    if known.keys() >= DTYPES.keys():
+    key = f"{device_name(device)}, torch {torch.__version__}, by dtype"
+    known = cache.read("peaks").get(key)
+    if isinstance(known, dict) and all(isinstance(known.get(dtype), float) for dtype in DTYPES):
         return known
     threads = torch.get_num_threads()
     if device.type == "cpu":
@@ -196,7 +197,8 @@ def measured_flops(device: torch.device) -> dict[str, float]:
         found = best_flops(device)
     finally:
         torch.set_num_threads(threads)
-    return keep_flops(device, found)
+    cache.keep("peaks", key, found)
+    return found
 
 
 def best_flops(device: torch.device) -> dict[str, float]:
@@ -231,26 +233,4 @@ def best_flops(device: torch.device) -> dict[str, float]:
                 best[name] = max(best[name], flops / max(clock() - t0, 1e-9))
     torch.set_float32_matmul_precision(precision)
     forget_peak(device)  # the matrices are not the run's memory
-    return best
-
-
-# ---- keeping -------------------------------------------------------------------------------------------------
-
-
-def key_of(device: torch.device) -> str:
-    """Return the key of a device's figures in peaks.json."""
-    return f"{device_name(device)}, torch {torch.__version__}, by dtype"
-
-
-def known_flops(device: torch.device) -> dict[str, float]:
-    """Return the figures that were kept on this machine, by dtype."""
-    known = cache.read("peaks").get(key_of(device))
-    return known if isinstance(known, dict) and all(isinstance(flops, float) for flops in known.values()) else {}
-
-
-def keep_flops(device: torch.device, found: dict[str, float]) -> dict[str, float]:
-    """Keep figures for later runs; return the best of these and of those that were kept before."""
-    known = known_flops(device)
-    best = {dtype: max(flops, known.get(dtype, 0.0)) for dtype, flops in found.items()}
-    cache.keep("peaks", key_of(device), best)
     return best

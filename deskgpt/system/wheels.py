@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 INDEX = "https://download.pytorch.org/whl"
 TOO_NEW = "2.16"  # as in requirements.txt
+SIZE_GB = {"cpu": 0.2, "cu126": 3.0, "cu130": 3.0}  # to download, with CUDA's libraries, roughly
 NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
 
 
@@ -21,25 +22,6 @@ class Gpu(NamedTuple):
     name: str
     cuda: tuple[int, int]  # the newest CUDA that its driver offers
     capability: tuple[int, int]  # compute capability
-
-
-class Wheel(NamedTuple):
-    """One kind of torch's builds for Linux and Windows (torch 2.13: RELEASE.md)."""
-
-    name: str  # of its folder below INDEX
-    cuda: tuple[int, int]  # that the driver must offer
-    lowest: tuple[int, int]  # compute capability of the cards that it has kernels for
-    highest: tuple[int, int]
-    why: str
-    gb: float  # to download, with CUDA's libraries, roughly
-
-
-# The first that serves a card is taken. CUDA 12.6 runs on every driver for CUDA 12.
-WHEELS = (
-    Wheel("cu130", (13, 0), (7, 5), (12, 1), "torch's build for CUDA 13.0", 3.0),  # GTX 16, RTX 20 and newer
-    Wheel("cu126", (12, 0), (5, 0), (9, 0), "torch's build for CUDA 12.6; torch 2.14 is the last with it", 3.0),
-)
-CPU = Wheel("cpu", (0, 0), (0, 0), (0, 0), "torch's build for the CPU", 0.2)
 
 
 def nvidia_gpu() -> Gpu | None:
@@ -67,26 +49,30 @@ def answer(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str]:
-    """Return (the build to install, why in one line) for a card, or for none."""
+def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[str, str]:
+    """Return (the build's folder below INDEX, why in one line) for a card, or for none (torch 2.13: RELEASE.md)."""
     if platform == "darwin":
-        return CPU, "macOS: torch's only build, which computes on Apple's GPU too"
+        return "cpu", "macOS: torch's only build, which computes on Apple's GPU too"
     if gpu is None:
-        return CPU, f"nvidia-smi lists no card: {CPU.why} (for an AMD card set PIP_EXTRA_INDEX_URL to ROCm's index)"
+        return (
+            "cpu",
+            "nvidia-smi lists no card: torch's build for the CPU (AMD: PIP_EXTRA_INDEX_URL=ROCm's index)",
+        )
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
-    for wheel in WHEELS:
-        if wheel.lowest <= gpu.capability <= wheel.highest and gpu.cuda >= wheel.cuda:
-            return wheel, f"{card}: {wheel.why}"
-    needed = "580" if gpu.capability >= WHEELS[0].lowest else "525"
-    return CPU, f"{card}: no build of torch serves it; install driver {needed} or newer, delete .venv, then start again"
+    if gpu.cuda >= (13, 0) and gpu.capability >= (7, 5):  # GTX 16, RTX 20 and newer
+        return "cu130", f"{card}: torch's build for CUDA 13.0"
+    if gpu.cuda >= (12, 0) and (5, 0) <= gpu.capability <= (9, 0):  # it runs on every driver for CUDA 12
+        return "cu126", f"{card}: torch's build for CUDA 12.6; torch 2.14 is the last with it"
+    needed = "580" if gpu.capability >= (7, 5) else "525"
+    return "cpu", f"{card}: no build of torch serves it; install driver {needed} or newer, delete .venv, start again"
 
 
 def remedy() -> str:
     """Return what to type, or to install first, so that torch uses this machine's card."""
     wheel, why = wheel_for(nvidia_gpu())
-    if wheel is CPU:
+    if wheel == "cpu":
         return why
-    return f'"{sys.executable}" -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel.name}'
+    return f'"{sys.executable}" -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel}'
 
 
 if __name__ == "__main__":
