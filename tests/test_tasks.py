@@ -54,7 +54,7 @@ class Machine:
         (folder / "pip-config").touch()
 
     def calls(self) -> list[str]:
-        """The commands since the last call of this method, without questions."""
+        """Return the commands since the last call of this method, without questions."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.write_text("")
@@ -82,10 +82,7 @@ def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_t
     assert rest[2].startswith("train.py config/train_shakespeare_char_fast.py ")
     assert rest[2].endswith(" --dataset=python_char --out_dir=out-first --max_iters=3")
     assert [call.split()[0] for call in rest[3:]] == ["sample.py", "bench/report.py"]
-    printed = capfd.readouterr().out
-    assert printed.splitlines()[-1].endswith("out-first/report.html")
-    assert "three minutes" not in printed  # nor the loss of the plays: it is another run
-    assert "1.46" not in printed
+    assert capfd.readouterr().out.splitlines()[-1].endswith("out-first/report.html")
     tasks.main(["train"])
     assert machine.calls()[0] == rest[0]  # nothing is installed again, and the plays are tried again
 
@@ -100,7 +97,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("matmul", FIRST)
-def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_only(matmul, machine, capfd):
+def test_first_model_fits_the_machine(matmul, machine):
     (machine.folder / "matmul").write_text(matmul)
     (machine.folder / "data" / "shakespeare_char").mkdir(parents=True)
     (machine.folder / "data" / "shakespeare_char" / "val.bin").touch()
@@ -109,7 +106,6 @@ def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_o
     [train] = [call for call in machine.calls() if call.startswith("train.py")]
     assert FIRST[matmul] in train
     assert "--dataset=shakespeare_char" in train
-    assert re.search(r"three minutes.* loss is (about )?1\.\d", capfd.readouterr().out)
     tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine", "--to", "my.gguf"])
     prepare, train, *_, export = machine.calls()
     name = f"my_novel_{sha256(b'a text')[:8]}"  # each text has its own, so that runs on others can be resumed
@@ -117,7 +113,6 @@ def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_o
     assert train.endswith(f"--dataset={name} --out_dir=out-mine")
     assert ("--token_shift=False" in train) != matmul.startswith("cuda")
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
-    assert "loss" not in capfd.readouterr().out
 
 
 def test_missing_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(machine):
