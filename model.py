@@ -314,7 +314,7 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., V) of hidden states x (..., C). The loss and generation both call this."""
+        """(..., V) of hidden states x (..., C), each token alone. The loss and generation both call this."""
         return self.lm_head(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -347,6 +347,8 @@ class GPT(nn.Module):
         if block_size > self.config.block_size:
             longest = self.config.block_size
             raise ValueError(f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}")
+        if block_size == self.config.block_size:
+            return  # what was changed in the embeddings, such as a hook, stays
         self.config = replace(self.config, block_size=block_size)
         self.transformer.block_size = block_size
         if self.config.position == "learned":

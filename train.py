@@ -63,7 +63,7 @@ from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
 from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
-from deskgpt.run.settings import settings_of_start
+from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
@@ -79,23 +79,11 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
-RETIRED = {  # settings of earlier versions, which old config files may have
-    "attention": "model.py calls what computes it; --cpu_kernels=False leaves out our kernels",
-    "world": 'write --plan_for="8x H100"',
-    "sync_each_batch": "sharded gradients are always reduced after each micro-batch",
-    "reshard_after_forward": "sharded weights are always gathered again for the backward pass",
-    "save_interval": "see --eval_interval and --save_minutes",
-    "save_async": "a checkpoint is always written while training continues",
-    "keep_checkpoints": "the last and the best checkpoint are kept",
-    "align_documents": "windows begin anywhere in the text",
-    "max_bad_steps": "ten bad steps in a row end a run",
-    "cooldown_iters": "the trapezoid falls in its last fifth",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
-    retired: ClassVar[dict[str, str]] = RETIRED
+    retired: ClassVar[dict[str, str]] = RETIRED  # settings of earlier versions, which old config files may have
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -131,7 +119,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: constant, then down in a last fifth
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: constant, then a fifth down
     warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
     min_lr: float | None = None  # None = learning_rate / 10
@@ -214,10 +202,11 @@ def main(config: TrainConfig, started: float | None = None) -> float:
 
     try:
         while True:
-            lr = learning_rate(state.schedule, state.step)
-            is_last = state.step >= state.schedule.max_iters or config.eval_only
-            evaluates = (is_last or state.step % config.eval_interval == 0) and state.step != evaluated_at
-            save_is_due = stops.poll(state.step > state.first_step, evaluates)
+            step = state.step
+            lr = learning_rate(state.schedule, step)
+            is_last = step >= state.schedule.max_iters or config.eval_only
+            evaluates = (is_last or step % config.eval_interval == 0) and step != evaluated_at
+            save_is_due = stops.poll(step > state.first_step, evaluates)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
@@ -235,11 +224,11 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     train = evaluate(model, variant, stops.until_signal(train_batches), dist)
                     val_batches = eval_batches(data.val, state.batching, dist.device)
                     val = evaluate(model, variant, stops.until_signal(val_batches), dist)
-                    number = state.step // config.eval_interval
+                    number = step // config.eval_interval
                     texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
                 if not stops.is_interrupted():
-                    evaluated_at = state.step
-                    is_best = saver.is_best(val.loss, state.step)
+                    evaluated_at = step
+                    is_best = saver.is_best(val.loss, step)
                     state.add_evaluation(train, val)
                     report.evaluation(train, val, lr, texts)
                     health.check_val_loss(val.loss)
@@ -262,7 +251,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             try:
                 for batch in loader.step():
                     # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
-                    seed_all(random_stream(config.seed, state.step, batch.number), dist.device)
+                    seed_all(random_stream(config.seed, step, batch.number), dist.device)
                     with gradients_exchanged(net, now=batch.is_last):
                         with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
                             parts = named_losses(*net(batch.x, batch.y))
@@ -272,12 +261,12 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                         losses[name] += part.detach() * batch.weight
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it
-                may_halve = bool(config.auto_batch) and dist.world == 1 and state.step == state.first_step
+                may_halve = bool(config.auto_batch) and dist.world == 1 and step == state.first_step
                 state.batching = halved_batch(dist.device, may_halve, state.batching)
                 loader.seek(state.position, state.batching)
                 optimizer.zero_grad(set_to_none=True)
                 continue
-            seed_all(random_stream(config.seed, state.step), dist.device)  # from here on, the same on all ranks
+            seed_all(random_stream(config.seed, step), dist.device)  # from here on, the same on all ranks
 
             scaler.unscale_(optimizer)
             grad_norms = gradient_norms(parameters)
@@ -287,10 +276,10 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             optimizer.zero_grad(set_to_none=True)
 
             # ---- log -----------------------------------------------------------------------------------------
-            health.record(state.step, losses["loss"], grad_norms, grad_norm)
-            report.step(state.step, lr, tokens, grad_norm=grad_norm, **losses)
-            state.step += 1
-            state.schedule = budget.replan(state.schedule, state.step, report.timer, config.eval_interval)
+            health.record(step, losses["loss"], grad_norms, grad_norm)
+            report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
+            state.step = step + 1
+            state.schedule = budget.replan(state.schedule, step + 1, report.timer, config.eval_interval)
     except DataError as e:  # a damaged token file: the state is that of the last whole step
         stops.fail(e)
     return finish(state, saver, report, health, loader, net, stops)

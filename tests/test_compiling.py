@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from conftest import assert_one_line, shell
+from torch._dynamo.testing import CompileCounter
 
 from deskgpt.compute import compiling
 
@@ -50,6 +51,26 @@ def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
         env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         done = shell("python", "-c", GRAPH_IS_RIGHT, env=env)
         assert done.stdout == "True\n", done.stderr
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.n
+
+
+def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
+    """More than torch's limit of eight, after which it would continue uncompiled."""
+    counter = CompileCounter()
+    compiling.prepare(torch.device("meta"))
+    for n in range(12):
+        block = Scaled(n)
+        block.compile(backend=counter, dynamic=False)
+        assert block(torch.ones(3))[0] == 1 + n
+    assert counter.frame_count == 12
 
 
 # ---- why it failed -------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import math
 import random
 from dataclasses import replace
@@ -11,33 +10,36 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from deskgpt.compute.variant import Variant
+from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.export.gpt2_weights import load_gpt2
-from deskgpt.kernels import replacements
-from deskgpt.kernels.overridable import Replacements, replacing
-from deskgpt.kernels.recompute import recomputed_block
+from deskgpt.kernels import cpu_kernels
 from deskgpt.system import hardware
 from model import GPT, GPTConfig, rotate
 
-FASTER = replacements.replacements_for("cpu")
-EXPLICIT = replacements.replacements_for("cpu", attention="explicit")
-as_written_and_faster = pytest.mark.parametrize("forms", [{}, FASTER], ids=["as written", "faster"])
+CPU = torch.device("cpu")
 
 
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+@pytest.fixture(params=["torch", "C++"])
+def kernels(request):
+    """The kernels of a run: torch's, and ours."""
+    if request.param == "C++":
+        if not cpu_kernels.may_exist():
+            pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
+        cpu_kernels.load()
+    yield request.param
+    cpu_kernels.unload()
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("forms", [{}, FASTER, EXPLICIT], ids=["as written", "faster", "explicit attention"])
-def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, forms):
+def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, kernels):
     model, idx = make(config), tokens(2, 32)
     changed = idx.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 100
-    with hardware.autocast(torch.device("cpu"), dtype), replacing(forms):
+    with hardware.autocast(CPU, dtype):
         a, b = (model(ids)[0].float() for ids in (idx, changed))
     torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
     assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
@@ -46,30 +48,56 @@ def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, forms)
 # ---- activation checkpoints ----------------------------------------------------------------------------------
 
 
+class Counter(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return op(*args, **(kwargs or {}))
+
+    def attentions(self) -> int:
+        """Return the forward passes of attention."""
+        return sum(n for name, n in self.counts.items() if "attention" in name and "backward" not in name)
+
+
 @pytest.mark.parametrize(("config", "dropout"), [(SMALL, 0.3), (MODERN, 0.0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, dropout, dtype):
+def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, dropout, dtype, kernels):
     model = make(replace(config, dropout=dropout))
-    names = list(model.state_dict())
     idx = tokens(3, 32)
-    results = []
+    names = list(model.state_dict())
+    found = {}
+    attentions = {}
+    matmuls = {}
     for which in ("none", "full", "selective"):
-        for kind in ("flash", "explicit"):
-            runner = Runner(model, Variant(dtype, attention=kind, checkpoint=which))
-            assert list(model.state_dict()) == names
-            torch.manual_seed(3)
-            loss = runner.forward_backward(idx, idx.roll(-1, 1))
-            results.append([loss, *gradients(model).values(), torch.rand(3)])  # the same random stream afterwards
-            runner.model.zero_grad()
-    for i, found in enumerate(results[2:]):
-        assert all(torch.equal(a, b) for a, b in zip(found, results[i % 2], strict=True))
+        apply_variant(model, Variant(dtype, recompute=which))
+        assert list(model.state_dict()) == names
+        torch.manual_seed(3)
+        with Counter() as counter:
+            with hardware.autocast(CPU, dtype, cached=which == "none"):
+                loss = model(idx, idx.roll(-1, 1))[1]
+            loss.backward()
+        attentions[which] = counter.attentions()
+        matmuls[which] = counter.counts["mm"] + counter.counts.get("addmm", 0)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found[which] = [loss.detach(), *gradients, torch.rand(3)]  # the random numbers after it are the same, too
+        model.zero_grad()
+    for which in ("full", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(found[which], found["none"], strict=True))
+    assert matmuls["none"] < matmuls["selective"] < matmuls["full"]
+    if not dropout:
+        assert attentions == {"none": 2, "full": 4, "selective": 2}
 
 
 # ---- GPT-2 as transformers has it ----------------------------------------------------------------------------
 
 
-@as_written_and_faster
-def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(forms, tmp_path):
+def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(kernels, tmp_path):
     torch.manual_seed(2)
     sizes: dict[str, Any] = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
@@ -82,49 +110,8 @@ def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(forms, tmp_p
     idx = tokens(3, 32)
     targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
     out = theirs(input_ids=idx, labels=idx)
-    with replacing(forms):
-        torch.testing.assert_close(ours(idx)[0], out.logits, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours(idx, targets)[1], out.loss, rtol=1e-5, atol=1e-5)
-
-
-# ---- loss ----------------------------------------------------------------------------------------------------
-
-
-def loss_and_gradients(loss: Any, forms: Replacements, targets: torch.Tensor) -> list[torch.Tensor]:
-    """Of `loss`, a function of a GPT, hidden states and targets, with these forms in use."""
-    model = GPT(GPTConfig(block_size=12, vocab_size=20, n_layer=1, n_head=1, n_embd=8))
-    x = torch.randn(1, 12, 8, generator=seeded(0), requires_grad=True)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(torch.randn(20, 8, generator=seeded(1)))
-    with replacing(forms):
-        value = loss(model, x, targets[None]) / 3
-    return [value.detach(), *torch.autograd.grad(value, (x, model.lm_head.weight))]
-
-
-def torchs_loss(model: GPT, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(F.linear(x[0], model.lm_head.weight), targets[0], ignore_index=-1)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-IN_CHUNKS = {"GPT.loss": functools.partial(replacements.chunked_loss, loss_logits=100)}
-
-
-@pytest.mark.parametrize("forms", [{}, FASTER, IN_CHUNKS], ids=["as written", "small", "in chunks"])
-def test_loss_without_targets_is_zero_with_gradients_of_zero_and_others_are_torchs(forms):
-    for values in loss_and_gradients(GPT.loss, forms, torch.full((12,), -1)):
-        assert not values.any()  # NaN would be true
-    targets = torch.randint(0, 20, (12,), generator=seeded(2))
-    targets[3:5] = -1
-    ours = loss_and_gradients(GPT.loss, forms, targets)
-    plain = loss_and_gradients(torchs_loss, {}, targets)
-    for a, b in zip(ours, plain, strict=True):
-        if forms is IN_CHUNKS:
-            torch.testing.assert_close(a, b)
-        else:
-            assert torch.equal(a, b)  # bit for bit
+    torch.testing.assert_close(ours(idx)[0], out.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(idx, targets)[1], out.loss, rtol=1e-5, atol=1e-5)
 
 
 # ---- modern choices ----------------------------------------------------------------------------------
@@ -184,14 +171,12 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
         model.crop_block_size(13)
 
 
-@as_written_and_faster
-def test_dropout_acts_in_training_only(forms):
+def test_dropout_acts_in_training_only(kernels):
     model = make(replace(SMALL, dropout=0.5))
     idx = tokens(2, 32)
-    with replacing(forms):
-        assert not torch.equal(model(idx)[0], model(idx)[0])
-        model.eval()
-        assert torch.equal(model(idx)[0], model(idx)[0])
+    assert not torch.equal(model(idx)[0], model(idx)[0])
+    model.eval()
+    assert torch.equal(model(idx)[0], model(idx)[0])
 
 
 # ---- bad arguments -------------------------------------------------------------------------------------------
@@ -222,14 +207,15 @@ def test_weights_of_another_shape_are_refused():
 
 def test_block_that_a_second_pass_would_change_is_refused():
     model = make()
+    apply_variant(model, Variant(recompute="full"))
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.zeros(()))
     idx = tokens(2, 8)
     for change in (lambda: block.mean.add_(1), lambda: setattr(block, "mean", block.mean + 1), random.random):
         handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(), y)[1])
-        with replacing({"Block.forward": recomputed_block("full", 0.0)}):
-            with pytest.raises(ValueError, match="activation_checkpoint=full"):
-                model(idx)
-            with torch.no_grad():
-                model(idx)  # without gradients nothing is computed again
+        with pytest.raises(ValueError, match="activation_checkpoint=full") as e:
+            model(idx)
+        assert_one_line(e.value, "--activation_checkpoint=none")
+        with torch.no_grad():
+            model(idx)  # without gradients nothing is computed again
         handle.remove()

@@ -25,7 +25,7 @@ from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.run.log import git_commit
 from deskgpt.run.settings import resumed_settings
-from export import training_facts
+from export import training_of
 from train import TrainConfig, main
 
 FAST = MODERN_SETTINGS | {"optimizer": "muon", "lr_schedule": "linear", "dtype": "bfloat16"}
@@ -108,7 +108,7 @@ def test_checkpoint_from_elsewhere_sends_nothing_away(out, script, capfd):
     done = script("sample.py", f"--out_dir={out}", "--device=cpu")
     assert done.code == 1
     assert_one_line(done.err, "host", "not on this machine")
-    assert training_facts(without)["source of the data"] is None
+    assert training_of(without)["source of the data"] is None
 
 
 # ---- what has changed ----------------------------------------------------------------------------------------

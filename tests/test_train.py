@@ -33,6 +33,7 @@ from deskgpt.run.init_state import InitState
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import resumed_settings
 from deskgpt.run.timer import StepTimer
+from deskgpt.system.settings import settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -55,7 +56,7 @@ def test_log_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(c
     assert (len(iters), len(evals)) == (6, 3)
     first = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert first["event"] == "start"
-    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in TrainConfig.__dataclass_fields__}
+    assert first["settings"] == {k: getattr(tiny(chars, tmp_path), k) for k in settings_of(TrainConfig)}
     model = GPT.from_state(GPTConfig(**store.load(tmp_path).model_args), weights(tmp_path), "out")
     assert first["parameters"] == model.num_params()
     assert first["flops_per_token"] == model.estimate_flops()
@@ -175,6 +176,16 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
     usual = {"learning_rate": 1.0, "min_lr": 0.1, "warmup_iters": 9, "lr_decay_iters": 109, "max_iters": 200}
     schedule = Schedule.of(TrainConfig(**usual | settings))
     assert [train.learning_rate(schedule, step) for step in rates] == pytest.approx([*rates.values()], abs=0.003)
+
+
+def test_schedule_that_contradicts_itself_is_named():
+    for settings, named in (
+        ({"warmup_iters": 2000, "max_iters": 200}, ["warmup_iters=2000", "max_iters=200", "--warmup_iters=20"]),
+        ({"min_lr": 1e-3, "learning_rate": 1e-5, "warmup_iters": 0}, ["min_lr=0.001", "learning_rate=1e-05"]),
+    ):
+        [line] = Schedule.of(TrainConfig(**settings)).warnings()
+        assert_one_line(line, *named)
+    assert Schedule.of(TrainConfig()).warnings() == []
 
 
 # ---- what the end of a run says is true ------------------------------------------------------------------------

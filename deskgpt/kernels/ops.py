@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deskgpt.kernels import cpu_kernels
+import deskgpt.kernels.cpu_kernels as cpu_kernels
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from deskgpt.kernels import cpu_kernels
+import deskgpt.kernels.cpu_kernels as cpu_kernels
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -37,7 +37,7 @@ def recomputed(block: nn.Module, x: Tensor, context: Any, which: str, dropout: f
     if which == "selective":
         policy = functools.partial(is_kept, dropout)
         context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
-    options = {} if context_fn is None else {"context_fn": context_fn}
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     before = state_between_passes(block)
     out = checkpoint(block, x, context, use_reentrant=False, **options)
     if state_between_passes(block) != before:

@@ -62,7 +62,8 @@ class Health:
         # now it has halved the scale of such a step.
         may_overflow = scaler.is_enabled() and scaler.get_scale() >= 0.5
         numbers = torch.cat([torch.stack([loss, grad_norm]), grad_norms])
-        self._pending.append((step, self.state.position, may_overflow, numbers))
+        position = step + self.state.skipped_batches
+        self._pending.append((step, position, may_overflow, numbers))
         if self.dist.device.type == "cpu" or len(self._pending) >= KEPT_STEPS or self.report.is_due(step):
             self.flush()
 

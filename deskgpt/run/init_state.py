@@ -32,6 +32,7 @@ from deskgpt.run.settings import (
     known_settings,
     learning_settings,
     rates_of,
+    settings_of_model,
 )
 from deskgpt.run.train_state import RATES, TrainState
 from deskgpt.system import hardware
@@ -269,7 +270,7 @@ def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitStat
                 f"{source} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
             )
         dist.print0(f"resuming {source} at step {saved.iter_num}")
-        known = known_settings(type(config), saved.config)
+        known = known_settings(type(config), saved.config) | settings_of_model(saved.model_args, source)
         if "learning_rate" in known:  # nanoGPT's has fewer; a setting that came later has its default
             earlier = type(config)(**known)
     else:

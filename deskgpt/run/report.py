@@ -83,6 +83,8 @@ class Report:
         self.warm_up_s = time.perf_counter() - started
         self.print0(f"mfu refers to {peak}; warm-up took {self.warm_up_s:.1f}s")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
+        for line in state.schedule.warnings():
+            self.print0(f"warning: {line}")
         self.log.write(
             "start",
             settings=state.settings_now(),

@@ -44,6 +44,19 @@ class Schedule:
     def settings(self) -> dict[str, Any]:
         return asdict(self)
 
+    def warnings(self) -> list[str]:
+        """Return a line for each pair of settings that contradict each other."""
+        found = []
+        if self.decay_lr and self.warmup_iters >= self.max_iters > 0:
+            tenth = self.max_iters // 10
+            found.append(
+                f"warmup_iters={self.warmup_iters} is not below max_iters={self.max_iters}: the run ends in its "
+                f"warm-up and never reaches learning_rate={self.learning_rate:g}; try --warmup_iters={tenth}"
+            )
+        if self.decay_lr and self.min_lr is not None and self.min_lr > self.learning_rate:
+            found.append(f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}: the rate rises")
+        return found
+
 
 EXPECTED_MFU = 0.4  # of a step, until the first one is done
 

@@ -43,6 +43,19 @@ NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | D
 # Of learning too, but compared by the rates of the steps so far: with the same past, it is the same experiment.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
+# Settings of earlier versions, and what a user who sets one should know.
+RETIRED = {
+    "attention": "model.py calls what computes it; --cpu_kernels=False leaves out our kernels",
+    "world": 'write --plan_for="8x H100"',
+    "sync_each_batch": "sharded gradients are always reduced after each micro-batch",
+    "reshard_after_forward": "sharded weights are always gathered again for the backward pass",
+    "save_interval": "see --eval_interval and --save_minutes",
+    "save_async": "a checkpoint is always written while training continues",
+    "keep_checkpoints": "the last and the best checkpoint are kept",
+    "align_documents": "windows begin anywhere in the text",
+    "max_bad_steps": "ten bad steps in a row end a run",
+    "cooldown_iters": "the trapezoid falls in its last fifth",
+}
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.

@@ -1,0 +1,309 @@
+"""The loss in chunks is the plain cross-entropy of the logits, whatever computes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import assert_one_line
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+from deskgpt.kernels import chunked_cross_entropy, cpu_kernels, loss
+
+B, T, C, V = 3, 20, 8, 50
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Chunks of 16 tokens, also with our kernel, in any dtype."""
+    monkeypatch.setattr(loss, "LOGITS_ON_CPU", 16 * V)
+    monkeypatch.setattr(loss, "BYTES_WITH_KERNEL", 16 * V * 4)
+    monkeypatch.setattr(loss, "WHOLE_TILES", 1)
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def softmax(request, monkeypatch):
+    """The softmax in C++, and torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_kernels, "_dtypes", ())
+    else:
+        if not cpu_kernels.may_exist():
+            pytest.skip("the kernels are for Linux on a processor with AVX2 or AVX-512")
+        cpu_kernels.load()
+        yield
+        cpu_kernels.unload()
+        return
+    yield
+
+
+class Net(nn.Module):
+    """Hidden states of some tokens, and a head with further parameters. `logits` is one of HEADS."""
+
+    def __init__(self, logits: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=draw))
+
+        self.wte = parameter(V, C)
+        self.head = parameter(V, C)
+        self.bias = parameter(V)
+        self.number = parameter(1)
+        self.wide = parameter(4 * C, C)
+        self.narrow = parameter(C, 4 * C)
+        self.function = logits
+        self.calls = 0
+        self.kept: list[Tensor] = []
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        x = F.rms_norm(F.embedding(idx, self.wte), (C,))
+        self.activation = x.mean() * self.number
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.function(self, x)
+
+
+def by_rows(net: Net, x: Tensor) -> Tensor:
+    """Only tokens from 40 on, of which the first chunk has none, use the bias."""
+    y = F.linear(x, net.head)
+    rare = F.rms_norm(net.wte[40:], (C,)).detach()
+    chosen = (x[..., None, :] == rare).all(-1).any(-1)
+    return y.index_put((chosen,), (y[chosen] + net.bias).type_as(y)) if chosen.any() else y
+
+
+def keeping(net: Net, x: Tensor) -> Tensor:
+    y = F.linear(x, net.head)
+    net.kept.append(y.detach())
+    return y
+
+
+def keeping_rows(net: Net, x: Tensor) -> Tensor:
+    net.kept.append(F.linear(x[0], net.head))
+    return net.kept[-1].view(1, -1, V)
+
+
+def of_module(head: nn.Module, net: Net, x: Tensor) -> Tensor:
+    return head(x)
+
+
+HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "linear": lambda net, x: F.linear(x, net.head),
+    "tied": lambda net, x: F.linear(x, net.wte),
+    "bias": lambda net, x: F.linear(x, net.head, net.bias),
+    "cap with a learned number": lambda net, x: net.number * torch.tanh(F.linear(x, net.head) / net.number),
+    "cap last": lambda net, x: torch.tanh(F.linear(x, net.head)),
+    "float32": lambda net, x: 15 * torch.tanh(F.linear(x, net.head).float() / 15),
+    "mlp": lambda net, x: F.linear(F.linear(F.gelu(F.linear(x, net.wide)), net.narrow) + x, net.head),
+    "sum of matrices": lambda net, x: F.linear(x, net.head + net.wte),
+    "sum of numbers": lambda net, x: F.linear(x, net.head) * net.bias.sum(),
+    "head that is not trained": lambda net, x: F.linear(x, net.head.detach()),
+    "activation": lambda net, x: F.linear(x, net.head) * net.activation,
+    "activation alone": lambda net, x: net.activation * net.bias.expand(*x.shape[:-1], V),
+    "no hidden states": lambda net, x: net.bias.expand(*x.shape[:-1], V),
+    "masked token": lambda net, x: F.linear(x, net.head).index_fill(-1, torch.tensor([0]), -torch.inf),
+    "other parameters": by_rows,
+    "kept": keeping,
+}
+AT_ONCE = {"activation", "activation alone", "no hidden states", "other parameters"}
+
+
+def a_batch(targets: str = "some") -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    idx = torch.randint(1, V, (B, T + 1), generator=draw)
+    idx[0] = 1 + idx[0] % 20  # see by_rows
+    y = idx[:, 1:].clone()
+    if targets == "some":
+        y[0, 3:7] = -1
+        y[2] = -1
+    elif targets == "none":
+        y[:] = -1
+    return idx[:, :-1], y
+
+
+def plain(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    value = F.cross_entropy(net.logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    return value if (targets >= 0).any() else value.nan_to_num(0.0)
+
+
+def chunked(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    return chunked_cross_entropy(net.logits, x, targets, V)
+
+
+def results(net: Net, function: Callable[..., Tensor], targets: str = "some", dtype: str = "float32") -> list[Tensor]:
+    """The loss without and with gradients, and all gradients of two micro-batches."""
+    idx, y = a_batch(targets)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        with torch.no_grad():
+            without = function(net, net.hidden(idx), y)
+        values = [without]
+        for ids, of_ids in ((idx, y), (idx.flip(0), y.flip(0))):
+            values.append(function(net, net.hidden(ids), of_ids) * 0.5)
+            values[-1].backward()
+    return [value.detach() for value in values] + [
+        torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()
+    ]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], dtype: str = "float32") -> None:
+    assert all(x.isfinite().all() for x in expected)
+    largest = max(x.norm() for x in expected)
+    for a, b in zip(found, expected, strict=True):
+        limit = 1e-5 if dtype == "float32" else 2e-2
+        assert (a.float() - b.float()).norm() <= limit * max(b.norm(), 1e-2 * largest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", HEADS)
+def test_loss_in_chunks_is_the_plain_one_with_all_gradients(head, dtype, softmax):
+    whole, parts = Net(HEADS[head]), Net(HEADS[head])
+    expected = results(whole, plain, dtype=dtype)
+    found = results(parts, chunked, dtype=dtype)
+    assert_close(found, expected, dtype)
+    assert parts.calls >= 3 * 2 or head in AT_ONCE
+
+
+@pytest.mark.parametrize("targets", ["all", "none"])
+def test_loss_of_all_targets_and_of_none(targets, softmax):
+    found = results(Net(HEADS["mlp"]), chunked, targets)
+    assert_close(found, results(Net(HEADS["mlp"]), plain, targets) if targets == "all" else [0 * x for x in found])
+    if targets == "none":
+        assert not any(x.any() for x in found)
+
+
+def test_small_loss_is_the_plain_one_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_ON_CPU", 1 << 25)
+    for a, b in zip(results(Net(HEADS["mlp"]), chunked), results(Net(HEADS["mlp"]), plain), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(softmax):
+    net = Net(keeping)
+    results(net, chunked)
+    idx, _ = a_batch()
+    first = F.linear(net.hidden(idx), net.head).flatten(0, 1).detach()
+    assert torch.equal(torch.cat([y.flatten(0, 1) for y in net.kept[:4]]), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_copied_only_if_something_else_holds_them(dtype):
+    idx, targets = a_batch()
+    copied = {}
+    for head in ("linear", "bias", "cap with a learned number", "cap last", "no hidden states", "kept", "kept rows"):
+        net = Net((HEADS | {"kept rows": keeping_rows})[head])
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            chunk = loss.Chunk(net.logits, net.hidden(idx)[0], targets[0], False)
+        copied[head] = chunk.is_shared
+    assert [head for head in copied if copied[head]] == ["cap last", "no hidden states", "kept", "kept rows"]
+
+
+def test_hooks_of_parameters_get_each_gradient_once_and_whole():
+    kept: dict[str, list[Tensor]] = {"plain": [], "chunked": []}
+    for function in (plain, chunked):
+        net = Net(HEADS["tied"])
+
+        def hook(g: Tensor, gradients: list[Tensor] = kept[function.__name__]) -> Tensor:
+            gradients.append(g.clone())
+            return g + sum(gradients)
+
+        handle = net.wte.register_hook(hook)
+        kept[function.__name__].append(results(net, function)[3])
+        handle.remove()
+        assert not net.wte._backward_hooks
+    assert_close(kept["chunked"], kept["plain"])
+
+
+def test_hooks_of_modules_get_the_gradients_of_the_whole_loss():
+    def norms(function: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        head = nn.Linear(C, V)
+        found = []
+
+        def keep_norm(module: Any, inputs: Any, outputs: Any) -> None:
+            found.append(outputs[0].norm())
+
+        head.register_full_backward_hook(keep_norm)
+        results(Net(functools.partial(of_module, head)), function)
+        return found
+
+    assert_close(norms(chunked), norms(plain))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_heads_that_share_a_matrix_in_one_pass(dtype):
+    """As for the token after the next one. Autocast casts the matrix once, for both."""
+
+    def two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def both(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+            later = F.linear(x[:, :-1], net.narrow @ net.wide)
+            return function(net, x, targets) + 0.3 * function(net, later, targets[:, 1:])
+
+        return both
+
+    found = results(Net(HEADS["tied"]), two(chunked), dtype=dtype)
+    assert_close(found, results(Net(HEADS["tied"]), two(plain), dtype=dtype), dtype)
+
+
+def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused():
+    gradients = []
+    idx, targets = a_batch()
+    for function in (plain, chunked):
+        net: Any = Net(HEADS["linear"])
+        value = function(net, net.hidden(idx), targets)
+        (alone,) = torch.autograd.grad(value, net.head, retain_graph=True)
+        (2 * value).backward()
+        gradients.append([alone, net.head.grad / 2])
+    assert_close(gradients[1], gradients[0])
+    assert torch.equal(*gradients[1])
+    with pytest.raises(RuntimeError, match="no second derivative") as e:
+        torch.autograd.grad(chunked(net, net.hidden(idx), targets), net.head, create_graph=True)
+    assert_one_line(e.value, "create_graph=True", "GPT.loss", "F.cross_entropy")
+
+
+def test_further_loss_of_what_logits_has_kept_is_refused():
+    """It would be that of the last chunk, and its gradient would end there."""
+
+    def keeping_z(net: Net, x: Tensor) -> Tensor:
+        y = F.linear(x, net.head)
+        net.kept = [y.logsumexp(-1)]
+        return y
+
+    net = Net(keeping_z)
+    idx, targets = a_batch()
+    total = chunked(net, net.hidden(idx), targets) + net.kept[0].square().mean()
+    with pytest.raises(RuntimeError, match="keeps a tensor") as e:
+        total.backward()
+    assert_one_line(e.value, "GPT.logits", "GPT.forward")
+
+
+def test_weight_that_is_computed_once_and_cached_gets_its_gradients():
+    """torch's weight_norm, in and out of its cache."""
+    found = []
+    for function, cache in ((plain, nullcontext), (chunked, nullcontext), (chunked, parametrize.cached)):
+        torch.manual_seed(0)
+        head = weight_norm(nn.Linear(C, V))
+        net = Net(functools.partial(of_module, head))
+        idx, targets = a_batch()
+        with cache():
+            function(net, net.hidden(idx), targets).backward()
+        found.append([p.grad for p in (*head.parameters(), net.wte)])
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+
+
+@pytest.mark.parametrize(
+    ("N", "logits", "expected"),
+    [(100, 200, 100), (100, 64, 50), (90, 49, 45), (97, 49, 49), (100, 30, 25), (100, 0, 1)],
+)
+def test_chunks_are_as_large_as_allowed_and_equal_if_that_costs_little(N, logits, expected):
+    assert loss.tokens_per_chunk(N, V, V * logits) == expected

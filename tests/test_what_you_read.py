@@ -1,0 +1,361 @@
+"""What you read is what runs: a changed model or loop does what a plain loop would do, and nothing else runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from conftest import ROOT, TINY, assert_equal, assert_one_line, events, tiny, trajectory, weights
+from gloo import resumed, run
+from test_loop import plain_loop
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import model as definition
+import train
+from deskgpt.checkpoint import store
+from deskgpt.run.settings import NOT_LEARNING, SCHEDULE, changes_between, learning_settings
+from model import GPT, Block, GPTConfig, Transformer
+from train import TrainConfig, main
+
+Change = Callable[[pytest.MonkeyPatch], None]
+
+
+# ---- a changed model -----------------------------------------------------------------------------------------
+
+
+def around_forward(monkeypatch: pytest.MonkeyPatch, before: Callable[[GPT, Tensor], None]) -> None:
+    """Call before(model, idx) at the beginning of GPT.forward."""
+    forward = GPT.forward
+
+    def changed(self: GPT, idx: Tensor, targets: Tensor | None = None) -> Any:
+        before(self, idx)
+        return forward(self, idx, targets)
+
+    monkeypatch.setattr(GPT, "forward", changed)
+
+
+def with_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count passes in a plain attribute; the more there were, the more blocks are skipped."""
+    forward = Block.forward
+
+    def count(model: Any, idx: Tensor) -> None:
+        model.passes = getattr(model, "passes", 0) + model.training
+        for block in model.transformer.h:
+            block.skip = min(0.5, 0.1 * model.passes)
+
+    def skipping(self: Any, x: Tensor, context: Any) -> Tensor:
+        return x if self.training and torch.rand(()) < self.skip else forward(self, x, context)
+
+    around_forward(monkeypatch, count)
+    monkeypatch.setattr(Block, "forward", skipping)
+
+
+def with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop whole positions by a generator of numpy that the model owns."""
+    init, forward = Transformer.__init__, Transformer.forward
+
+    def with_generator(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        self.generator = np.random.default_rng(0)
+
+    def dropping(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+        x = forward(self, idx, cache)
+        return x * torch.from_numpy(self.generator.random(idx.size(1)) < 0.9)[:, None] if self.training else x
+
+    monkeypatch.setattr(Transformer, "__init__", with_generator)
+    monkeypatch.setattr(Transformer, "forward", dropping)
+
+
+def with_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a running mean to each gradient, by hooks that keep it (Grokfast)."""
+    init = GPT.__init__
+
+    def hooked(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        means: dict[str, Tensor] = {}
+
+        def add_mean(name: str, gradient: Tensor) -> Tensor:
+            means[name] = means.get(name, gradient).lerp(gradient, 0.1)
+            return gradient + 2 * means[name]
+
+        for name, p in self.named_parameters():
+            p.register_hook(functools.partial(add_mean, name))
+
+    monkeypatch.setattr(GPT, "__init__", hooked)
+    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)  # so that the loss is computed in chunks
+
+
+GLOBAL: dict[str, Any] = {}
+
+
+def with_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads which document a token belongs to (token 3 is rare), and a window that narrows."""
+
+    def set_globals(model: GPT, idx: Tensor) -> None:
+        GLOBAL["passes"] = GLOBAL.get("passes", 0) + model.training
+        GLOBAL["window"] = 4 if GLOBAL["passes"] >= 6 else 100
+        GLOBAL["documents"] = (idx == 3).cumsum(1)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
+        distance = context.positions[:, None] - context.key_positions
+        is_near = (distance >= 0) & (distance < GLOBAL["window"])
+        documents = GLOBAL["documents"]
+        mask = is_near & (documents[:, None, :, None] == documents[:, None, None, :])
+        scores = q @ k.mT * q.size(-1) ** -0.5
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+    around_forward(monkeypatch, set_globals)
+    monkeypatch.setattr(definition, "attention", attention)
+
+
+@pytest.mark.parametrize("change", [with_counter, with_numpy, with_hooks, with_globals], ids=lambda f: f.__name__)
+def test_changed_model_trains_as_a_plain_loop_trains_it(change, chars, tmp_path, monkeypatch, capsys):
+    """It keeps a state that every pass and every gradient moves."""
+    change(monkeypatch)
+    GLOBAL.clear()
+    c = tiny(chars, tmp_path, gradient_accumulation_steps=2, max_iters=5)
+    main(c)
+    assert not re.search("warning|disagrees|wrong", capsys.readouterr().out)
+    GLOBAL.clear()
+    expected, losses = plain_loop(c, store.load(tmp_path).model_args["vocab_size"])
+    assert [e["loss"] for e in events(tmp_path, "iter")] == pytest.approx(losses, rel=1e-5)
+    for name, w in weights(tmp_path).items():
+        assert (w - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+
+
+def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_path, monkeypatch):
+    passes = {True: 0, False: 0}  # in training mode, and in evaluations
+    scores: dict[str, list[float]] = {"largest": []}
+    attention = definition.attention
+
+    def count(model: GPT, idx: Tensor) -> None:
+        passes[model.training] += 1
+
+    def logging(q: Tensor, *more: Any) -> Tensor:
+        scores["largest"].append(q.max().item())
+        return attention(q, *more)
+
+    around_forward(monkeypatch, count)
+    monkeypatch.setattr(definition, "attention", logging)
+    main(tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True))
+    assert passes == {True: 6 * 2, False: 3 * 2 * 2}  # evaluations at 0, 3 and 6 read 2 batches of 2 splits
+    assert len(scores["largest"]) == 2 * sum(passes.values())
+
+
+class ParallelBlock(nn.Module):
+    """Attention and MLP side by side."""
+
+    calls = 0
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = definition.make_norm(config)
+        self.attn = definition.CausalSelfAttention(config)
+        self.mlp = definition.MLP(config)
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:
+        ParallelBlock.calls += 1
+        h = self.norm(x)
+        return x + self.attn(h, context) + self.mlp(h, context)
+
+
+def test_block_of_a_new_class_is_computed_again_in_the_backward_pass(chars, tmp_path, monkeypatch):
+    monkeypatch.setattr(definition, "Block", ParallelBlock)
+    calls = {}
+    for which in ("none", "full"):
+        ParallelBlock.calls = 0
+        main(tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2))
+        calls[which] = ParallelBlock.calls
+    assert calls["full"] - calls["none"] == 2 * 2  # layers x steps
+    assert_equal(weights(tmp_path / "full"), weights(tmp_path / "none"))
+
+
+def test_block_of_a_new_class_is_compiled(chars, tmp_path, monkeypatch):
+    counter = CompileCounter()  # runs graphs as they are
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(definition, "Block", ParallelBlock)
+    main(tiny(chars, tmp_path, compile=True, max_iters=2))
+    assert counter.frame_count >= 1
+    assert counter.op_count > 10
+    assert events(tmp_path, "start")[0]["compiled"] is True
+
+
+@pytest.mark.slow
+def test_compiled_run_of_a_new_block_trains_as_the_eager_one(chars, tmp_path, monkeypatch):
+    monkeypatch.setattr(definition, "Block", ParallelBlock)
+    for compile in (True, False):
+        try:
+            main(tiny(chars, tmp_path / str(compile), compile=compile, n_layer=1))
+        except Exception as e:
+            if "compiler" in str(e).lower():
+                pytest.skip("no working C++ compiler here")
+            raise
+    losses = [[e["loss"] for e in events(tmp_path / name, "iter")] for name in ("True", "False")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
+    """The first token decides which; the loss is computed in chunks."""
+    init, forward = Transformer.__init__, Transformer.forward
+
+    def with_experts(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(3))
+
+    def routed(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+        x = forward(self, idx, cache)
+        return x + self.experts[int(idx[0, 0]) % 3](x)
+
+    monkeypatch.setattr(Transformer, "__init__", with_experts)
+    monkeypatch.setattr(Transformer, "forward", routed)
+    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)
+    losses = []
+    for ranks in (1, 2):
+        run(ranks, tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3))
+        losses.append([e["loss"] for e in events(tmp_path / str(ranks), "iter")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_optimizer_of_torch_and_a_loss_that_is_summed_train_without_a_word(chars, tmp_path, monkeypatch, capsys):
+    def rmsprop(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=config.learning_rate, momentum=0.9)
+
+    def with_sum(self: GPT, idx: Tensor, targets: Tensor) -> Any:
+        x = self.transformer(idx)
+        z = self.logits(x).float().logsumexp(-1)
+        return None, self.loss(x, targets), {"z": 1e-4 * z.square().sum()}
+
+    monkeypatch.setattr(train, "build_optimizer", rmsprop)
+    monkeypatch.setattr(GPT, "forward", with_sum)
+    main(tiny(chars, tmp_path, dtype="bfloat16", learning_rate=1e-3))
+    assert not re.search("warning|disagrees|wrong|NOT", capsys.readouterr().out)
+    assert all(e["z"] > 0 for e in events(tmp_path, "iter"))
+
+
+# ---- a changed loop ------------------------------------------------------------------------------------------
+
+
+def edited_train(folder: Path, monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> ModuleType:
+    """Return train.py as a module of its own, with texts replaced."""
+    source = (ROOT / "train.py").read_text(encoding="utf-8")
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    folder.mkdir(parents=True)
+    path = folder / "edited.py"
+    path.write_text(source, encoding="utf-8")
+    spec: Any = importlib.util.spec_from_file_location("edited", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", sys.path)  # which the script extends
+    monkeypatch.setitem(sys.modules, "edited", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> Any:
+    module.main(module.TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings)))
+    return trajectory(out_dir), events(out_dir, "bad_step")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backward_as_everyone_types_it_trains_and_logs_right(dtype, chars, tmp_path, monkeypatch):
+    edit = ("scaler.scale(total).backward()", "total.backward()")
+    settings = {"dtype": dtype, "gradient_accumulation_steps": 2, "max_iters": 3}
+    usual = run_of(train, chars, tmp_path / "usual", **settings)
+    module = edited_train(tmp_path / "code", monkeypatch, edit)
+    assert run_of(module, chars, tmp_path / "typed", **settings) == usual
+    assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
+
+
+def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, tmp_path, monkeypatch):
+    """The second step has a NaN, whose batch is reported, too."""
+
+    def with_nan(self: GPT, idx: Tensor, targets: Tensor) -> Any:
+        loss = self.loss(self.transformer(idx), targets)
+        calls.append(self.training)
+        return None, loss * (math.nan if self.training and sum(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(GPT, "forward", with_nan)
+    block = re.search(r"# ---- log -+\n(.*?)    except DataError", (ROOT / "train.py").read_text(), re.S)
+    lines = block.group(1).splitlines(keepends=True)  # type: ignore[union-attr]
+    assert len(lines) == 4
+    calls: list[bool] = []
+    settings = {"max_iters": 4, "eval_interval": 2}
+    usual = run_of(train, chars, tmp_path / "usual", **settings)
+    assert usual[1][0]["iter"] == 1
+    for i, j in itertools.combinations(range(len(lines)), 2):
+        swapped = list(lines)
+        swapped[i], swapped[j] = lines[j], lines[i]
+        module = edited_train(tmp_path / f"code{i}{j}", monkeypatch, ("".join(lines), "".join(swapped)))
+        calls = []
+        found = run_of(module, chars, tmp_path / f"{i}{j}", **settings)
+        assert repr(found) == repr(usual), (lines[i], lines[j])  # as texts, in which NaN equals NaN
+
+
+def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
+    main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
+    rate = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)))
+    with pytest.raises(ValueError, match="learning rate at step 3") as e:
+        main(resumed(tmp_path, max_iters=6))
+    assert_one_line(e.value, "resume_changed=True")
+
+
+# ---- settings ------------------------------------------------------------------------------------------------
+
+# Each setting is of learning unless deskgpt/run/settings.py lists it. Whoever adds one decides, and writes it here or
+# there.
+OF_LEARNING = {
+    *("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias", "position", "norm", "qk_norm", "embedding_norm"),
+    *("activation", "tie_weights", "zero_init", "token_shift", "optimizer", "weight_decay", "beta1", "beta2"),
+    *("momentum", "grad_clip", "seed", *SCHEDULE),
+}
+
+
+def test_each_setting_is_of_learning_or_listed_as_one_that_is_not():
+    names = {f.name for f in dataclasses.fields(TrainConfig)}
+    assert names - NOT_LEARNING == OF_LEARNING
+    assert names > NOT_LEARNING
+
+
+@pytest.mark.parametrize("name", sorted(OF_LEARNING - {*SCHEDULE}))
+def test_change_of_any_setting_of_learning_is_seen(name):
+    others = {
+        "position": "rope",
+        "norm": "rms",
+        "activation": "relu2",
+        "optimizer": "muon",
+        "dropout": 0.1,
+        "n_head": 6,
+    }
+    c: Any = TrainConfig(optimizer="muon" if name == "momentum" else "adamw")
+    value = getattr(c, name)
+    if name not in others:
+        others[name] = not value if isinstance(value, bool) else type(value)(value / 2)
+    changed = dataclasses.replace(c, **{name: others[name]})
+    found = changes_between(learning_settings(c), learning_settings(changed))
+    assert [change.name for change in found] == [name]
+
+
+def test_setting_that_is_new_counts_as_one_of_learning():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class More(TrainConfig):
+        label_smoothing: float = 0.0
+
+    found = changes_between(learning_settings(More()), learning_settings(More(label_smoothing=0.1)))
+    assert [change.name for change in found] == ["label_smoothing"]
