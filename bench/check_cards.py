@@ -277,9 +277,7 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
         decoding: dict[str, Any] = {"attention": card_attention, "GPT.next_logits": Decoder(model)}
         with torch.inference_mode(), hardware.autocast(device, variant.dtype), replacing(decoding):
             model.next_logits(torch.zeros(2, 9, dtype=torch.int64))
-    step = Step(
-        config, c.batch_size, variant, "cuda", make_optimizer=lambda m: train.build_optimizer(c, m, variant.dtype)
-    )
+    step = Step(config, c.batch_size, variant, "cuda")
     peak = peaks.find_card(card_name).peak(variant.dtype)
     assert peak is not None
     found |= {"dtype": variant.dtype, "tokens": idx.numel(), "steps": c.gradient_accumulation_steps, "peak": peak[0]}

@@ -8,7 +8,7 @@ import torch
 
 from data.batching import Batching
 from deskgpt.compute.variant import Variant
-from deskgpt.estimate.memory import MakeOptimizer, Step, memory
+from deskgpt.estimate.memory import Step, memory
 from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
@@ -84,14 +84,12 @@ def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> B
     return same
 
 
-def larger_batch(
-    config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, variant: Variant
-) -> Batching:
+def larger_batch(config: GPTConfig, device: torch.device, batching: Batching, variant: Variant) -> Batching:
     """Return the same training in the largest micro-batch up to ENOUGH_TOKENS that is predicted to fit.
 
     The limit is all memory of the device, not what is free just now: the same run takes the same micro-batch each time.
     """
-    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type, make)
+    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type)
     largest = largest_batch(step, batching.sequences // batching.world, USABLE * hardware.memory_bytes(device))
     return batching if largest <= batching.batch_size else batching.with_batch_size(largest)
 

@@ -1,25 +1,19 @@
 """The memory of a training step, predicted from the model's sizes. Nothing runs, here or on a card.
 
-The weights are those of model.py's GPT, whatever it has; the optimizer's states are those that the run's optimizer
-makes for tensors without storage. The activations are counted for the layers of model.py as it comes: a changed block
-keeps others. Checked against steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py). No card has
-measured it (docs/decisions.md). Not counted: workspaces of cuBLAS and of attention's backward pass, the attention
-weights that a CPU keeps with dropout, the CUDA context and the allocator's gaps. Leave a tenth free.
+The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations are counted for the
+layers of model.py as it comes: a changed block keeps others. Checked against steps on a CPU, by torch's profiler:
+within 10% (tests/test_memory.py). No card has measured it (docs/decisions.md). Not counted: workspaces of cuBLAS and of
+attention's backward pass, the attention weights that a CPU keeps with dropout, the CUDA context and the allocator's
+gaps. Leave a tenth free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from deskgpt.compute.variant import Variant
 from deskgpt.kernels import loss
 from model import GPT, GPTConfig
-
-MakeOptimizer = Callable[[GPT], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,6 @@ class Step:
     batch_size: int  # sequences per micro-batch
     variant: Variant
     device_type: str
-    make_optimizer: MakeOptimizer | None = None  # None: AdamW
     shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
 
     @property
@@ -68,7 +61,7 @@ def memory(step: Step) -> dict[str, int]:
     parts = {
         "weights": weights,
         "gradients": weights,
-        "optimizer": optimizer_bytes(step, model, weights),
+        "optimizer": 2 * weights,  # AdamW's moments; Muon has one of a matrix
         "activations": activations,
         "logits": max(loss_bytes(step), computed_again),
     }
@@ -79,21 +72,6 @@ def memory(step: Step) -> dict[str, int]:
     # FSDP gathers embedding and head in float32, and two blocks at a time in the dtype of the run.
     two_blocks = min(2, step.config.n_layer) * blocks // step.config.n_layer
     return parts | {"gathered": weights - blocks + two_blocks * step.matmul_bytes // 4}
-
-
-def optimizer_bytes(step: Step, model: GPT, weights: int) -> int:
-    """Return the bytes of the optimizer's states, which it makes in a step with tensors that have no storage."""
-    if step.make_optimizer is None:
-        return 2 * weights  # AdamW's two moments
-    try:
-        optimizer = step.make_optimizer(model)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
-        optimizer.step()
-    except (RuntimeError, NotImplementedError):  # an optimizer that needs numbers
-        return 2 * weights
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 
 def kept_by_block(step: Step, recompute: str) -> int:

@@ -20,7 +20,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import describe_shards, shards_of
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.fit import USABLE, largest_batch
-from deskgpt.estimate.memory import MakeOptimizer, Step, memory
+from deskgpt.estimate.memory import Step, memory
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, in_gib, millions
 from model import GPT, GPTConfig
@@ -42,7 +42,7 @@ WORKSPACES_ON_CPU = 0.45
 TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
 
 
-def dry_run(config: Config, model_config: GPTConfig, make_optimizer: MakeOptimizer, dist: DistContext) -> bool:
+def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     """Print what a run needs, here or on the cards that plan_for names. Return whether it fits into the memory."""
     ranks, card = peaks.find_cards(config.plan_for) if config.plan_for else (dist.world, None)
     model_config = replace(model_config, block_size=config.block_size)
@@ -65,7 +65,7 @@ def dry_run(config: Config, model_config: GPTConfig, make_optimizer: MakeOptimiz
         dtype = config.dtype
     shards = shards_of(config.dp_shard, ranks)
     variant = variant_for(config, dtype, device_type)
-    step = Step(model_config, batching.batch_size, variant, device_type, make_optimizer, shards)
+    step = Step(model_config, batching.batch_size, variant, device_type, shards)
     parts = memory_by_part(step, ranks)
     total = sum(parts.values())
     has = hardware.memory_in_words(free_bytes, total_bytes)
