@@ -45,16 +45,14 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     if not torch.cuda.is_available():
         why = unused_gpu() or f"torch {torch.__version__} sees no CUDA device"
         raise ValueError(f"device={name}: {why}; or try --device=auto")
-    if local_ranks > 1 and device.index is not None:
-        raise ValueError(f"device={name} is one GPU for {local_ranks} ranks; try --device=cuda")
     n_gpus = torch.cuda.device_count()
-    if local_ranks > n_gpus:
+    index = local_rank if device.index is None else device.index
+    if local_ranks > n_gpus or index >= n_gpus or (local_ranks > 1 and device.index is not None):
         raise ValueError(
-            f"{local_ranks} ranks need as many GPUs, this machine has {n_gpus}; try --nproc_per_node={n_gpus}"
+            f"device={name} for {local_ranks} ranks: this machine has {n_gpus} GPUs, and each rank needs its own; try "
+            f"--device=cuda, with torchrun --nproc_per_node={n_gpus}"
         )
-    device = torch.device("cuda", local_rank if device.index is None else device.index)
-    if device.index >= n_gpus:
-        raise ValueError(f"device={device}: this machine has {n_gpus} GPUs; try --device=cuda:0")
+    device = torch.device("cuda", index)
     unserved = unserved_gpu(device)
     if unserved:
         raise ValueError(f"device={device}: {unserved}; or try --device=cpu")
