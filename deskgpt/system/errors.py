@@ -115,7 +115,9 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
         return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
     if isinstance(e, ImportError) and not raised_in_our_code(e):
-        return f"the package {package_of(e)} is installed, but cannot be imported: {reason(e)}"
+        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        return f"the package {package} is installed, but cannot be imported: {reason(e)}"
     if isinstance(e, ValueError) and raised_in_our_code(e):
         return str(e)
     return None
@@ -130,9 +132,3 @@ def raised_in_our_code(e: Exception) -> bool:
     """Return whether a file of this repository raised e. An environment in .venv is inside its folder, but not ours."""
     file = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve()
     return file.is_relative_to(ROOT) and "site-packages" not in file.parts
-
-
-def package_of(e: Exception) -> str:
-    """Return the package whose code raised e."""
-    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-    return frame.f_globals.get("__name__", "").partition(".")[0]

@@ -15,8 +15,10 @@ from pathlib import Path
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 # By controller: files of the second version of control groups, then files of the first version.
-MEMORY_FILES = (("memory.max", "memory.current", "memory.stat"),)
-MEMORY_FILES += (("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),)
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+)
 CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 

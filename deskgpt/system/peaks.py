@@ -45,14 +45,10 @@ MAKERS_AND_FAMILIES = re.compile(
 class Card:
     """One row of the table."""
 
-    names: tuple[str, ...]
+    name: str
     flops: dict[str, float]  # FLOP/s by dtype: "float32", "tf32", "bfloat16", "float16"
     source: str
     memory_gb: int
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
     def fast_dtype(self) -> str:
         """Return what train.py's dtype=auto takes on it: bfloat16, or float16 if the card emulates bfloat16."""
@@ -82,19 +78,18 @@ def find_card(name: str) -> Card:
     """
     stated = MEMORY_SIZE.search(name.lower())
     key = name_key(MEMORY_SIZE.sub("", name.lower()))
-    by_key = {name_key(its_name): card for card in table() for its_name in card.names}
-    if key not in by_key:
-        similar = difflib.get_close_matches(key, by_key, n=5, cutoff=0.4) or by_key
-        names = dict.fromkeys(by_key[each].name for each in similar)
+    if key not in table():
+        similar = difflib.get_close_matches(key, table(), n=5, cutoff=0.4) or table()
+        names = dict.fromkeys(table()[each].name for each in similar)
         raise ValueError(f"{name!r} is not a known card; did you mean one of {', '.join(names)}?")
-    card = by_key[key]
+    card = table()[key]
     return replace(card, memory_gb=int(stated[1])) if stated else card
 
 
 @functools.cache
-def table() -> list[Card]:
-    """Return the cards of TABLE, in its order."""
-    cards = []
+def table() -> dict[str, Card]:
+    """Return the cards of TABLE by the keys of all their names."""
+    cards: dict[str, Card] = {}
     source = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         names, *cells = [cell.strip() for cell in line.split("|")]
@@ -103,7 +98,8 @@ def table() -> list[Card]:
         elif not line.startswith("#"):
             *tflops, gb = cells
             flops = {dtype: float(cell) * 1e12 for dtype, cell in zip(COLUMNS, tflops, strict=True) if cell != "-"}
-            cards.append(Card(tuple(names.split("/")), flops, source, int(gb)))
+            card = Card(names.split("/")[0], flops, source, int(gb))
+            cards |= {name_key(each): card for each in names.split("/")}
     return cards
 
 
