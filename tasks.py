@@ -175,7 +175,7 @@ def run(*command: object) -> None:
     print0("+ " + shlex.join(map(str, command)).replace(str(ROOT) + os.sep, ""))
     code = call(*command)
     if code:
-        sys.exit(128 - code if code < 0 else code)  # as a shell, where a signal ended it
+        sys.exit(128 - code if code < 0 else code)  # as a shell, if a signal ended it
 
 
 def call(*command: object) -> int:

@@ -67,7 +67,7 @@ def test_tilde_in_an_option_means_the_home_folder(monkeypatch):
 
 
 def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_path, monkeypatch, capsys):
-    """Whose own error is printed: versions that do not fit each other."""
+    """Print the package's own error, such as versions that do not fit each other."""
     (tmp_path / "halfway").mkdir()
     (tmp_path / "halfway" / "__init__.py").write_text("raise ImportError('needs protobuf>=6')")
     monkeypatch.syspath_prepend(tmp_path)

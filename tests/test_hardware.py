@@ -28,9 +28,9 @@ def test_ranks_never_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert hardware.resolve_device("auto", 1, 2) == torch.device("cuda:1")
     for device, local_ranks, remedy in (("auto", 3, "--nproc_per_node=2"), ("cuda:1", 2, "--device=cuda")):
-        with pytest.raises(ValueError, match=f"{local_ranks} ranks") as refused:
+        with pytest.raises(ValueError, match=f"{local_ranks} ranks") as error:
             hardware.resolve_device(device, 0, local_ranks)
-        assert_one_line(refused.value, remedy)
+        assert_one_line(error.value, remedy)
 
 
 # ---- which build of torch ------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_build_of_torch_follows_from_the_card_and_its_driver(capability, cuda, w
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Sets what a program on the PATH answers in nvidia-smi's place: name, capability, the driver's CUDA."""
+    """Return a function that sets what a program on the PATH answers in nvidia-smi's place."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

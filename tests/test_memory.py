@@ -114,7 +114,7 @@ def test_larger_micro_batch_divides_the_step_and_fits(monkeypatch):
 
 @pytest.fixture
 def memory_for_five_sequences(monkeypatch):
-    """A machine on which a training pass of more than 5 sequences runs out of memory, with CUDA's error."""
+    """Set up a machine on which a training pass of more than 5 sequences runs out of memory, with CUDA's error."""
     forward: Callable[..., Any] = GPT.forward
 
     def limited(self, idx, targets=None):

@@ -94,7 +94,7 @@ def test_gpu_has_its_published_peak_or_the_measured_one_and_says_which(
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    """A machine that was never measured; returns what forgets the measurements of this process."""
+    """Set up a machine that was never measured; return a function that forgets what this process has measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peaks.measured_flops.cache_clear()
     yield peaks.measured_flops.cache_clear

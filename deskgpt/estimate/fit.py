@@ -1,4 +1,4 @@
-"""What fits into memory: whether the model does at all, and the largest micro-batch that does."""
+"""Refuse a model or a micro-batch that does not fit into memory, and find the largest micro-batch that does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refuse_large_batch(
 ) -> None:
     """Raise ValueError, naming a smaller micro-batch, if a CPU surely lacks the memory to train with this one.
 
-    Only on a CPU, where the system ends a process that takes too much; GPUs raise an error. shards: as above.
+    Only on a CPU: there the system ends a process that takes too much. GPUs raise an error. shards: as above.
     """
     if device.type != "cpu":
         return

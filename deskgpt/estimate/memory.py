@@ -1,4 +1,4 @@
-"""The memory of a training step, predicted from the model's sizes. Nothing runs, here or on a card.
+"""Predict the memory of a training step from the model's sizes. Nothing runs, here or on a card.
 
 The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations are counted for the
 layers of model.py as it comes: a changed block keeps others. Checked against steps on a CPU, by torch's profiler:

@@ -1,4 +1,4 @@
-"""What a run needs, printed before it starts: its size, memory by part, time. On this machine, or on a card elsewhere.
+"""Print what a run needs, before it starts: its size, memory by part, time. On this machine, or on a card elsewhere.
 
     python train.py config/train_fineweb_125m.py --dry_run=True
     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"

@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """Token files that a run reads are damaged or gone. The run saves its last whole step and ends."""
+    """Token files that a run reads are damaged or gone. The run saves its last complete step and ends."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -112,7 +112,7 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
         )
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else e.strerror or str(e)
-    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
+    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a package, not a module inside one
         return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
     if isinstance(e, ImportError) and not raised_in_our_code(e):
         *_, (frame, _) = traceback.walk_tb(e.__traceback__)

@@ -1,4 +1,4 @@
-"""What a container or a batch job allows of a machine's memory and cores: Linux's control groups, both versions.
+"""Read what a container or a batch job allows of a machine's memory and cores: Linux's control groups, both versions.
 
 usable_cores()          # by affinity and CPU quota: docker --cpus=1.5 makes it 1
 memory_limits()         # [(limit, used)] in bytes, one for each group that limits this process

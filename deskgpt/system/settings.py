@@ -1,4 +1,4 @@
-"""The checks of all settings: type, range, whether it is a path.
+"""Check settings: type, range, whether it is a path.
 
 A dataclass declares them:
 
@@ -52,7 +52,7 @@ class Setting:
     """A field of a dataclass, as declared."""
 
     name: str
-    types: tuple[Any, ...]  # of a union such as `float | None` all; () where there are choices
+    types: tuple[Any, ...]  # of a union such as `float | None` all; () if there are choices
     choices: tuple[Any, ...]  # of a Literal
     default: Any
     range: Range
@@ -100,7 +100,7 @@ def check_fields(config: Any) -> None:
 def check(value: Any, setting: Setting, where: str) -> Any:
     """Return `value` in the setting's type. Raises ConfigError, which begins with `where`: file, line and name.
 
-    Whole floats become ints where an int is needed, and ints become floats. Whole numbers must fit into 64 bits:
+    Floats such as 1e3 become ints if an int is needed, and ints become floats. Whole numbers must fit into 64 bits:
     neither torch nor NumPy can count with larger ones.
     """
     if setting.choices:

@@ -1,4 +1,4 @@
-"""Which of torch's builds (wheels) serves this machine's GPU; by the standard library only, since tasks.py asks first.
+"""Choose the build of torch (wheel) that serves this machine's GPU. Only the standard library is needed.
 
 python -m deskgpt.system.wheels      # what this machine needs, in one line
 """
