@@ -117,7 +117,7 @@ def training_flags(command: str) -> str:
         return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
         return f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} --gradient_accumulation_steps=1"
-    accumulation = " --gradient_accumulation_steps=2" if "torchrun" in command or "fineweb" in command else ""
+    accumulation = " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
     return f"{SHORT} --eval_tokens=64{accumulation}"
 
 
