@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import note_once
 from deskgpt.system.settings import Setting, check, settings_of
-from deskgpt.system.terminal import print_or_fail
 
 Config = TypeVar("Config")
 
@@ -59,7 +58,7 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
     base: values to use instead of the defaults, such as those of the run that is resumed; a path may be empty.
     """
     if "--help" in argv or "-h" in argv:
-        print_or_fail(help_text(cls))
+        print(help_text(cls))
         raise SystemExit(0)
     settings = settings_of(cls)
     values = {name: setting.default for name, setting in settings.items()}
@@ -68,9 +67,8 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
         values[name] = "" if is_empty_path else check(value, settings[name], f"the resumed run's {name}")
 
     # Config files come first, wherever they stand among the arguments.
-    for before, argument in zip(["", *argv], argv, strict=False):
+    for argument in argv:
         if not argument.startswith("-"):
-            refuse_loose_value(before, argument, settings)
             values |= read_config_file(argument, cls, values)
     for argument in argv:
         if argument.startswith("-") and not is_retired(argument.removeprefix("--").partition("=")[0], cls):
@@ -85,19 +83,6 @@ def is_retired(name: str, cls: type) -> bool:
     if name in retired and os.environ.get("RANK", "0") == "0":
         note_once(f"{name} is no longer used: {retired[name]}")
     return name in retired
-
-
-def refuse_loose_value(before: str, argument: str, settings: Mapping[str, Setting]) -> None:
-    """Raise ConfigError for a setting that is written in another way than --key=value, as `--batch_size 8`."""
-    if Path(argument).is_file():
-        return
-    if before.startswith("--") and before[2:] in settings:
-        raise ConfigError(f"{before} {argument}: write {before}={argument}")
-    name, equals, value = argument.lstrip("-—–").partition("=")
-    if equals and name in settings:
-        raise ConfigError(f"{argument}: write --{name}={value}")
-    if not argument:
-        raise ConfigError("an argument is empty; settings are written --key=value")
 
 
 def read_argument(argument: str, cls: type) -> tuple[str, Any]:
@@ -144,9 +129,9 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
     """
     known = settings_of(cls)
     if not Path(path).is_file():
-        what = "is no file" if Path(path).exists() else "no such config file"
         similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
-        raise ConfigError(f"{path}: {what}" + (f"; did you mean {similar[0]}?" if similar else ""))
+        hint = f"did you mean {similar[0]}?" if similar else "settings are written --key=value"
+        raise ConfigError(f"{path!r} is not a config file; {hint}")
     line_of = {}  # the last assignment to each name
     try:
         tree = ast.parse(Path(path).read_bytes())
@@ -164,18 +149,13 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
         raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}") from None
 
     settings: dict[str, Any] = {}
-    n_retired = 0
     for name, value in result.items():
-        if not isinstance(name, str) or name.startswith("_") or isinstance(value, ModuleType) or callable(value):
-            continue
-        if is_retired(name, cls):
-            n_retired += 1
+        is_own = not isinstance(name, str) or name.startswith("_") or isinstance(value, ModuleType) or callable(value)
+        if is_own or is_retired(name, cls):
             continue
         where = f"{path}:{line_of.get(name, 1)}: {name}"
         check_known(name, known, where)
         settings[name] = check(value, known[name], where)
-    if not known.keys() & line_of.keys() and settings == dict(values) and not n_retired:
-        raise ConfigError(f"{path}:1: this config file sets nothing; {HOW_TO_WRITE}")
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Runs the common tasks, and installs what they need. `make` calls this file; without make, type it yourself.
+"""Run the common tasks, and install what they need. `make` calls this file; without make, type it yourself.
 
     python tasks.py train                      a first model in a few minutes, text from it and its report
     python tasks.py train --text novel.txt     the same on your own text
@@ -48,7 +48,7 @@ print0 = functools.partial(print, flush=True)  # at once, before what the next c
 
 
 def main(argv: list[str]) -> None:
-    """Runs the task that the command line names."""
+    """Run the task that the command line names."""
     split = argv.index("--") if "--" in argv else len(argv)
     extra = argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,48 +78,47 @@ def main(argv: list[str]) -> None:
 
 
 def absolute(path: str) -> str:
+    """Return the path from the root; nothing for no path."""
     return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
 # ---- the first run -------------------------------------------------------------------------------------------
 
-# What to train in three minutes: (device, TFLOP/s that its matmuls must reach, settings, validation loss on
-# Shakespeare's plays). For CPUs the largest model comes first (bench/results/2026-11-22-first-run.md and
-# 2026-11-26-first-run-zen4.md).
-# Slower ones take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
+# Slower machines take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
 FAST = ["config/train_shakespeare_char_fast.py", "--max_iters=1600"]
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
-FIRST_MODELS = (
-    ("cuda", 0.0, ["config/train_shakespeare_char.py"], "about 1.47 (nanoGPT's figure; not measured on a card here)"),
-    ("mps", 0.0, FAST, "about 1.5 (expected; not measured on an Apple GPU)"),
-    ("cpu", 0.7, FAST, "1.46 to 1.5"),
-    ("cpu", 0.4, [*FAST, "--n_layer=3", *SLOWER], "1.46 to 1.5"),
-    ("cpu", 0.1, [*FAST, "--n_layer=2", *SLOWER], "1.47 to 1.6"),
-    ("cpu", 0.0, [*FAST, "--n_layer=1", *SLOWER], "1.6 to 2"),
-)
 # What other programs compute too. On a CPU the loss is about 0.05 higher (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
 MATMULS = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
 MATMULS += "print(device.type, max(0.0, peaks.measured_matmul_flops(device, peaks.fast_dtype(device)) / 1e12))"
 
 
-def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
-    """Prepares data, trains a small model on it for about three minutes, prints text from it and writes its report.
+def first_model(device: str, tflops: float) -> list[str]:
+    """Return what to train in three minutes on a device whose matmuls reach so many TFLOP/s.
 
-    to: exports the model there; then it is one that other programs have.
+    The limits are measured (bench/results/2026-11-22-first-run.md and 2026-11-26-first-run-zen4.md).
+    """
+    if device == "cuda":
+        return ["config/train_shakespeare_char.py"]
+    if device == "mps" or tflops >= 0.7:
+        return FAST
+    layers = 3 if tflops >= 0.4 else 2 if tflops >= 0.1 else 1
+    return [*FAST, f"--n_layer={layers}", *SLOWER]
+
+
+def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
+    """Prepare data, train a small model on it for about three minutes, print text from it and write its report.
+
+    to: export the model there; then it is one that other programs have.
     """
     dataset = prepare(python, text)
     print0("measuring how fast this machine multiplies matrices")
     done = subprocess.run([str(python), "-c", MATMULS], stdout=subprocess.PIPE, text=True)
     device, tflops = done.stdout.split() if done.returncode == 0 else ("cpu", "0")  # train.py prints what is wrong
-    settings, loss = next(model[2:] for model in FIRST_MODELS if model[0] == device and float(tflops) >= model[1])
+    settings = first_model(device, float(tflops))
     if to and device != "cuda":  # whose model is a GPT-2
         settings = [*settings, *FOR_EXPORT]
-        loss += ", and 0.05 more for what other programs lack"
-    print0(f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training with {' '.join(settings)}")
-    if not extra:
-        expected = f", after which its validation loss is {loss}" if dataset == "shakespeare_char" else ""
-        print0(f"this takes about three minutes{expected}")
+    print0(f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training for about three minutes")
     run(python, "train.py", *settings, "--max_minutes=3", f"--dataset={dataset}", f"--out_dir={out}", *extra)
     run(python, "sample.py", f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=300")
     if call(python, "bench/report.py", out) == 0:
@@ -129,7 +128,7 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
 
 
 def prepare(python: Path, text: str) -> str:
-    """Prepares data and returns its name: the text, else Shakespeare's plays, else the source code of Python."""
+    """Prepare data and return its name: the text, else Shakespeare's plays, else the source code of Python."""
     if text:  # each text has a folder of its own: a run needs its data to resume
         name = f"{re.sub(r'[^A-Za-z0-9]+', '_', Path(text).stem)}_{file_sha256(Path(text))[:8]}"
         run(python, "data/text/prepare.py", text, "--name", name)
@@ -149,7 +148,7 @@ def prepare(python: Path, text: str) -> str:
 
 
 def install(venv: Path, requirements: str) -> Path:
-    """The environment's Python, with the packages of this file, installed again when the files have changed."""
+    """Return the environment's Python, with the packages of this file, installed again if the files have changed."""
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     wanted = "".join((ROOT / f"{name}.txt").read_text() for name in ("constraints", "requirements", "requirements-dev"))
     for name in (requirements, "requirements-dev.txt"):  # the latter includes the former
@@ -160,11 +159,11 @@ def install(venv: Path, requirements: str) -> Path:
     if not python.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
-    print0(f"{why}. Installing {requirements} into {venv.name}: about {wheel.gb + 0.5:.1f} GB to download")
+    print0(f"{why}. Installing {requirements} into {venv.name}: about {wheels.SIZE_GB[wheel] + 0.5:.1f} GB to download")
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements]
     listed = subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
     if "index" not in listed.stdout and sys.platform != "darwin":
-        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel.name}"]  # unless the user has chosen one
+        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]  # unless the user has chosen one
     if call(*command, "-c", "constraints.txt"):
         sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")
     (venv / f".installed-{requirements}").write_text(wanted)
@@ -172,15 +171,15 @@ def install(venv: Path, requirements: str) -> Path:
 
 
 def run(*command: object) -> None:
-    """Prints a command and runs it; if it fails, ends this script with the command's exit status."""
+    """Print a command and run it; if it fails, end this script with the command's exit status."""
     print0("+ " + shlex.join(map(str, command)).replace(str(ROOT) + os.sep, ""))
     code = call(*command)
     if code:
-        sys.exit(128 - code if code < 0 else code)  # as a shell, where a signal ended it
+        sys.exit(128 - code if code < 0 else code)  # as a shell, if a signal ended it
 
 
 def call(*command: object) -> int:
-    """Runs a command and returns its exit status. A kill of this process ends the command instead."""
+    """Run a command and return its exit status. A kill of this process ends the command instead."""
     process = subprocess.Popen([str(word) for word in command])
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     return process.wait()

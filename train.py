@@ -23,7 +23,6 @@ if __name__ == "__main__":
     open_standard_files()
     signal_handler.install()  # before torch is imported, which takes seconds
 
-import functools
 import math
 import os
 import time
@@ -74,7 +73,6 @@ from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, ModelSettings
 
 if TYPE_CHECKING:
-    from deskgpt.estimate.memory import MakeOptimizer
     from deskgpt.generate.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
@@ -170,19 +168,18 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     seed_all(config.seed, dist.device)
     data = Dataset(DATA / config.dataset, needed=not config.plans)
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
-    make_optimizer = functools.partial(build_optimizer, config)
     if config.plans:
-        return print_plan(config, init, data, make_optimizer, dist)
+        return print_plan(config, init, data, dist)
     data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------------------
     variant = init.choose_variant(config, dist)
-    batching = init.fitting_batch(config, variant, make_optimizer, dist)
+    batching = init.fitting_batch(config, variant, dist)
     model = init.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
     net = data_parallel(model, dist)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(model, variant.dtype)
+    optimizer = build_optimizer(config, model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, init.step, dist)
     step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
@@ -342,13 +339,11 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 # ---- set-up and end ------------------------------------------------------------------------------------------
 
 
-def print_plan(
-    config: TrainConfig, init: InitState, data: Dataset, make_optimizer: MakeOptimizer, dist: DistContext
-) -> float:
+def print_plan(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> float:
     """Print what a run of config needs and, on this machine, check its model. Raises ValueError if that is wrong."""
     from deskgpt.estimate import plan
 
-    fits = plan.dry_run(config, init.model_config, make_optimizer, dist)
+    fits = plan.dry_run(config, init.model_config, dist)
     if fits and not config.plan_for and dist.world == 1:
         init.check_model(config, data, dist)
     return math.inf

@@ -259,7 +259,7 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
         with torch.inference_mode(), hardware.autocast(device, dtype):
             for T in (9, 1):
                 model.logits(model.transformer(torch.zeros(2, T, dtype=torch.int64), cache))
-    step = Step(config, c.batch_size, variant, "cuda", make_optimizer=make_optimizer)
+    step = Step(config, c.batch_size, variant, "cuda")
     found = {"dtype": dtype, "bytes": moved, "peak_bytes": peak_bytes, "predicted_bytes": sum(memory(step).values())}
     found |= {"tokens": idx.numel(), "flops": GPT.without_storage(config).estimate_flops() * idx.numel()}
     return found | kernels.compile()

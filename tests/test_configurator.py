@@ -71,10 +71,8 @@ def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, 
 def test_numbers_as_people_type_them(tmp_path):
     c = configure(Settings, ["--count=1e3", "--rate=2", "--on", "--limit=none"])
     assert (c.count, type(c.count), c.rate, type(c.rate), c.on, c.limit) == (1000, int, 2.0, float, True, None)
-    assert configure(Settings, ["--on=true", write(tmp_path, "import numpy\nrate = numpy.sqrt(4)\n")]) == Settings(
-        on=True, rate=2
-    )
-    assert configure(Settings, ["--on", write(tmp_path, "count = 3\n")]) == Settings(on=True, count=3)
+    for on in ("--on=true", "--on"):
+        assert configure(Settings, [on, write(tmp_path, "count = 3\n")]) == Settings(on=True, count=3)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
@@ -87,7 +85,7 @@ def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
     assert (c.count, c.rate) == (20, 0.25)
 
 
-def test_settings_of_earlier_versions_are_taken_and_said_to_have_no_effect(tmp_path, capsys):
+def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(tmp_path, capsys):
     for argument in ("--depth=3", write(tmp_path, "depth = 3\n")):
         note_once.cache_clear()
         assert configure(Settings, [argument, argument]) == Settings()
@@ -97,8 +95,6 @@ def test_settings_of_earlier_versions_are_taken_and_said_to_have_no_effect(tmp_p
 # A config file, or an argument, and what its error names.
 FAULTY_FILES: dict[str, list[str]] = {
     "rate = 1.0\ncount: 3\n": [":2:", "count = 3"],  # as in YAML
-    "- count\n": [":1:", "sets nothing"],
-    "# nothing\n_x = 3\n": [":1:", "sets nothing", "="],
     "count = 1\n\nrat = 2\n": [":3:", "rat ", "rate"],
     "qqq = 2\n": [":1:", "qqq", "--help"],
     "count = 1.5\n": [":1:", "count=1.5", "int"],
@@ -120,19 +116,16 @@ FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "--share=None": ["share", "--share=0.9"],
     "--folder=": ["--folder", "--folder=out"],
     "--folder=~nobody-of-this-name/a": ["~nobody-of-this-name"],
-    "count=3": ["--count=3"],
-    "—count=3": ["--count=3"],  # some programs make one long dash of two short ones
-    "--count 8": ["--count=8"],
-    "--on False": ["--on=False"],
-    "--name nowhere.py": ["--name=nowhere.py"],
+    "count=3": ["count=3", "--key=value"],
+    "--count 8": ["8", "--key=value"],
     "-count=3": ["-count=3", "--key=value"],
-    "nowhere.py": ["nowhere.py"],
-    "config": ["config", "is no file"],
+    "nowhere.py": ["nowhere.py", "is not a config file"],
+    "config": ["config", "is not a config file"],
 }
 
 
 @pytest.mark.parametrize(("fault", "named"), [*FAULTY_FILES.items(), *FAULTY_ARGUMENTS.items()])
-def test_faults_are_named_in_one_line_those_of_a_file_with_its_line(tmp_path, fault, named):
+def test_fault_is_one_line_which_names_its_value_and_in_a_file_its_line(tmp_path, fault, named):
     path = write(tmp_path, fault)
     with pytest.raises(ConfigError) as e:
         configure(Settings, [path] if fault in FAULTY_FILES else fault.split(" "))

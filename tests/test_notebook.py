@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import re
 import shutil
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
+
+import tasks
+from deskgpt.system import hardware, peaks
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = ROOT / "notebook.ipynb"
@@ -22,7 +24,7 @@ def notebook() -> Any:
 
 
 def code_cells(book: Any) -> dict[str, Any]:
-    """The cells of code by their ids."""
+    """Return the cells of code by their ids."""
     return {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
 
 
@@ -41,22 +43,25 @@ def test_file_is_valid_holds_no_results_names_files_that_exist_and_never_install
     assert not [source for source in others if re.search(r"^\s*[%!]|\bpip\W+install\b.*\brun\(", source, re.M)]
 
 
+def test_names_of_our_modules_that_the_notebook_uses_exist():
+    code = "\n".join(cell.source for cell in code_cells(notebook()).values())
+    used = re.findall(r"\b(hardware|peaks|tasks)\.(\w+)", code)
+    assert len(used) > 3
+    modules = {"hardware": hardware, "peaks": peaks, "tasks": tasks}
+    assert [name for module, name in used if not hasattr(modules[module], name)] == []
+
+
 # ---- a run -----------------------------------------------------------------------------------------------------
 
 
-def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str = "", **parameters: object) -> Any:
-    """The notebook after a run in the folder with these parameters and no network, up to the cell `last` if named.
-
-    A cell that fails ends the run.
-    """
+def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, **parameters: object) -> Any:
+    """Return the notebook after a run in the folder with these parameters and no network. A cell that fails ends it."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("MPLBACKEND", raising=False)
     book = notebook()
-    if last:
-        del book.cells[[cell.id for cell in book.cells].index(last) + 1 :]
     for cell in book.cells:
         if "parameters" in cell.metadata.get("tags", []):
             cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
@@ -67,7 +72,7 @@ def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, last: str = "", **pa
 
 
 def printed(cell: Any) -> str:
-    """What a cell has printed, errors included."""
+    """Return what a cell has printed, errors included."""
     texts = [output.get("text", "") + "\n".join(output.get("traceback", [])) for output in cell.outputs]
     return "".join(texts)
 
@@ -89,20 +94,3 @@ def test_whole_notebook_trains_plots_and_writes_text(tmp_path, monkeypatch):
     written = re.findall(r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed(cells["sample"]), re.M | re.S)
     assert len(written) == 1  # from the first temperature to the second one's end
     assert printed(cells["sample"]).count("---------------") == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_code_is_cloned_where_the_notebook_is_alone_and_only_once(tmp_path, monkeypatch):
-    code = tmp_path / "origin"
-    (code / "deskgpt").mkdir(parents=True)
-    for name in ("train.py", "deskgpt/__init__.py"):
-        (code / name).write_text("")
-    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "code"]):
-        subprocess.run(["git", *words], cwd=code, check=True)
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "novel.txt").write_text("words")
-    for repository in (str(code), "gone"):  # the second time it is not asked for
-        book = executed(tmp_path / "alone", monkeypatch, last="code", REPOSITORY=repository, TEXT="novel.txt")
-        assert printed(code_cells(book)["code"]) == f"the code is in {tmp_path / 'alone' / 'deskgpt'}\n"

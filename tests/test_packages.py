@@ -28,7 +28,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Rest
 
 @pytest.fixture
 def without(tmp_path):
-    """Runs a command as if some packages were not installed."""
+    """Return a function that runs a command as if some packages were not installed."""
 
     def run(hidden: list[str], *command: str | Path) -> subprocess.CompletedProcess[str]:
         (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)

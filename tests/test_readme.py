@@ -29,7 +29,7 @@ def blocks_of(page: Path, language: str) -> list[str]:
 
 
 def commands_of(page: Path) -> list[str]:
-    """The commands of the sh blocks of a page, without their comments. A line that ends with \\ goes on in the next."""
+    """Return the commands of the sh blocks of a page, without comments. A \\ at its end continues a line."""
     lines = "".join(blocks_of(page, "sh")).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line]
 
@@ -44,7 +44,7 @@ NOT_RUN = (
 )
 NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "data/chat/", "--out_dir=out-chat ")
 WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
-# With dtype=auto each run would time and verify several variants, which takes longer than its steps.
+# Compiling takes longer than the steps of these runs.
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
 GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would have to be downloaded
 SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 {PLAIN}"
@@ -52,7 +52,7 @@ SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, text) -> Iterator[Path]:
-    """The repository without what git ignores, texts to train on, and a .venv that runs this very Python."""
+    """Make a copy of the repository without what git ignores, with texts to train on and a .venv of this Python."""
     folder = tmp_path_factory.mktemp("clone") / "deskgpt"
     ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
     shutil.copytree(ROOT, folder, ignore=ignored)
@@ -84,7 +84,7 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
 
 
 def run(clone: Path, command: str) -> str:
-    """Runs a command in the clone and returns what it prints."""
+    """Run a command in the clone and return what it prints."""
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "COLUMNS": "80"}
     done = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200)
@@ -93,7 +93,7 @@ def run(clone: Path, command: str) -> str:
 
 
 def shortened(command: str) -> str:
-    """The same command with a tiny model, few steps, and data that is here instead of on the hub."""
+    """Return the same command with a tiny model, few steps, and data that is here instead of on the hub."""
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
     if WITHOUT_BPE and "data/text/prepare.py" in command:
         command = command.replace("--tokenizer gpt2", "--tokenizer bytes")  # later commands train on these data
@@ -113,14 +113,14 @@ def shortened(command: str) -> str:
 
 
 def training_flags(command: str) -> str:
-    """Settings that make a train.py command short."""
+    """Return settings that make a train.py command short."""
     if "init_from=resume" in command:  # the checkpoint decides the model and the batch
         return f"--max_iters=4 {PLAIN} --resume_changed=True"
     if "init_from=out-" in command:
         return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
         return f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} --gradient_accumulation_steps=1"
-    accumulation = " --gradient_accumulation_steps=2" if "torchrun" in command or "fineweb" in command else ""
+    accumulation = " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
     return f"{SHORT} --eval_tokens=64{accumulation}"
 
 
@@ -149,7 +149,7 @@ def test_commands_of_the_pages_run(clone):
 
 
 def heading_anchors(page: Path) -> set[str]:
-    """The names by which links reach the headings of a page, made as GitHub makes them."""
+    """Return the names by which links reach the headings of a page, made as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_one_line, shell
+from conftest import ROOT, assert_one_line
 
 import tasks
 from deskgpt.system import wheels
@@ -54,7 +53,7 @@ class Machine:
         (folder / "pip-config").touch()
 
     def calls(self) -> list[str]:
-        """The commands since the last call of this method, without questions."""
+        """Return the commands since the last call of this method, without questions."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         path.write_text("")
@@ -82,10 +81,7 @@ def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_t
     assert rest[2].startswith("train.py config/train_shakespeare_char_fast.py ")
     assert rest[2].endswith(" --dataset=python_char --out_dir=out-first --max_iters=3")
     assert [call.split()[0] for call in rest[3:]] == ["sample.py", "bench/report.py"]
-    printed = capfd.readouterr().out
-    assert printed.splitlines()[-1].endswith("out-first/report.html")
-    assert "three minutes" not in printed  # nor the loss of the plays: it is another run
-    assert "1.46" not in printed
+    assert capfd.readouterr().out.splitlines()[-1].endswith("out-first/report.html")
     tasks.main(["train"])
     assert machine.calls()[0] == rest[0]  # nothing is installed again, and the plays are tried again
 
@@ -100,7 +96,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("matmul", FIRST)
-def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_only(matmul, machine, capfd):
+def test_first_model_fits_the_machine(matmul, machine):
     (machine.folder / "matmul").write_text(matmul)
     (machine.folder / "data" / "shakespeare_char").mkdir(parents=True)
     (machine.folder / "data" / "shakespeare_char" / "val.bin").touch()
@@ -109,7 +105,6 @@ def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_o
     [train] = [call for call in machine.calls() if call.startswith("train.py")]
     assert FIRST[matmul] in train
     assert "--dataset=shakespeare_char" in train
-    assert re.search(r"three minutes.* loss is (about )?1\.\d", capfd.readouterr().out)
     tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine", "--to", "my.gguf"])
     prepare, train, *_, export = machine.calls()
     name = f"my_novel_{sha256(b'a text')[:8]}"  # each text has its own, so that runs on others can be resumed
@@ -117,7 +112,6 @@ def test_first_model_fits_the_machine_and_what_is_printed_is_true_of_the_plays_o
     assert train.endswith(f"--dataset={name} --out_dir=out-mine")
     assert ("--token_shift=False" in train) != matmul.startswith("cuda")
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
-    assert "loss" not in capfd.readouterr().out
 
 
 def test_missing_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(machine):
@@ -181,16 +175,11 @@ tasks.run(sys.executable, "ends_late.py")
 """
 
 
-@pytest.mark.parametrize("ended", ["Ctrl+C", "kill of tasks.py", "kill of make"])
+@pytest.mark.parametrize("ended", ["Ctrl+C", "kill"])
 def test_command_ends_in_its_own_way_and_is_waited_for(ended, tmp_path):
     for name, text in {"ends_late.py": ENDS_LATE, "caller.py": CALLER}.items():
         (tmp_path / name).write_text(text)
     command = [sys.executable, "caller.py", str(ROOT)]
-    if ended == "kill of make":
-        if not shutil.which("make"):
-            pytest.skip("no make")
-        (tmp_path / "Makefile").write_text(f"train:\n\t@{shlex.join(command)}\n")
-        command = ["make"]
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
@@ -199,7 +188,7 @@ def test_command_ends_in_its_own_way_and_is_waited_for(ended, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.terminate()
-    assert process.wait(timeout=30) == (-signal.SIGTERM if ended == "kill of make" else 130)
+    assert process.wait(timeout=30) == 130
     assert (tmp_path / "saved").exists()
 
 
@@ -231,26 +220,7 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
     assert machine.calls() == []
 
 
-SCRIPTS_BY_FILE = """
-import runpy, sys
-path = list(sys.path)
-for script in ("train.py", "sample.py", "export.py", "tasks.py"):
-    sys.path[:], sys.argv = path, [script, "--help"]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("configurator", "model", "data", "deskgpt")]:
-        del sys.modules[name]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as e:
-        assert not e.code, script
-"""
-
-
-def test_scripts_start_also_where_python_leaves_their_folder_out_of_its_path():
-    done = shell("python", "-c", SCRIPTS_BY_FILE, env=os.environ | {"PYTHONSAFEPATH": "1"})
-    assert done.returncode == 0, done.stderr
-
-
-def test_tasks_start_before_any_package_is_installed():
-    words = [sys.executable, "-S", str(ROOT / "tasks.py"), "--help"]  # -S: the standard library alone
+def test_tasks_start_before_any_package_is_installed_and_with_pythonsafepath():
+    words = [sys.executable, "-SP", str(ROOT / "tasks.py"), "--help"]  # -S: the standard library alone
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

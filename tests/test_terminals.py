@@ -1,4 +1,4 @@
-"""Runs whose terminal, pipe, disk or locale is not what it should be: they go on, and the log has everything."""
+"""A terminal, pipe, disk or locale that fails: the run continues, and the log has everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_file_opened_after_the_start_is_not_taken_for_the_terminal(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_whose_output_fails_goes_on_to_its_end(chars, tmp_path):
+def test_run_continues_to_its_end_when_its_output_fails(chars, tmp_path):
     command = f"{sys.executable} train.py {' '.join(flags(**TINY, dataset=chars, out_dir=tmp_path))}"
     done = shell("bash", "-c", f"{command} 2>/dev/full | head -1; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stderr) == (0, "")

@@ -43,14 +43,14 @@ os._exit(int(connection.recv(8) or b"1"))
 
 
 def write_program(path: Path, *command: str) -> None:
-    """A program that adds its arguments to those of the command."""
+    """Write a program that adds its arguments to those of the command."""
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     path.chmod(0o755)
 
 
 @contextmanager
 def warm_python(program: Path) -> Iterator[None]:
-    """Within the block, `program` takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE."""
+    """Write `program`, which takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE, within the block."""
     if sys.platform != "linux":
         write_program(program, sys.executable)
         yield
@@ -70,7 +70,7 @@ def warm_python(program: Path) -> Iterator[None]:
 
 
 def serve(number: int) -> tuple[list[str], socket.socket]:
-    """Forks for each connection to the socket of this number. Returns, in the fork, Python's arguments and its client.
+    """Fork for each connection to the socket of this number. Return, in the fork, Python's arguments and its client.
 
     A client that is killed takes the fork with it.
     """
@@ -110,7 +110,7 @@ def serve(number: int) -> tuple[list[str], socket.socket]:
 
 
 def run(arguments: list[str]) -> None:
-    """What `python ARGUMENTS` does. After STUCK_S, stderr gets what each thread is doing, in case it never ends."""
+    """Do what `python ARGUMENTS` does. After STUCK_S, stderr gets what each thread is doing, in case it never ends."""
     faulthandler.dump_traceback_later(STUCK_S)
     if arguments[0] == "-u":
         arguments = arguments[1:]

@@ -1,15 +1,14 @@
-"""What fits into memory: whether the model does at all, and the largest micro-batch that does."""
+"""Refuse a model or a micro-batch that does not fit into memory, and find the largest micro-batch that does."""
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import replace
 
 import torch
 
 from data.batching import Batching
 from deskgpt.compute.variant import Variant
-from deskgpt.estimate.memory import MakeOptimizer, Step, memory
+from deskgpt.estimate.memory import Step, memory
 from deskgpt.system import hardware
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
@@ -53,7 +52,7 @@ def refuse_large_batch(
 ) -> None:
     """Raise ValueError, naming a smaller micro-batch, if a CPU surely lacks the memory to train with this one.
 
-    Only on a CPU, where the system ends a process that takes too much; GPUs raise an error. shards: as above.
+    Only on a CPU: there the system ends a process that takes too much. GPUs raise an error. shards: as above.
     """
     if device.type != "cpu":
         return
@@ -85,24 +84,19 @@ def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> B
     return same
 
 
-def larger_batch(
-    config: GPTConfig, make: MakeOptimizer, device: torch.device, batching: Batching, variant: Variant
-) -> Batching:
+def larger_batch(config: GPTConfig, device: torch.device, batching: Batching, variant: Variant) -> Batching:
     """Return the same training in the largest micro-batch up to ENOUGH_TOKENS that is predicted to fit.
 
     The limit is all memory of the device, not what is free just now: the same run takes the same micro-batch each time.
     """
-    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type, make)
+    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type)
     largest = largest_batch(step, batching.sequences // batching.world, USABLE * hardware.memory_bytes(device))
     return batching if largest <= batching.batch_size else batching.with_batch_size(largest)
 
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
     """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0."""
-    sizes = [n for n in range(1, step.batch_size + 1) if sequences % n == 0]
-
-    def needed(batch_size: int) -> int:
-        return sum(memory(replace(step, batch_size=batch_size)).values())
-
-    n_fitting = bisect.bisect_right(sizes, limit_bytes, key=needed)
-    return sizes[n_fitting - 1] if n_fitting else 0
+    for n in range(step.batch_size, 0, -1):
+        if sequences % n == 0 and sum(memory(replace(step, batch_size=n)).values()) <= limit_bytes:
+            return n
+    return 0

@@ -1,25 +1,19 @@
-"""The memory of a training step, predicted from the model's sizes. Nothing runs, here or on a card.
+"""Predict the memory of a training step from the model's sizes. Nothing runs, here or on a card.
 
-The weights are those of model.py's GPT, whatever it has; the optimizer's states are those that the run's optimizer
-makes for tensors without storage. The activations are counted for the layers of model.py as it comes: a changed block
-keeps others. Checked against steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py). No card has
-measured it (docs/decisions.md). Workspaces of cuBLAS and of attention's backward pass are not counted, and the CUDA
-context and the allocator's gaps come on top: leave a tenth free.
+The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations are counted for the
+layers of model.py as it comes: a changed block keeps others. Checked against steps on a CPU, by torch's profiler:
+within 10% (tests/test_memory.py). No card has measured it (docs/decisions.md). Not counted: workspaces of cuBLAS and of
+attention's backward pass, the attention weights that a CPU keeps with dropout, the CUDA context and the allocator's
+gaps. Leave a tenth free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from deskgpt.compute.variant import Variant
 from deskgpt.kernels import loss
 from model import GPT, GPTConfig
-
-MakeOptimizer = Callable[[GPT], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,6 @@ class Step:
     batch_size: int  # sequences per micro-batch
     variant: Variant
     device_type: str
-    make_optimizer: MakeOptimizer | None = None  # None: AdamW
     shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
 
     @property
@@ -68,7 +61,7 @@ def memory(step: Step) -> dict[str, int]:
     parts = {
         "weights": weights,
         "gradients": weights,
-        "optimizer": optimizer_bytes(step, model, weights),
+        "optimizer": 2 * weights,  # AdamW's moments; Muon has one of a matrix
         "activations": activations,
         "logits": max(loss_bytes(step), computed_again),
     }
@@ -81,35 +74,19 @@ def memory(step: Step) -> dict[str, int]:
     return parts | {"gathered": weights - blocks + two_blocks * step.matmul_bytes // 4}
 
 
-def optimizer_bytes(step: Step, model: GPT, weights: int) -> int:
-    """Return the bytes of the optimizer's states, which it makes in a step with tensors that have no storage."""
-    if step.make_optimizer is None:
-        return 2 * weights  # AdamW's two moments
-    try:
-        optimizer = step.make_optimizer(model)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
-        optimizer.step()
-    except (RuntimeError, NotImplementedError):  # an optimizer that needs numbers
-        return 2 * weights
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(value.nbytes for value in states if isinstance(value, Tensor))
-
-
 def kept_by_block(step: Step, recompute: str) -> int:
     """Return the bytes that one block keeps of a micro-batch for its backward pass."""
     config = step.config
-    C, H, T = config.n_embd, config.n_head, config.block_size
+    C = config.n_embd
+    H = config.n_head
     m = step.matmul_bytes
     r = step.residual_bytes
     is_eager = not step.variant.compiled
-    on_cpu = step.device_type == "cpu"
     if recompute == "full":
         return step.tokens * r * C  # the block's input
     if recompute == "selective":
-        # The input, q, k and v, attention's projection and, unless dropout needs it again, attention itself.
-        kept = r + 4 * m + (0 if config.dropout else m)
-        return step.tokens * (kept * C + 4 * H)
+        # The input, q, k and v, attention and its projection.
+        return step.tokens * ((r + 5 * m) * C + 4 * H)
     of_channel = 2 * r + 2 * m  # inputs and outputs of both norms
     of_channel += 3 * m + m  # q, k, v and what attention returns
     of_channel += 4 * m + 4 * m  # the MLP before and after its activation
@@ -117,18 +94,15 @@ def kept_by_block(step: Step, recompute: str) -> int:
         of_channel += 2 * m  # normalized and rotated q and k
     if config.qk_norm and is_eager:
         of_channel += 12 if m == 2 else 4  # copies of q and k, in float32
-    if config.norm == "rms" and is_eager and on_cpu:
+    if config.norm == "rms" and is_eager and step.device_type == "cpu":
         of_channel += 8  # torch has no RMS norm kernel for a CPU
     if config.dropout:
-        of_channel += 2 * (m if on_cpu else 1)  # masks
-    per_token = of_channel * C + 4 * H  # attention's logarithms of sums
-    if config.dropout and on_cpu:
-        per_token += 13 * H * T  # torch's fused attention has no dropout on a CPU
-    return step.tokens * per_token
+        of_channel += 2  # masks
+    return step.tokens * (of_channel * C + 4 * H)  # attention's logarithms of sums
 
 
 def loss_bytes(step: Step) -> int:
-    """Return the bytes that the loss adds: a chunk of logits, its softmax, and gradients of the head ."""
+    """Return the bytes that the loss adds: a chunk of logits, its softmax, and gradients of the head."""
     V, C = step.config.vocab_size, step.config.n_embd
     m = step.matmul_bytes
     if step.tokens * V <= loss.LOGITS_ON_CPU:

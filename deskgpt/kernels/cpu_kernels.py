@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from deskgpt.system import cache, hardware
+from deskgpt.system import cache
 from deskgpt.system.files import replacing
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -126,7 +126,7 @@ def flags() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     found = [*FLAGS, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     found.append(f"-march={ARCHITECTURES[capability]}")
-    if capability == "AVX512" and "AVX512-BF16" in hardware.processor()[1]:
+    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported():
         found.append("-mavx512bf16")
     return found
 

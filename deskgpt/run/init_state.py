@@ -21,7 +21,6 @@ from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
-from deskgpt.estimate.memory import MakeOptimizer
 from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
@@ -126,9 +125,7 @@ class InitState:
             earlier=earlier,
         )
 
-    def fitting_batch(
-        self, config: Config, variant: Variant, make_optimizer: MakeOptimizer, dist: DistContext
-    ) -> Batching:
+    def fitting_batch(self, config: Config, variant: Variant, dist: DistContext) -> Batching:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
 
         A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
@@ -141,7 +138,7 @@ class InitState:
         wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
         if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
-        larger = larger_batch(self.model_config, make_optimizer, dist.device, batching, variant)
+        larger = larger_batch(self.model_config, dist.device, batching, variant)
         if larger != batching:
             dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
         return larger

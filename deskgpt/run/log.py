@@ -165,5 +165,5 @@ def code_versions(variant: Any, device: Any) -> dict[str, Any]:
     from deskgpt.system import hardware
 
     on_cpu = device.type == "cpu"  # whose full name has the number of threads, which ranks share
-    name = hardware.processor()[0] if on_cpu else hardware.device_name(device)
+    name = hardware.processor() if on_cpu else hardware.device_name(device)
     return {"code": git_commit(), "versions": versions(), "device": name, "variant": str(variant)}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
-from deskgpt.system.terminal import clock, millions, not_silent
+from deskgpt.system.terminal import clock, millions
 
 
 class Report:
@@ -187,9 +187,8 @@ class Report:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Time an evaluation, and print now and then that it runs if no terminal shows a progress bar."""
-        waiting = nullcontext() if sys.stderr.isatty() else not_silent("still evaluating", self.print0)
-        with self.timer.spent_on("evaluation"), waiting:
+        """Time an evaluation."""
+        with self.timer.spent_on("evaluation"):
             yield
 
     def warn(self, lines: list[str]) -> None:

@@ -13,21 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deskgpt.system.files import if_free, write_atomically
+from deskgpt.system.files import write_atomically
 
 
 def folder() -> Path:
-    """Return the folder of all these files, made if need be.
-
-    If the home cannot be used (none, another user's, read-only), it is a folder of this user in the temporary one.
-    """
+    """Return the folder of all these files, made if need be: in the temporary folder if the home cannot be used."""
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt"
         path.mkdir(parents=True, exist_ok=True)
-        if os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        if os.access(path, os.W_OK):
             return path
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    path = Path(tempfile.gettempdir()) / f"deskgpt-{user}"
+    path = Path(tempfile.gettempdir()) / f"deskgpt-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
     return path
@@ -54,18 +50,13 @@ def path_of(name: str) -> Path:
 def read(name: str) -> dict[str, Any]:
     """Return the entries called `name`, by key; none if the file is missing, damaged or another user's."""
     path = path_of(name)
-    if not is_trusted(path):
-        return {}
-    try:
-        entries = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
+    entries = None
+    with suppress(OSError, ValueError, RecursionError):
+        entries = json.loads(path.read_bytes()) if is_trusted(path) else None
     return entries if isinstance(entries, dict) else {}
 
 
 def keep(name: str, key: str, value: Any) -> None:
-    """Set one entry. If that fails, a later run tries again."""
-    path = path_of(name)
-    with suppress(OSError), if_free(path.parent, f"-{name}", wait_s=5) as is_free:
-        if is_free:
-            write_atomically(path, json.dumps(read(name) | {key: value}, indent=1).encode())
+    """Set one entry. If that fails, or if another process sets one at the same time, a later run tries again."""
+    with suppress(OSError):
+        write_atomically(path_of(name), json.dumps(read(name) | {key: value}, indent=1).encode())

@@ -17,20 +17,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deskgpt.system.terminal import harmless, print_or_fail, reason, safe_output
+from deskgpt.system.terminal import harmless, reason, safe_output
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of our own code
 
-# What torch's RuntimeErrors contain when memory runs out. A shared memory that is too small for a kernel of Triton's
-# ("out of resource") is something else: no smaller batch helps.
-# CUDA, HIP, MPS; Linux; Windows; CUBLAS, CUSPARSE and CUDNN; NCCL's own buffers.
+# What torch's RuntimeErrors contain when memory runs out: CUDA, HIP, MPS; Linux; Windows; CUBLAS, CUSPARSE and CUDNN;
+# NCCL's own buffers. A shared memory that is too small for a kernel of Triton's ("out of resource") is something else:
+# no smaller batch helps.
 OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory|_ALLOC_FAILED|_ALLOCATION_FAILED|Failed to CUDA calloc"
 )
-
-# Recognise gloo's errors by the source file in their text, others by class.
-LOST_RANK = ("gloo/transport", "Application timeout caused pair closure")
-TIMED_OUT = re.compile("Timed out|Application timeout")
+# Recognise gloo's errors by their text, others by class.
+LOST_RANK = re.compile("gloo/transport|Application timeout caused pair closure")
 LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -39,7 +37,7 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """Token files that a run reads are damaged or gone. The run saves its last whole step and ends."""
+    """Token files that a run reads are damaged or gone. The run saves its last complete step and ends."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -55,9 +53,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message + self.example)
 
-    def print_help(self, file: Any = None) -> None:
-        print_or_fail(self.format_help())  # argparse itself ignores that it cannot print
-
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, with the home folder in place of "~", which a shell leaves alone after "--to="."""
         home = os.path.expanduser("~")
@@ -71,13 +66,10 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input", output_lasts
     """End the script with one line on stderr and an exit status after an error that a user can cause.
 
     The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. if_out_of_memory: the remedy to print when
-    memory runs out. output_lasts: continue when nothing can be printed. With several ranks, each prints its own line,
-    which names the rank and its host.
+    memory runs out. output_lasts: continue when nothing can be printed.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks become "?"
-    if sys.stdin is None:  # closed at the start: as at the end of a file
-        sys.stdin = open(os.devnull)  # noqa: SIM115 (open until the end)
     try:
         if sys.stdout is None and not output_lasts:
             raise OSError("standard output is closed: print to a file, or to /dev/null")
@@ -112,32 +104,23 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
-    if isinstance(e, RuntimeError) and (
-        any(words in str(e) for words in LOST_RANK) or type(e).__name__ in LOST_RANK_ERRORS
-    ):
-        sentence = str(e).splitlines()[0].partition(". ")[0]
-        why = re.sub(r"^\[.*?\.cc:\d+\] ", "", sentence)  # without the position in gloo's source
-        found = "the one that prints nothing hangs" if TIMED_OUT.search(why) else "the one that ended first says why"
-        return f"lost the other ranks ({why}); {found}; start the same command again, with --init_from=auto"
+    if isinstance(e, RuntimeError) and (LOST_RANK.search(str(e)) or type(e).__name__ in LOST_RANK_ERRORS):
+        why = re.sub(r"^\[.*?\.cc:\d+\] ", "", str(e).splitlines()[0].partition(". ")[0])  # without gloo's source file
+        return (
+            f"lost the other ranks ({why}); the line of the one that ended first says why, and one without a line "
+            "hangs; start the same command again, with --init_from=auto"
+        )
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else e.strerror or str(e)
-    if isinstance(e, ImportError):
-        return message_of_import(e)
+    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a package, not a module inside one
+        return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
+    if isinstance(e, ImportError) and not raised_in_our_code(e):
+        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        return f"the package {package} is installed, but cannot be imported: {reason(e)}"
     if isinstance(e, ValueError) and raised_in_our_code(e):
         return str(e)
     return None
-
-
-def message_of_import(e: ImportError) -> str | None:
-    """Return the line for a package that is missing, or whose versions do not fit; None if our own code is at fault."""
-    if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:  # a whole package, not a module inside one
-        return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
-    packages = []
-    for frame, _ in traceback.walk_tb(e.__traceback__):
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if not is_ours(frame.f_code.co_filename) and package not in ("importlib", "runpy", "contextlib", "torch"):
-            packages.append(package)
-    return f"the package {packages[-1]} is installed, but cannot be imported: {reason(e)}" if packages else None
 
 
 def is_out_of_memory(e: BaseException) -> bool:
@@ -145,12 +128,7 @@ def is_out_of_memory(e: BaseException) -> bool:
     return isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and bool(OUT_OF_MEMORY.search(str(e))))
 
 
-def is_ours(filename: str) -> bool:
-    """Return whether a file is of this repository. An environment in .venv is inside the folder, but is not ours."""
-    file = Path(filename).resolve()
-    return file.is_relative_to(ROOT) and "site-packages" not in file.parts
-
-
 def raised_in_our_code(e: Exception) -> bool:
-    """Return whether a file of this repository raised e."""
-    return is_ours(traceback.extract_tb(e.__traceback__)[-1].filename)
+    """Return whether a file of this repository raised e. An environment in .venv is inside its folder, but not ours."""
+    file = Path(traceback.extract_tb(e.__traceback__)[-1].filename).resolve()
+    return file.is_relative_to(ROOT) and "site-packages" not in file.parts

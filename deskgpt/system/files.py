@@ -61,25 +61,18 @@ def cannot_write(path: Path, e: OSError) -> OSError:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder to write into, which becomes `path` in one step when the block ends well.
+    """Make a folder with a temporary name to write into, which becomes `path` when the block ends well.
 
-    Until then it has a temporary name beside `path`. If the block or the disk fails, it is removed with all that is in
-    it. Raises OSError if it cannot be written, ValueError if `path` is in use.
+    If the block or the disk fails, it is removed. Raises OSError if it cannot be written, ValueError if `path` is used.
     """
     check_unused(path)
     tmp = temporary_name(path)
     try:
         tmp.mkdir()
         yield tmp
-        for file in sorted(file for file in tmp.iterdir() if not file.is_symlink()):
-            with open(file, "rb+") as written:
-                os.fsync(written.fileno())
-        sync_folder(tmp)
-        check_unused(path)
         if path.is_dir():
             path.rmdir()  # it is empty; Windows renames no folder to an existing one
         os.rename(tmp, path)
-        sync_folder(path.parent)
     except BaseException as e:
         shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(e, OSError):

@@ -11,10 +11,8 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -47,16 +45,14 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     if not torch.cuda.is_available():
         why = unused_gpu() or f"torch {torch.__version__} sees no CUDA device"
         raise ValueError(f"device={name}: {why}; or try --device=auto")
-    if local_ranks > 1 and device.index is not None:
-        raise ValueError(f"device={name} is one GPU for {local_ranks} ranks; try --device=cuda")
     n_gpus = torch.cuda.device_count()
-    if local_ranks > n_gpus:
+    index = local_rank if device.index is None else device.index
+    if local_ranks > n_gpus or index >= n_gpus or (local_ranks > 1 and device.index is not None):
         raise ValueError(
-            f"{local_ranks} ranks need as many GPUs, this machine has {n_gpus}; try --nproc_per_node={n_gpus}"
+            f"device={name} for {local_ranks} ranks: this machine has {n_gpus} GPUs, and each rank needs its own; try "
+            f"--device=cuda, with torchrun --nproc_per_node={n_gpus}"
         )
-    device = torch.device("cuda", local_rank if device.index is None else device.index)
-    if device.index >= n_gpus:
-        raise ValueError(f"device={device}: this machine has {n_gpus} GPUs; try --device=cuda:0")
+    device = torch.device("cuda", index)
     unserved = unserved_gpu(device)
     if unserved:
         raise ValueError(f"device={device}: {unserved}; or try --device=cpu")
@@ -82,12 +78,7 @@ def unused_gpu() -> str | None:
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
     gpu = wheels.nvidia_gpu()
-    if gpu is None:
-        return wheels.without_gpu()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    if visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={visible!r} hides {gpu.name} from torch; unset it to use the GPU"
-    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}"
+    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}" if gpu else None
 
 
 def has_triton(device: torch.device) -> bool:
@@ -236,18 +227,6 @@ def keep_freed_memory() -> None:
 
 # ---- its name ------------------------------------------------------------------------------------------------
 
-# Instruction sets that matmuls use, the most capable first: our names, and those of torch.cpu.get_capabilities.
-INSTRUCTION_SETS = {
-    "AMX-BF16": "amx_bf16",
-    "AVX512-BF16": "avx512_bf16",
-    "AVX-512": "avx512_f",
-    "AVX2": "avx2",
-    "BF16": "bf16",
-    "NEON": "neon",
-}
-# Environment variables that make torch, oneDNN and MKL use fewer instruction sets than the processor has.
-LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR")
-
 
 def device_name(device: torch.device) -> str:
     """Return the device's own name, such as "NVIDIA GeForce RTX 4070".
@@ -258,26 +237,17 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
         return torch.backends.mps.get_name()  # "Apple M2 Max"
-    name, sets = processor()
-    limits = [f"{variable}={os.environ[variable]}" for variable in LIMITING_VARIABLES if os.environ.get(variable)]
-    if sets or limits:
-        name += f" ({', '.join([*sets, *limits])})"
+    vectors = torch.backends.cpu.get_cpu_capability()
     cores = usable_cores()
     threads = torch.get_num_threads()
-    return f"{name}, {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
+    return f"{processor()} ({vectors}), {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)}"
 
 
 @functools.cache
-def processor() -> tuple[str, list[str]]:
-    """Return (name, instruction sets) of the CPU, by the system and by torch."""
-    # A torch without this function leaves the instruction sets out of the name.
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    name = ""
-    with suppress(OSError):  # Linux; on Arm the file names no processor
+def processor() -> str:
+    """Return the name of the CPU; of an Arm one, which Linux does not name, its architecture."""
+    with suppress(OSError):
         start = Path("/proc/cpuinfo").read_bytes()[: 1 << 14].decode(errors="replace")
-        found = re.search(r"^model name\s*: (.+)$", start, re.M)
-        name = found[1].strip() if found else ""
-    name = name or capabilities.get("cpu_name") or platform.processor() or platform.machine() or "CPU"
-    may_use_amx = getattr(torch.cpu, "_init_amx", lambda: True)()  # the kernel's permission
-    sets = [ours for ours, its_name in INSTRUCTION_SETS.items() if capabilities.get(its_name)]
-    return name, [each for each in sets if may_use_amx or each != "AMX-BF16"]
+        if found := re.search(r"^model name\s*: (.+)$", start, re.M):
+            return found[1].strip()
+    return platform.processor() or platform.machine()

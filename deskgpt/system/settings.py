@@ -1,4 +1,4 @@
-"""The checks of all settings: type, range, whether it is a path.
+"""Check settings: type, range, whether it is a path.
 
 A dataclass declares them:
 
@@ -52,7 +52,7 @@ class Setting:
     """A field of a dataclass, as declared."""
 
     name: str
-    types: tuple[Any, ...]  # of a union such as `float | None` all; () where there are choices
+    types: tuple[Any, ...]  # of a union such as `float | None` all; () if there are choices
     choices: tuple[Any, ...]  # of a Literal
     default: Any
     range: Range
@@ -100,15 +100,13 @@ def check_fields(config: Any) -> None:
 def check(value: Any, setting: Setting, where: str) -> Any:
     """Return `value` in the setting's type. Raises ConfigError, which begins with `where`: file, line and name.
 
-    Numbers of NumPy become Python's, whole floats become ints where an int is needed, and ints become floats. Whole
-    numbers must fit into 64 bits: neither torch nor NumPy can count with larger ones.
+    Floats such as 1e3 become ints if an int is needed, and ints become floats. Whole numbers must fit into 64 bits:
+    neither torch nor NumPy can count with larger ones.
     """
     if setting.choices:
         if any(type(value) is type(choice) and value == choice for choice in setting.choices):  # True is not 1
             return value
         raise ConfigError(f"{where}={shortened(value)} is not one of {', '.join(map(str, setting.choices))}")
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()
     if int in setting.types and type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is int and {int, float} & {*setting.types} and abs(value) >= 2**63:

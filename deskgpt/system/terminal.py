@@ -1,4 +1,4 @@
-"""Standard output that survives a closed terminal and gives it no commands; progress lines; numbers for people."""
+"""Standard output that survives a closed terminal and gives it no commands; numbers for people."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import os
 import re
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
-
-SILENCE_S = 10.0  # not_silent prints a line this often
 
 # Control characters, except ends of lines and pages, "one line up", which progress bars need, and colours, which W&B's
 # lines have.
@@ -41,7 +37,7 @@ class Output:
     """A text stream that spells out control characters; with `lasts`, what it cannot write goes to the null device."""
 
     def __init__(self, stream: Any, lasts: bool) -> None:
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (closed at the start)
         self.lasts = lasts
 
     def write(self, text: str) -> int:
@@ -54,23 +50,15 @@ class Output:
     def _try(self, operation: Callable[..., Any], *args: str) -> None:
         try:
             operation(*args)
-        except OSError as e:  # EPIPE: its reader has ended; EIO: the terminal is gone; ENOSPC: the disk is full
-            to_null_device(self.stream)  # or Python tries it again at its end
-            if self.lasts:
-                return
-            if isinstance(e, BrokenPipeError):
+        except OSError:  # EPIPE: its reader has ended; EIO: the terminal is gone; ENOSPC: the disk is full
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())  # or Python tries it again at its end
+            os.close(null)
+            if not self.lasts:
                 raise
-            raise OSError(f"cannot print: {e.strerror}; make room, or print to another file") from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-
-def to_null_device(stream: Any) -> None:
-    """Send what a stream still holds, and all that comes, to the null device."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
 
 
 @contextmanager
@@ -79,43 +67,14 @@ def safe_output(lasts: bool = False) -> Iterator[None]:
 
     lasts: output that cannot be written is lost without an error, as a run of days needs it. Raises OSError otherwise.
     """
-    before: Any = sys.stdout, sys.stderr
-    null: Any = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
-    stdout, stderr = [Output(stream or null, lasts) for stream in before]
-    sys.stdout, sys.stderr = stdout, stderr
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        stderr.flush()
-        stdout.flush()
-
-
-def print_or_fail(text: str) -> None:
-    """Print a text that somebody has asked for. Raises OSError if it cannot be written, even in a run that lasts."""
-    stdout: Any = sys.stdout
-    if isinstance(stdout, Output):
-        stdout.lasts = False
-    print(text)
-
-
-@contextmanager
-def not_silent(what: str, print0: Callable[[str], None]) -> Iterator[None]:
-    """Print `what` every ten seconds until the block ends."""
-    done = threading.Event()
-    t0 = time.perf_counter()
-
-    def tell() -> None:
-        while not done.wait(SILENCE_S):
-            print0(f"{what} ({clock(time.perf_counter() - t0)})")
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    stdout: Any = Output(sys.stdout, lasts)
+    stderr: Any = Output(sys.stderr, lasts)
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        try:
+            yield
+        finally:
+            stderr.flush()
+            stdout.flush()
 
 
 # ---- numbers and times ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which of torch's builds (wheels) serves this machine's GPU; by the standard library only, since tasks.py asks first.
+"""Choose the build of torch (wheel) that serves this machine's GPU. Only the standard library is needed.
 
 python -m deskgpt.system.wheels      # what this machine needs, in one line
 """
@@ -6,14 +6,13 @@ python -m deskgpt.system.wheels      # what this machine needs, in one line
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 INDEX = "https://download.pytorch.org/whl"
 TOO_NEW = "2.16"  # as in requirements.txt
+SIZE_GB = {"cpu": 0.2, "cu126": 3.0, "cu130": 3.0}  # to download, with CUDA's libraries, roughly
 NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
 
 
@@ -25,49 +24,20 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]  # compute capability
 
 
-class Wheel(NamedTuple):
-    """One kind of torch's builds for Linux and Windows (torch 2.13: RELEASE.md)."""
-
-    name: str  # of its folder below INDEX
-    cuda: tuple[int, int]  # that the driver must offer
-    lowest: tuple[int, int]  # compute capability of the cards that it has kernels for
-    highest: tuple[int, int]
-    last_torch: str = ""  # the last version that has it
-    gb: float = 0.0  # to download, with CUDA's libraries, roughly
-
-
-# The first that serves a card is taken. CUDA 12.6 runs on every driver for CUDA 12.
-WHEELS = (
-    Wheel("cu130", (13, 0), (7, 5), (12, 1), gb=3.0),  # GTX 16, RTX 20 and newer; driver 580 or newer
-    Wheel("cu126", (12, 0), (5, 0), (9, 0), "2.14", gb=3.0),  # Maxwell, Pascal, Volta; newer ones with an older driver
-)
-CPU = Wheel("cpu", (0, 0), (0, 0), (0, 0), gb=0.2)
-
-
 def nvidia_gpu() -> Gpu | None:
     """Return the first NVIDIA card that nvidia-smi lists; None if there is none, or no driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    name = re.search(r"^GPU 0: (.+?)(?: \(UUID.*)?$", answer(program, "-L"), re.M)
+    name = re.search(r"^GPU 0: (.+?)(?: \(UUID.*)?$", answer("nvidia-smi", "-L"), re.M)
     if name is None:
         return None
-    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", answer(program))
+    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", answer("nvidia-smi"))
     # Drivers too old to print the capability are too old for each of these builds.
-    capability = re.match(r"\d+\.\d+", answer(program, "--query-gpu=compute_cap", "--format=csv,noheader"))
-    return Gpu(name[1], version(cuda[1] if cuda else "0.0"), version(capability[0] if capability else "7.5"))
+    capability = re.match(r"(\d+)\.(\d+)", answer("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"))
+    return Gpu(name[1], pair(cuda, (0, 0)), pair(capability, (7, 5)))
 
 
-def without_gpu() -> str | None:
-    """Return the remedy if nvidia-smi lists no card, as after an update of the driver; None if there is none."""
-    remedy = "nvidia-smi is there, but lists no card: restart this machine, or install the driver again"
-    return remedy if shutil.which("nvidia-smi") else None
-
-
-def version(text: str) -> tuple[int, int]:
-    """Return the two numbers of "12.8"."""
-    major, minor = text.split(".")
-    return int(major), int(minor)
+def pair(found: re.Match[str] | None, otherwise: tuple[int, int]) -> tuple[int, int]:
+    """Return the two numbers that a pattern has found."""
+    return (int(found[1]), int(found[2])) if found else otherwise
 
 
 def answer(*command: str) -> str:
@@ -79,31 +49,30 @@ def answer(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[Wheel, str]:
-    """Return (the build to install, why in one line) for a card, or for none."""
+def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[str, str]:
+    """Return (the build's folder below INDEX, why in one line) for a card, or for none (torch 2.13: RELEASE.md)."""
     if platform == "darwin":
-        return CPU, "macOS: torch's only build, which computes on Apple's GPU too"
+        return "cpu", "macOS: torch's only build, which computes on Apple's GPU too"
     if gpu is None:
-        if platform == "linux" and shutil.which("rocminfo"):
-            return CPU, "an AMD card: for its build of torch set PIP_EXTRA_INDEX_URL to ROCm's index (pytorch.org)"
-        return CPU, f"{without_gpu() or 'no NVIDIA card was found'}: torch's build for the CPU"
+        return (
+            "cpu",
+            "nvidia-smi lists no card: torch's build for the CPU (AMD: PIP_EXTRA_INDEX_URL=ROCm's index)",
+        )
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
-    for wheel in WHEELS:
-        if wheel.lowest <= gpu.capability <= wheel.highest and gpu.cuda >= wheel.cuda:
-            until = f"; torch {wheel.last_torch} is the last with it" if wheel.last_torch else ""
-            return wheel, f"{card}: torch's build for CUDA {wheel.name[2:4]}.{wheel.name[4:]}{until}"
-    needed = "580" if gpu.capability >= WHEELS[0].lowest else "525"
-    return CPU, f"{card}: no build of torch serves it; install driver {needed} or newer, delete .venv, then start again"
+    if gpu.cuda >= (13, 0) and gpu.capability >= (7, 5):  # GTX 16, RTX 20 and newer
+        return "cu130", f"{card}: torch's build for CUDA 13.0"
+    if gpu.cuda >= (12, 0) and (5, 0) <= gpu.capability <= (9, 0):  # it runs on every driver for CUDA 12
+        return "cu126", f"{card}: torch's build for CUDA 12.6; torch 2.14 is the last with it"
+    needed = "580" if gpu.capability >= (7, 5) else "525"
+    return "cpu", f"{card}: no build of torch serves it; install driver {needed} or newer, delete .venv, start again"
 
 
 def remedy() -> str:
     """Return what to type, or to install first, so that torch uses this machine's card."""
     wheel, why = wheel_for(nvidia_gpu())
-    if wheel is CPU:
+    if wheel == "cpu":
         return why
-    python, here = Path(sys.executable), Path.cwd()
-    python = python.relative_to(here) if python.is_relative_to(here) else python  # without the spaces of a user's name
-    return f'{python} -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel.name}'
+    return f'"{sys.executable}" -m pip install --force-reinstall "torch<{TOO_NEW}" --index-url {INDEX}/{wheel}'
 
 
 if __name__ == "__main__":
