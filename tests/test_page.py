@@ -1,9 +1,8 @@
-"""Pages about runs: what report.py writes and serves."""
+"""Pages about runs: what report.py writes."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from conftest import assert_one_line, tiny
 from logs import log, rewrite
 
 import train
-from bench import report
 from bench.analysis import page
 from bench.analysis.logs import Run, read_run
 from bench.analysis.table import Group
@@ -105,28 +103,7 @@ def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, s
 
 def test_report_errors_are_one_line(real, script):
     nowhere = real / "log.jsonl" / "a.html"
-    for arguments in ([nowhere], [real, real], [real, "--html", nowhere], [real, "--serve", "--port", "70000"]):
+    for arguments in ([nowhere], [real, real], [real, "--html", nowhere]):
         done = script("bench/report.py", *arguments)
         assert done.code != 0
         assert_one_line(done.err, "error: ")
-
-
-def test_page_of_a_run_is_served_before_it_begins_and_as_it_grows(tmp_path):
-    testclient = pytest.importorskip("starlette.testclient")
-    full = Path(log(tmp_path / "full", {0: 4.0, 30: 3.0, 60: 2.5}), "log.jsonl")
-    out = tmp_path / "out"
-    client = testclient.TestClient(report.app_of([str(out)]), base_url="http://127.0.0.1")
-    answer = client.get("/")
-    assert answer.status_code == 200
-    assert f"{out}: No such file" in answer.text
-    assert 'http-equiv="refresh"' in answer.text
-    out.mkdir()
-    lines = full.read_bytes().splitlines(keepends=True)
-    (out / "log.jsonl").write_bytes(b"".join(lines[:40]) + lines[40][:20])  # the last line is being written
-    # 363 of 400 steps of 100 ms are left
-    assert re.search(r"training left, if it still runs</th><td>36\.3s", client.get("/").text)
-    shutil.copy(full, out)
-    assert "training left" not in client.get("/").text  # it has ended
-    two = testclient.TestClient(report.app_of([str(out), str(full)]), base_url="http://127.0.0.1")
-    assert "A: out" in two.get("/").text
-    assert client.get("/", headers={"host": "example.com"}).status_code == 400  # no other site reads it

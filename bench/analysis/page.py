@@ -121,8 +121,8 @@ def loss_chart(runs: list[Run]) -> Any:
 # ---- HTML ----------------------------------------------------------------------------------------------------
 
 
-def page(found: Comparison, refresh_s: int = 0) -> str:
-    """Return the HTML. refresh_s: after which the page loads itself again, 0 for never."""
+def page(found: Comparison) -> str:
+    """Return the HTML."""
     from plotly.io import to_html
 
     runs = found.runs
@@ -141,7 +141,6 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
         settings += f"<details><summary>Settings of {escape(run.name)}</summary>{table_html([], *rows)}</details>"
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
-        refresh=f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
         title=escape(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"),
         plotly=plotly_js(),
         headline=escape(found.headline),

@@ -225,14 +225,6 @@ def evaluation_s(run: Run) -> float | None:
     return sum(times) if times and len(times) == len(run.evals) else None
 
 
-def left_s(run: Run) -> float | None:
-    """Return the seconds of training until max_iters, of a run that has not ended."""
-    goal = run.settings.get("max_iters")
-    if run.end or not run.iters or type(goal) is not int or run.median_ms is None:
-        return None
-    return max(0, goal - run.iters[-1]["iter"] - 1) * run.median_ms / 1e3
-
-
 def nanogpt_mfu(run: Run) -> float | None:
     """Return the MFU as nanoGPT prints it, on an A100's peak whatever the device."""
     return run.start.get("nanogpt_mfu", run.mfu(NANOGPT_PEAK * (run.start.get("world_size") or 1)))
@@ -254,7 +246,6 @@ SPEED: list[Figure] = [
     ("peak TFLOP/s", lambda r: r.start.get("peak_flops"), lambda v: f"{v / 1e12:,.4g}"),
     ("source of the peak", lambda r: r.start.get("peak_source"), str),
     ("training", lambda r: largest(r, "train_s"), clock),
-    ("training left, if it still runs", left_s, clock),
     ("evaluation", evaluation_s, clock),
     ("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
     ("peak memory", lambda r: largest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
