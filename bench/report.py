@@ -1,11 +1,10 @@
 """Make a page about one run: what it learned, how fast it was, its curves, and the texts that it wrote as it trained.
 
     python bench/report.py out-shakespeare-char-cpu
-    python bench/report.py out-shakespeare-char-cpu --html report.html
 
-Reads log.jsonl in the out_dir and writes out_dir/report.html, also while the run trains. For nanoGPT's printed log it
-writes NAME-report.html in the current folder. The page opens in any browser and needs no network; drawing it needs the
-package plotly.
+Reads log.jsonl in the out_dir and writes out_dir/report.html, also while the run trains. The page opens in any browser
+and needs no network; drawing it needs the package plotly. bench/compare.py RUN --html FILE makes the page of several
+runs, and of what nanoGPT printed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from deskgpt.system.files import write_atomically
 
 def main() -> None:
     parser = OneLineParser(str(__doc__))
-    parser.add_argument("out_dir", help="of a run; or what nanoGPT printed, in a file")
-    parser.add_argument("--html", metavar="FILE", help="instead of out_dir/report.html, or NAME-report.html")
+    parser.add_argument("out_dir")
     a = parser.parse_args()
     plotly_js()  # at once, if the package is missing
-    path = Path(a.out_dir)
-    html = path / "report.html" if path.is_dir() else Path(f"{path.stem}-report.html")
-    html = Path(a.html) if a.html else html
+    html = Path(a.out_dir, "report.html")
+    if Path(a.out_dir).is_file():
+        raise ValueError(f"{a.out_dir} is no folder; bench/compare.py {a.out_dir} --html FILE makes a page of a file")
     found = compare(read_runs([a.out_dir]))
     write_atomically(html, page(found).encode("utf-8", "replace"))  # in place of a link of this name, too
     print(html)
