@@ -137,7 +137,8 @@ def test_cost_falls_with_the_effect_and_is_beyond_the_runs_so_far() -> None:
     runs = [cost(a, b, effect) or 0 for effect in (3.0, 1.0, 0.3)]
     assert LEAST < runs[0] < runs[1] < runs[2] <= MOST
     assert cost(a, b, 1e-6) is None
-    assert (cost(*draw.normal(size=(2, 60)), 0.3) or MOST) > 60
+    a, b = draw.normal(size=(2, 60))
+    assert (cost(a, b, 0.3) or MOST) > 60
 
 
 def test_ordinary_intervals_are_the_textbooks() -> None:
