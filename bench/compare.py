@@ -6,8 +6,8 @@
 
 A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed. Runs are called A, B, C in the order
 given; runs that differ in nothing but their seed are repeats. ± is a 95% interval over n repeats, and "± ?" means that
-the noise between seeds is not known. Losses are compared on the same validation windows only. Time includes training
-and compiling, but not evaluation. --html FILE writes a page with curves.
+the noise between seeds is not known. Losses are compared on the same validation windows and after equal tokens only.
+--html FILE writes a page with curves.
 """
 
 from __future__ import annotations

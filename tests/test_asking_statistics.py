@@ -11,7 +11,7 @@ from conftest import ROOT
 from scipy import integrate, stats
 
 from bench.asking import statistics as own
-from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Cost, Estimate, Moments
+from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Estimate, Moments, cost
 
 PAGE = (ROOT / "docs" / "asking.md").read_text(encoding="utf-8")
 CHECKS = (8, 30, 60)  # rounds, the columns of the page's table
@@ -80,8 +80,8 @@ def test_planted_difference_is_found_at_the_cost_as_often_as_the_page_says(row) 
         kept = 0
         for a, b in questions("normal", (20, 2, MOST), float(ratio), correlation):
             effect = 2 * float(ratio)  # standard deviations of the arm that scatters more
-            cost = Cost.of(a[:PILOT] + effect, b[:PILOT]).runs(effect)
-            kept += bool(decided_after(a + effect, b) <= (cost or math.inf))
+            runs = cost(a[:PILOT] + effect, b[:PILOT], effect)
+            kept += bool(decided_after(a + effect, b) <= (runs or math.inf))
         assert_share(kept / 20, share, 20)
 
 
@@ -131,18 +131,14 @@ def test_no_difference_is_an_equivalence_test() -> None:
         assert own.verdict(Estimate((low + high) / 2, low, high, 50), 0.01) == expected
 
 
-def test_cost_falls_with_the_effect_and_a_budget_tells_the_effect_that_it_costs() -> None:
+def test_cost_falls_with_the_effect_and_is_beyond_the_runs_so_far() -> None:
     draw = np.random.default_rng(8)
-    cost = Cost.of(*draw.normal(size=(2, 12)))
-    runs = [cost.runs(effect) or 0 for effect in (3.0, 1.0, 0.3)]
+    a, b = draw.normal(size=(2, 12))
+    runs = [cost(a, b, effect) or 0 for effect in (3.0, 1.0, 0.3)]
     assert LEAST < runs[0] < runs[1] < runs[2] <= MOST
-    assert cost.runs(1e-6) is None
-    for n in runs:
-        smallest = cost.smallest(n) or 0.0
-        assert cost.runs(smallest) == n
-        assert smallest < (cost.smallest(n - 1) or math.inf)
-    assert cost.smallest(12) is None  # no more runs than those so far
-    assert (Cost.of(*draw.normal(size=(2, 60))).runs(0.3) or MOST) > 60
+    assert cost(a, b, 1e-6) is None
+    a, b = draw.normal(size=(2, 60))
+    assert (cost(a, b, 0.3) or MOST) > 60
 
 
 def test_ordinary_intervals_are_the_textbooks() -> None:

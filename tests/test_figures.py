@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import sys
 
 import pytest
 from conftest import ROOT
@@ -60,8 +61,9 @@ def test_changes_are_percentages_of_a_ratio_and_so_are_their_intervals():
             assert f"{100 * (ratio - 1):+.1f}" in figures.answer(stored)
 
 
-def test_questions_can_be_asked_and_compare_equal_work(tmp_path, monkeypatch):
+def test_questions_can_be_asked_and_compare_equal_work(python, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(python))
     for file in (ROOT / "bench" / "questions").glob("*.txt"):
         name = f"@bench/questions/{file.name}"
         assert f"`python bench/ask.py {name}`" in PAGES["answers.md"]

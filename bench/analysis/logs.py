@@ -24,7 +24,7 @@ DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 # Fields of a log's first event that describe the run: numbers, and texts or booleans.
 COUNTS = {"parameters", "flops_per_token", "tokens_per_step", "world_size", "peak_flops", "warm_up_s", "train_tokens"}
 DESCRIPTIONS = {"tokenizer", "val_sha256", "device", "dtype", "residual_dtype", "cpu_kernels", "compiled", "compiler"}
-DESCRIPTIONS |= {"git_commit", "peak_source", "attention"}  # attention: in logs until 2026-11-27
+DESCRIPTIONS |= {"git_commit", "peak_source"}
 NOT_NEGATIVE = COUNTS | {"time_ms", "mfu", "tokens", "train_s", "eval_s", "val_se", "peak_memory_bytes"}
 MOST_STEPS = 10**15
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
@@ -195,10 +195,8 @@ def add_events(run: Run, events: list[Event]) -> None:
 
 def add_start(run: Run, event: Event) -> None:
     """Take over the settings and the metadata of a start event, of which a resumed run has several."""
-    is_plain = {
-        name: number(v) is not None or isinstance(v, str | bool | None) for name, v in event["settings"].items()
-    }
-    settings = {name: value for name, value in event["settings"].items() if is_plain[name]}
+    plain = {name: v for name, v in event["settings"].items() if isinstance(v, str | bool | None)}
+    settings = plain | numbers(event["settings"])
     if settings.get("init_from") in ("resume", "auto"):  # the run began earlier
         settings["init_from"] = run.settings.get("init_from")
     start: dict[str, Any] = {name: value for name, value in numbers(event).items() if name in COUNTS}

@@ -23,7 +23,6 @@ MOST_NUMBERS = 40  # of a run's own, which have a chart each
 MOST_TEXTS = 10  # evaluations of a run whose texts are shown, the last ones first
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
-AXES = {"steps": "steps", "tokens": "tokens trained on", "minutes": "minutes of training", "FLOPs": "FLOPs"}
 CHARTS = {"time_ms": "Time of a step (ms)", "lr": "Learning rate", "grad_norm": "Gradient norm, before clipping"}
 # Numbers of train.py's steps without a chart of their own; all others get one.
 NO_CHART = {"iter", "loss", "mfu", "mfu_measured", "clip_rate", "data_wait", "tokens_per_s", "tokens", "train_s"}
@@ -32,17 +31,11 @@ NO_CHART |= {"peak_memory_bytes"}
 # ---- charts --------------------------------------------------------------------------------------------------
 
 
-def points(run: Run, events: list[Event], key: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return (x by axis, y) of a number of run.iters or run.evals, each (n,): the first of all, at most 2 POINTS."""
+def points(events: list[Event], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, values) of a number of run.iters or run.evals, each (n,): the first of all, at most 2 POINTS."""
     known = [e for e in events if key in e]
     known = known[:: max(1, len(known) // POINTS)]
-
-    def column(name: str) -> np.ndarray:
-        return np.array([e.get(name) for e in known], float)  # float makes NaN of None
-
-    x = {"steps": column("iter"), "tokens": column("tokens"), "minutes": column("train_s") / 60}
-    x["FLOPs"] = x["tokens"] * (run.flops_per_token or np.nan)
-    return x, column(key)
+    return np.array([e["iter"] for e in known], float), np.array([e[key] for e in known], float)
 
 
 def trace(number: int, name: str, x: np.ndarray, y: np.ndarray, **style: Any) -> dict[str, Any]:
@@ -81,8 +74,8 @@ def make_charts(runs: list[Run]) -> dict[str, Any]:
 
 def step_chart(runs: list[Run], key: str) -> Any:
     """Return the chart of a number of the steps; None if no run has it."""
-    found = [points(run, run.iters, key) for run in runs]
-    traces = [trace(i, runs[i].name, x["steps"], y, line={"width": 1.5}) for i, (x, y) in enumerate(found) if len(y)]
+    found = [points(run.iters, key) for run in runs]
+    traces = [trace(i, runs[i].name, x, y, line={"width": 1.5}) for i, (x, y) in enumerate(found) if len(y)]
     if not traces:
         return None
     chart = figure(traces, height=280, showlegend=len(runs) > 1)
@@ -94,9 +87,8 @@ def step_chart(runs: list[Run], key: str) -> Any:
 
 
 def loss_chart(runs: list[Run]) -> Any:
-    """Return the chart of losses against steps, tokens, time or FLOPs; None if no run has one."""
+    """Return the chart of losses; None if no run has one."""
     traces: list[dict[str, Any]] = []
-    x_of: list[dict[str, np.ndarray]] = []  # by axis, of each trace
     for number, run in enumerate(runs):
         of_run = f"{run.name}, " if len(runs) > 1 else ""
         for name, events, key, style in (
@@ -104,25 +96,17 @@ def loss_chart(runs: list[Run]) -> Any:
             ("train", run.evals, "train_loss", {"line": {"dash": "dash"}}),
             ("val", run.evals, "val_loss", {"mode": "lines+markers"}),
         ):
-            x, y = points(run, events, key)
+            x, y = points(events, key)
             if len(y):
-                traces.append(trace(number, of_run + name, x["steps"], y, **style))
-                x_of.append(x)
-    if not traces:
-        return None
-    buttons = []
-    for axis, title in AXES.items():
-        if any(np.isfinite(x[axis]).any() for x in x_of):
-            update = [{"x": [x[axis] for x in x_of]}, {"xaxis.title.text": title}]
-            buttons.append({"method": "update", "label": axis, "args": update})
-    return figure(traces, height=440, updatemenus=[{"x": 0, "y": 1.12, "xanchor": "left", "buttons": buttons}])
+                traces.append(trace(number, of_run + name, x, y, **style))
+    return figure(traces, height=440) if traces else None
 
 
 # ---- HTML ----------------------------------------------------------------------------------------------------
 
 
-def page(found: Comparison, refresh_s: int = 0) -> str:
-    """Return the HTML. refresh_s: after which the page loads itself again, 0 for never."""
+def page(found: Comparison) -> str:
+    """Return the HTML."""
     from plotly.io import to_html
 
     runs = found.runs
@@ -141,12 +125,11 @@ def page(found: Comparison, refresh_s: int = 0) -> str:
         settings += f"<details><summary>Settings of {escape(run.name)}</summary>{table_html([], *rows)}</details>"
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
-        refresh=f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else "",
         title=escape(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"),
         plotly=plotly_js(),
         headline=escape(found.headline),
         lines="".join(f"<p>{escape(line)}</p>" for line in found.lines),
-        charts=charts or "<p>There are no steps and no evaluations yet.</p>",
+        charts=charts,
         tables=tables,
         samples=f"<h2>Samples</h2>{texts}" if texts else "",
         settings=settings,

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.analysis.logs import NANOGPT_PEAK, Event, Run, letters
+from bench.analysis.logs import NANOGPT_PEAK, Run, letters
 from bench.asking.statistics import alpha_of_each, interval, welch
 from deskgpt.run.settings import NOT_LEARNING
 from deskgpt.system.terminal import clock, in_gib
 
-WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "attention", "compiled", "compiler"]
+WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled", "compiler"]
 WHAT_RAN += ["versions", "git_commit", "tokenizer", "train_tokens", "val_sha256"]
 # Settings that a resumed run does not compare, or compares by what follows from them, and that count for runs beside
 # each other. The data count by train_tokens and val_sha256.
@@ -99,15 +99,14 @@ def cell(values: list[Any], text: Callable[[Any], str]) -> str:
 
 
 def change_rows(groups: list[Group]) -> list[list[str]]:
-    """Return a row for each setting and metadata field that differs, and one for the tokens of a step."""
+    """Return a row for each setting of learning and metadata field that differs, and one for the tokens of a step."""
     runs = [group.runs[0] for group in groups]
-    of_runs = [run.settings | experiment(run) | {"tokens per step": run.tokens_per_step} for run in runs]
+    of_runs = [experiment(run) | {"tokens per step": run.tokens_per_step} for run in runs]
     rows = []
-    for name in dict.fromkeys(name for of_run in of_runs for name in of_run if name not in ("out_dir", "seed")):
+    for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
         cells = [short(of_run.get(name)) for of_run in of_runs]
         if len({*cells} - {"n/a"}) > 1 or name == "tokens per step":
-            is_other = name in NOT_LEARNING - COUNT_TOO - {"dataset", *WHAT_RAN}
-            rows.append([f"{name} (does not change learning)" if is_other else name, *cells])
+            rows.append([name, *cells])
     return rows
 
 
@@ -133,64 +132,40 @@ LEARNING: list[Figure] = [
     ("perplexity there", lambda r: math.exp(min(r.best["val_loss"], 700)) if r.val else None, "{:.2f}".format),
     ("bits per byte there", lambda r: r.best.get("val_bpb"), LOSS),
 ]
-AMOUNT: dict[str, Callable[[float], str]] = {"steps": "{:,.0f}".format, "tokens": "{:,.0f}".format}
-AMOUNT |= {"time": clock, "FLOPs": "{:.3g}".format}
 
 
-def spent(run: Run, e: Event, axis: str) -> float | None:
-    """Return what an evaluation's model has cost: steps, tokens, time (s, compiling too) or FLOPs."""
-    if axis == "steps":
-        return e["iter"]
-    if axis == "time":
-        return e["train_s"] + run.start.get("warm_up_s", 0.0) if e.get("train_s") else None
-    factor = 1 if axis == "tokens" else run.flops_per_token
-    return e["tokens"] * factor if e.get("tokens") and factor else None
+def curve(run: Run) -> list[tuple[float, float]]:
+    """Return (tokens so far, val loss) of each evaluation after the first step."""
+    return [(e["tokens"], e["val_loss"]) for e in run.val if e.get("tokens")]
 
 
-def curve(run: Run, axis: str) -> list[tuple[float, float]]:
-    """Return (amount spent, val loss) of each evaluation after the first step."""
-    points = [(spent(run, e, axis), e["val_loss"]) for e in run.val if e["iter"]]
-    return [(x, loss) for x, loss in points if x]
-
-
-def loss_at(run: Run, axis: str, amount: float) -> float | None:
-    """Return the val loss when this much was spent, linear in log(amount) between evaluations; None outside of them."""
-    points = curve(run, axis)
-    if not points or not points[0][0] * (1 - 1e-9) <= amount <= points[-1][0] * (1 + 1e-9):
+def loss_at(run: Run, tokens: float) -> float | None:
+    """Return the val loss after so many tokens, linear in their logarithm between evaluations; None outside of them."""
+    points = curve(run)
+    if not points or not points[0][0] <= tokens <= points[-1][0]:
         return None
     x, loss = np.array(points).T
-    return float(np.interp(math.log(amount), np.log(x), loss))
+    return float(np.interp(math.log(tokens), np.log(x), loss))
 
 
-def equal_figures(runs: list[Run]) -> dict[str, Figure]:
-    """Return by axis the val loss after equal steps (tokens, if steps have unequal ones), time and FLOPs.
+def equal_training(runs: list[Run]) -> Figure | None:
+    """Return the val loss after as many tokens as the run with the fewest has read.
 
-    The amount is what the run that spent the least has spent. An axis is left out if some run does not know it or has
-    diverged.
+    None if that is not known of some run or if one has diverged.
     """
-    figures: dict[str, Figure] = {}
-    for axis in (progress_axis(runs), "time", "FLOPs"):
-        curves = [curve(run, axis) for run in runs]
-        if all(curves) and all("val_loss" in run.evals[-1] for run in runs):
-            amount = min(points[-1][0] for points in curves)
-            label = f"val loss at equal {axis} ({AMOUNT[axis](amount)})"
-            figures[axis] = (label, functools.partial(loss_at, axis=axis, amount=amount), LOSS)
-    return figures
-
-
-def progress_axis(runs: list[Run]) -> str:
-    """Return in what the progress of all these runs counts alike."""
-    return "steps" if len({run.tokens_per_step for run in runs}) == 1 else "tokens"
+    curves = [curve(run) for run in runs]
+    if not all(curves) or any("val_loss" not in run.evals[-1] for run in runs):
+        return None
+    tokens = min(points[-1][0] for points in curves)
+    return f"val loss after {tokens:,.0f} tokens", functools.partial(loss_at, tokens=tokens), LOSS
 
 
 def has_equal_schedules(runs: list[Run]) -> bool:
-    """Return whether the learning rates of all runs decay until the same step, or token; unknown ones are left out.
+    """Return whether the learning rates of all runs decay until the same token; unknown ones are left out.
 
     If not, one has decayed further after equal training, which lowers the loss at once, whatever the settings.
     """
-    is_in_tokens = progress_axis(runs) == "tokens"
-    per_step = [run.tokens_per_step or 1 if is_in_tokens else 1 for run in runs]
-    ends = [run.schedule_end * n for run, n in zip(runs, per_step, strict=True) if run.schedule_end]
+    ends = [run.schedule_end * run.tokens_per_step for run in runs if run.schedule_end and run.tokens_per_step]
     return not ends or max(ends) <= SAME_SCHEDULE * min(ends)
 
 
@@ -219,20 +194,6 @@ def largest(run: Run, name: str) -> float | None:
     return max((e[name] for e in run.iters if name in e), default=None)
 
 
-def evaluation_s(run: Run) -> float | None:
-    """Return the time of all evaluations; None for nanoGPT's, whose log has the times of some."""
-    times = [e["eval_s"] for e in run.evals if "eval_s" in e]
-    return sum(times) if times and len(times) == len(run.evals) else None
-
-
-def left_s(run: Run) -> float | None:
-    """Return the seconds of training until max_iters, of a run that has not ended."""
-    goal = run.settings.get("max_iters")
-    if run.end or not run.iters or type(goal) is not int or run.median_ms is None:
-        return None
-    return max(0, goal - run.iters[-1]["iter"] - 1) * run.median_ms / 1e3
-
-
 def nanogpt_mfu(run: Run) -> float | None:
     """Return the MFU as nanoGPT prints it, on an A100's peak whatever the device."""
     return run.start.get("nanogpt_mfu", run.mfu(NANOGPT_PEAK * (run.start.get("world_size") or 1)))
@@ -254,8 +215,6 @@ SPEED: list[Figure] = [
     ("peak TFLOP/s", lambda r: r.start.get("peak_flops"), lambda v: f"{v / 1e12:,.4g}"),
     ("source of the peak", lambda r: r.start.get("peak_source"), str),
     ("training", lambda r: largest(r, "train_s"), clock),
-    ("training left, if it still runs", left_s, clock),
-    ("evaluation", evaluation_s, clock),
     ("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
     ("peak memory", lambda r: largest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
 ]

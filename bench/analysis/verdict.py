@@ -43,15 +43,15 @@ def compare(runs: list[Run]) -> Comparison:
         headline = f"The runs differ in nothing but their seed ({groups[0].name})"
     else:
         changes = table.change_rows(groups)
-        equal = table.equal_figures(runs)
-        losses += table.rows_of(groups, [*equal.values()])
+        equal = table.equal_training(runs)
+        if equal:
+            losses += table.rows_of(groups, [equal])
         reason = not_comparable(runs)
         if reason:
             headline = f"The losses are not comparable: {reason}"
             lines.insert(0, ALIKE)
         else:
-            headline, differences = compare_losses(groups, equal.get(table.progress_axis(runs)))
-            losses += differences
+            headline = compare_losses(groups, equal)
     rows = {"What changed": changes, "Learning": losses, "Speed": table.rows_of(groups, table.SPEED)}
     return Comparison(runs, headline, lines, groups, rows)
 
@@ -63,30 +63,16 @@ def summary(run: Run) -> str:
     return f"The lowest val loss is {run.best['val_loss']:.4f}, at step {run.best['iter']:,} of {run.last['iter']:,}"
 
 
-def compare_losses(groups: list[Group], figure: table.Figure | None) -> tuple[str, list[list[str]]]:
-    """Return (the differences in loss in a sentence, a row with them).
-
-    figure: the val loss after equal training. Its place is taken by the last one if schedules of unequal length have
-    ended.
-    """
-    runs = [run for group in groups for run in group.runs]
-    remark = ""
-    if not table.has_equal_schedules(runs):
-        remark = "; their schedules are of unequal length"
-        if all(run.schedule_end and run.last.get("iter", 0) >= run.schedule_end for run in runs):
-            figure = table.LAST
+def compare_losses(groups: list[Group], figure: table.Figure | None) -> str:
+    """Return the differences in a figure, the val loss after equal training, in a sentence."""
+    if not table.has_equal_schedules([run for group in groups for run in group.runs]):
+        return "The losses after equal training are not compared: the learning rates decay until unequal tokens"
     gaps = table.gaps_of(groups, figure) if figure else []
     if figure is None or not gaps:
-        return "The losses after equal training are not known", []
+        return "The losses after equal training are not known"
     first, *others = [group.label for group in groups]
-    cells = [table.gap_text(gap) for gap in gaps]
-    row = [f"{figure[0]}, less {first}", "", *cells]
-    mean, half = gaps[0]
-    is_clear = half is not None and abs(mean) > half
-    if len(gaps) == 1 and is_clear and (figure is table.LAST or not remark):
-        return f"{others[0] if mean < 0 else first} has the lower {figure[0]}: {cells[0]}{remark}", [row]
-    texts = [f"{label} {cell}" for label, cell in zip(others, cells, strict=True)]
-    return f"The {figure[0]}, less that of {first}: {'; '.join(texts)}{remark}", [row]
+    texts = [f"{label} {table.gap_text(gap)}" for label, gap in zip(others, gaps, strict=True)]
+    return f"The {figure[0]}, less that of {first}: {'; '.join(texts)}"
 
 
 # ---- which losses compare ------------------------------------------------------------------------------------

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.asking.ledger import digest
-from configurator import build, read_settings
 from deskgpt.system.errors import ConfigError
-from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every run has these, so that it ends at its last step and sends nothing. A commit may lack some.
@@ -74,49 +72,41 @@ class Arm:
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     """Return an arm from what the user wrote: settings, configs, patches, commit:REV.
 
-    common: arguments of all arms. below: the folder for its worktree. Raises ConfigError.
+    common: arguments of both arms. below: the folder for its worktree. Raises ConfigError.
     """
+    what = f"--{label} {text}"
     try:
         words = shlex.split(text)
     except ValueError:
-        raise ConfigError(f"{text}: a quotation mark has no second one") from None
+        raise ConfigError(f"{what}: a quotation mark has no second one") from None
     arguments = list(common)
-    patches: list[Path] = []
+    patches = []
     commit = None
     for word in words:
         if word.removeprefix("--").partition("=")[0] in GIVEN:
-            raise ConfigError(f"--{label} {text}: bench/ask.py sets this itself; leave {word} out")
+            raise ConfigError(f"{what}: bench/ask.py sets this itself; leave {word} out")
         if word.startswith("commit:"):
             commit = word.removeprefix("commit:")
         elif word.startswith("--") or word.endswith(".py"):
             arguments.append(word)
         elif Path(word).is_file():
-            patches.append(Path(word).resolve())
+            patches.append(word)
         else:
             raise ConfigError(
-                f"--{label} {text}: {word} is not a patch file here; write settings as --name=value, a patch as its "
-                "path, a commit as commit:REV"
+                f"{what}: {word} is not a patch file here; write settings as --name=value, a patch as its path, a "
+                "commit as commit:REV"
             )
     folder = below / label
     code = check_out(folder, commit, patches)
-    if commit or patches:
-        settings = settings_of_code(arguments, folder, f"--{label} {text}")
-    else:
-        settings = read_settings(TrainConfig, arguments)
-        build(TrainConfig, settings)
-    return Arm(label, text, folder, code, settings)
-
-
-def settings_of_code(arguments: list[str], folder: Path, what: str) -> dict[str, Any]:
-    """Return all settings as the code in the folder reads them, from its own configs.
-
-    Raises ConfigError, which begins with `what`, if that code cannot read them.
-    """
-    words = [word if word.startswith("-") or (folder / word).exists() else os.path.abspath(word) for word in arguments]
-    done = subprocess.run([sys.executable, "-c", READ_SETTINGS, *words], cwd=folder, capture_output=True, text=True)
+    # Settings are read by the code in the worktree, from its own configs.
+    arguments = [
+        word if word.startswith("-") or (folder / word).exists() else os.path.abspath(word) for word in arguments
+    ]
+    command = [sys.executable, "-c", READ_SETTINGS, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
-    return dict(json.loads(last_line(done.stdout)))
+    return Arm(label, text, folder, code, json.loads(last_line(done.stdout)))
 
 
 # ---- worktrees -----------------------------------------------------------------------------------------------
@@ -132,7 +122,7 @@ def folder_for_worktrees(below: Path) -> Iterator[Path]:
         git("worktree", "prune")
 
 
-def check_out(folder: Path, commit: str | None, patches: Sequence[Path]) -> str:
+def check_out(folder: Path, commit: str | None, patches: Sequence[str]) -> str:
     """Make a worktree of a commit, or of this checkout with its changes, and apply patches. Return the code's digest.
 
     New files count from `git add` on. Raises ConfigError if git cannot do it.
@@ -144,7 +134,8 @@ def check_out(folder: Path, commit: str | None, patches: Sequence[Path]) -> str:
         sha = git("stash", "create") or sha  # a commit of the changes, which stay as they are; "" without changes
     git("worktree", "add", "--detach", str(folder), sha)
     for patch in patches:
-        git("apply", "--index", "--whitespace=nowarn", str(patch), cwd=folder, what=f"{patch} does not apply")
+        path = os.path.abspath(patch)
+        git("apply", "--index", "--whitespace=nowarn", path, cwd=folder, what=f"{patch} does not apply")
     files = git("ls-files", "--stage", cwd=folder).splitlines()
     return digest([line for line in files if not line.partition("\t")[2].startswith(NOT_CODE)])
 
@@ -164,6 +155,6 @@ def git(*arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktr
 
 
 def last_line(text: str) -> str:
-    """Return the last line of an output, without git's "error: " before it."""
+    """Return the last line of an output, without git's "error: " and the class of our own errors before it."""
     lines = text.strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else ""
+    return lines[-1].removeprefix("error: ").removeprefix("deskgpt.system.errors.ConfigError: ") if lines else ""

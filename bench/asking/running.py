@@ -8,10 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +19,11 @@ from filelock import FileLock
 from bench.asking.arms import Arm, last_line
 from bench.asking.ledger import Ledger, digest
 from deskgpt.run.log import read_events
+from deskgpt.system.files import file_sha256
 
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
-WAIT_S = 1.0  # between two lines of progress
+WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,8 @@ class Trainer:
     """Trains arms by train.py, and keeps the runs in a ledger."""
 
     ledger: Ledger
-    data: str  # digest of what they train on and are judged by
+    data: str  # digest of the data
     machine: str
-    show: Callable[[str], None] = lambda text: None  # called every second with what runs
 
     def key(self, arm: Arm, seed: int) -> str:
         """Return the run's name in the ledger: a digest of everything that its result depends on."""
@@ -55,7 +52,6 @@ class Trainer:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         t0 = time.perf_counter()
         with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
-            self.ledger.read()
             known = self.ledger.run(self.key(arm, seed))
             if known is not None:
                 return known
@@ -87,35 +83,29 @@ class Trainer:
             settings["init_from"] = "resume"
         arguments = [f"--{name}={value}" for name, value in settings.items() if value != ""]
         command = [sys.executable, "train.py", *arguments]
-        with tempfile.TemporaryFile("w+") as stderr:
-            # A session of its own: Ctrl+C reaches it once, from here.
-            process = subprocess.Popen(
-                command, cwd=arm.folder, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
-            )
-            try:
-                while process.poll() is None:
-                    step = last_event(out_dir / "log.jsonl").get("iter", 0)
-                    self.show(f"{arm.label}, seed {seed}: step {step:,} of {arm.steps:,}")
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(WAIT_S)
-            except BaseException:
-                process.send_signal(signal.SIGTERM)  # it saves and ends
-                process.wait()
-                raise
-            stderr.seek(0)
-            return process.returncode, last_line(stderr.read())
+        print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr, flush=True)
+        # A session of its own: Ctrl+C reaches it once, from here.
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=arm.folder, start_new_session=True, **quiet)
+        try:
+            _, errors = process.communicate()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)  # it saves and ends
+            process.communicate()
+            raise
+        return process.returncode, last_line(errors)
 
 
-def last_event(log: Path) -> dict[str, Any]:
-    """Return the last event of a run's log; {} if it has none yet."""
-    events = read_events(log) if log.exists() else []
-    return events[-1] if events else {}
+def data_digest(folder: Path) -> str:
+    """Return a digest of the content of all files of a folder of token files."""
+    paths = sorted([*folder.glob("*.bin"), *folder.glob("*.mask")])
+    return digest([[path.name, file_sha256(path)] for path in paths])
 
 
 def has_ended(log: Path, steps: int) -> bool:
     """Return whether the run of this log reached its last step; one that was stopped has an end too, before that."""
-    last = last_event(log)
-    return last.get("event") == "end" and last["iter"] >= steps
+    events = read_events(log) if log.exists() else []
+    return bool(events) and events[-1]["event"] == "end" and events[-1]["iter"] >= steps
 
 
 def result(arm: Arm, events: list[dict[str, Any]], has_diverged: bool) -> dict[str, Any]:

@@ -166,38 +166,20 @@ def alpha_of_each(intervals: int) -> float:
 # ---- the cost ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cost:
-    """How small a difference simulated questions find, by the number of runs of each arm.
+def cost(a: Values, b: Values, effect: float) -> int | None:
+    """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None beyond MOST.
 
-    Their first runs scatter as the real ones do, and the rest as the real ones leave possible.
+    a, b: the arms' runs so far with the same seeds, at least PILOT of each. The first runs of the simulated questions
+    scatter as these do, and the rest as these leave possible.
     """
-
-    n: np.ndarray  # (checks,) runs of each arm, beyond those so far
-    found: np.ndarray  # (SIMULATED, checks) the smallest difference that is found by then
-
-    @classmethod
-    def of(cls, a: Values, b: Values, alpha: float = ALPHA) -> Cost:
-        """Return the cost after some runs of two arms with the same seeds, at least PILOT of each."""
-        runs = np.array([a, b], float)
-        so_far = runs.shape[1]
-        n = np.unique(np.geomspace(max(LEAST, so_far + 1), max(MOST, so_far + 1), CHECKED).astype(int))
-        noise = simulated_noise(runs - runs.mean(1, keepdims=True), int(n[-1]))
-        moments = Moments.of(noise[:, 0], noise[:, 1], n)
-        return cls(n, np.minimum.accumulate(moments.half(alpha) - moments.gap, -1))
-
-    def runs(self, effect: float) -> int | None:
-        """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None beyond MOST."""
-        is_enough = (self.found <= effect).mean(0) >= POWER
-        return int(self.n[is_enough.argmax()]) if is_enough.any() else None
-
-    def smallest(self, runs: int) -> float | None:
-        """Return the smallest difference that so many runs find in a POWER of questions; None if there is none."""
-        affordable = np.flatnonzero(self.n <= runs)
-        if not len(affordable):
-            return None
-        effect = float(np.quantile(self.found[:, affordable[-1]], POWER, method="higher"))
-        return effect if math.isfinite(effect) else None
+    runs = np.array([a, b], float)
+    so_far = runs.shape[1]
+    n = np.unique(np.geomspace(max(LEAST, so_far + 1), max(MOST, so_far + 1), CHECKED).astype(int))
+    noise = simulated_noise(runs - runs.mean(1, keepdims=True), int(n[-1]))
+    moments = Moments.of(noise[:, 0], noise[:, 1], n)
+    smallest = np.minimum.accumulate(moments.half(ALPHA) - moments.gap, -1)  # that each question finds by then
+    is_enough = (smallest <= effect).mean(0) >= POWER
+    return int(n[is_enough.argmax()]) if is_enough.any() else None
 
 
 def simulated_noise(centred: np.ndarray, runs: int) -> np.ndarray:

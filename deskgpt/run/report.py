@@ -22,7 +22,7 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
-from deskgpt.run.loss_band import band_of, missing_band
+from deskgpt.run.loss_band import band_of
 from deskgpt.run.schedule import Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
@@ -312,7 +312,7 @@ def compare_with_band(state: TrainState) -> str:
     data = state.metadata
     experiment = (state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
     band = band_of(*experiment)
-    return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else missing_band(*experiment)
+    return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
 
 
 def print_next_commands(config: Config, state: TrainState) -> None:

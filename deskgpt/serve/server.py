@@ -1,4 +1,4 @@
-"""The web server of all pages: `sample.py --serve` and `bench/report.py --serve`.
+"""The web server of `sample.py --serve`.
 
     run_app(make_app([Route("/", page)]), port=8000)
 
