@@ -60,7 +60,7 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script: Scrip
     pq.write_table(table, folder / "c #.parquet")
     lines = ['{"text": "three"}', "", '{"meta": {"x": [1]}, "text": "four \\ud800"}', '{"text": null}']
     (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
-    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"]('{"text": "four and a half"}\r\n'.encode()))
+    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"](b'{"text": "four and a half"}\r\n'))
     (folder / "e.txt").write_bytes(b"five\r\nsix\r\n<|endoftext|>\r\nsix and a half")
     views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
     pq.write_table(views, folder / "z.parquet")

@@ -20,8 +20,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def chosen(device: torch.device = CUDA, seconds: float = 1e4, **settings: Any) -> Variant:
-    usual: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none", "is_sharded": False}
-    usual |= {"predicted_s": lambda dtype: seconds, "earlier": {}}
+    usual: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none"}
+    usual |= {"is_sharded": False, "predicted_s": lambda dtype: seconds, "earlier": {}}
     return choose_variant(DistContext(device), **usual | settings)
 
 
