@@ -226,7 +226,7 @@ def step_of(model: GPT, split: Split, batchings: list[Batching], step: int) -> t
             total.backward()
             loss += total.item()
         loader.close()
-    gradients = [p.grad / len(batchings) for p in model.parameters()]  # type: ignore[operator]
+    gradients: list[Any] = [p.grad / len(batchings) for p in model.parameters()]  # type: ignore[operator]
     model.zero_grad()
     return loss / len(batchings), gradients
 

@@ -59,8 +59,8 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(wi
     ],
 )
 def test_feature_names_its_missing_package(without, tmp_path, package, command):
-    (tmp_path / "a.txt").write_bytes(b"\x28\xb5\x2f\xfd")  # packed with zstd
-    words = command.format(source=tmp_path / "a.txt", out=tmp_path / "out").split()
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    words = command.format(source=tmp_path / "a.parquet", out=tmp_path / "out").split()
     done = without([package], "python", *words)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if "Warning" not in line]
