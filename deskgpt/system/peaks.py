@@ -24,6 +24,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -184,7 +185,7 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     """
     key = f"{device_name(device)}, torch {torch.__version__}, by dtype"
     known = cache.read("peaks").get(key)
-    if isinstance(known, dict) and all(isinstance(known.get(dtype), float) for dtype in DTYPES):
+    if isinstance(known, dict) and all(is_possible(known.get(dtype)) for dtype in DTYPES):
         return known
     threads = torch.get_num_threads()
     if device.type == "cpu":
@@ -195,6 +196,11 @@ def measured_flops(device: torch.device) -> dict[str, float]:
         torch.set_num_threads(threads)
     cache.keep("peaks", key, found)
     return found
+
+
+def is_possible(flops: Any) -> bool:
+    """Return whether a figure from the file can be FLOP/s of one device; 0 if it does not have the dtype."""
+    return isinstance(flops, float) and 0 <= flops < 1e17
 
 
 def best_flops(device: torch.device) -> dict[str, float]:
