@@ -179,20 +179,17 @@ def test_head_gradient_of_many_chunks_is_as_exact_as_that_of_one():
 # ---- generation ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "compiled"),
-    [("float32", False), ("bfloat16", False), ("float16", False), ("auto", True)],
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "auto"])
 @pytest.mark.parametrize("settings", [{}, MODERN_SETTINGS], ids=["gpt2", "modern"])
-def test_sampling_passes_its_checks_and_writes_the_same_again(settings, dtype, compiled, chars, tmp_path, capsys):
-    """sample.py compares dtype, kernels, cache and compiled code with model.py, and says what disagrees."""
+def test_sampling_passes_its_checks_and_writes_the_same_again(settings, dtype, chars, tmp_path, capsys):
+    """sample.py compares the cache with the forward pass, and says if they differ."""
     main(run_of(chars, tmp_path, dtype=dtype, **settings))
-    wanted = {"out_dir": str(tmp_path), "device": str(DEVICE), "dtype": dtype, "compile": compiled, "start": "A"}
+    wanted = {"out_dir": str(tmp_path), "device": str(DEVICE), "dtype": dtype, "start": "A"}
     c = sample.SampleConfig(**wanted, max_new_tokens=70, num_samples=2)
     texts = sample.main(c)
     assert [len(text) for text in texts] == [71, 71]
     assert sample.main(c) == texts
-    assert "disagrees" not in capsys.readouterr().err
+    assert "differ" not in capsys.readouterr().err
 
 
 # ---- several ranks -------------------------------------------------------------------------------------------
