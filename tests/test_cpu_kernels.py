@@ -57,13 +57,6 @@ def heads_of(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> list[Tensor]
 # ---- numbers -------------------------------------------------------------------------------------------------
 
 
-def test_self_test_finds_nothing_wrong():
-    errors = self_test.errors()
-    assert len(errors) >= 14
-    for what, error, limit in errors:
-        assert error <= limit, what
-
-
 @DTYPES
 @given(B=st.integers(1, 3), T=st.integers(1, 300), D=st.integers(1, 96), threads=st.integers(1, 16), rows=st.booleans())
 @example(B=1, T=1100, D=64, threads=3, rows=True)  # three chunks of keys
@@ -260,10 +253,7 @@ def test_machine_without_a_compiler_uses_torch_and_one_line_says_so(compiler, el
 @pytest.fixture
 def library(built, elsewhere):
     """A copy of the library in a cache of its own."""
-    copy = cpu_kernels.path()
-    shutil.copy(built, copy)
-    assert cpu_kernels.is_intact(copy)
-    return copy
+    return Path(shutil.copy(built, cpu_kernels.path()))
 
 
 def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(library, monkeypatch):
