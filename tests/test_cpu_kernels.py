@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -211,29 +209,16 @@ def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(n
 LOAD = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
 
 
-def load_elsewhere(cache: Path) -> subprocess.Popen[str]:
-    """Start a process that loads the kernels, with a cache of its own."""
-    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", LOAD], cwd=ROOT, env=env, start_new_session=True, **options)
-
-
 @pytest.mark.slow
-def test_library_of_others_is_compiled_again_by_one_of_several_processes_though_one_is_killed(tmp_path, monkeypatch):
-    """What lies in the cache has one of our functions, and belongs to another build."""
+def test_library_of_another_build_is_compiled_again_once_for_several_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = cpu_kernels.path()
-    (tmp_path / "other.c").write_text("int attention_forward;")
-    subprocess.run(["cc", "-shared", tmp_path / "other.c", "-o", library], check=True)
+    library.write_bytes(b"not a library")
     old = library.with_name("cpu_kernels-0123456789abcdef.so")
     old.touch()
     os.utime(old, (0, 0))
-    first = load_elsewhere(tmp_path)
-    while first.poll() is None and not list(library.parent.glob("*.tmp")):
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
-    for process in [load_elsewhere(tmp_path) for _ in range(2)]:
+    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for process in [subprocess.Popen([sys.executable, "-c", LOAD], **options) for _ in range(2)]:
         out, err = process.communicate()
         assert "float32" in out, err
     assert list(library.parent.glob("*.so")) == [library]

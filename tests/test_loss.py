@@ -193,11 +193,14 @@ def test_hooks_of_parameters_and_modules_get_each_gradient_once_and_whole():
         head.weight = net.wte
         found: list[Tensor] = []
 
+        def keep_norm(module: Any, inputs: Any, outputs: Any) -> None:
+            found.append(outputs[0].norm())
+
         def double(gradient: Tensor) -> Tensor:
             found.append(gradient.clone())
             return 2 * gradient
 
-        head.register_full_backward_hook(lambda module, inputs, outputs: found.append(outputs[0].norm()))
+        head.register_full_backward_hook(keep_norm)
         for p in head.parameters():
             p.register_hook(double)
         gradients = results(net, function)[3:]
