@@ -1,7 +1,7 @@
 """Write text with a trained model.
 
     python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
-    python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9 --stream
+    python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.7 --top_p=0.9
     python sample.py --out_dir=out-shakespeare-char --serve
     python sample.py --out_dir=out-chat --chat
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
@@ -46,22 +46,20 @@ class SampleConfig(GenerationConfig):  # which has max_new_tokens, stop, tempera
     # samples
     start: str = PROMPT  # the prompt; FILE:prompt.txt reads it from a file
     num_samples: AtLeast1 = 10  # generated side by side
-    stream: bool = False  # generate one sample after another, and show each token by token
     # talking
     chat: bool = False  # answer what you type, line by line, with a model trained on chat data: docs/sampling.md
     system: str = ""  # the dialogue's first message: instructions to the assistant
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls
-    compile: bool = False  # torch.compile: takes a while to start
     # page
     serve: bool = False  # instead of printing: a page to play with in this machine's browser, until Ctrl+C
     port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
-    def __post_init__(self) -> None:
-        GenerationConfig.__post_init__(self)
-        if self.serve and self.compile:
-            raise ValueError("compile=True is not for --serve; take --compile=False")
+    retired: ClassVar[dict[str, str]] = {
+        "compile": "the model runs as it is written",
+        "stream": "the first sample is shown while it is written",
+    }
 
 
 def main(c: SampleConfig) -> list[str]:
@@ -81,16 +79,10 @@ def main(c: SampleConfig) -> list[str]:
     if c.chat:
         chat(c, prompt, trained)
         return []
-    rows = 1 if c.stream else c.num_samples  # generated side by side
-    prompts = encode_prompt(prompt, trained.tokenizer).to(device).repeat(rows, 1)
-    engine = engine_for(c, trained, prompts)
-
-    texts = []
-    for first in range(0, c.num_samples, rows):
-        samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(rows)]
-        print_samples(samples, engine.write(prompts, samples, replace(c, seed=c.seed + first)))
-        texts += [sample.text for sample in samples]
-    return texts
+    prompts = encode_prompt(prompt, trained.tokenizer).to(device).repeat(c.num_samples, 1)
+    samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(c.num_samples)]
+    print_samples(samples, engine_for(c, trained, prompts).write(prompts, samples, c))
+    return [sample.text for sample in samples]
 
 
 def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
@@ -116,7 +108,7 @@ def engine_for(c: SampleConfig, trained: Trained, prompts: Tensor) -> InferenceE
     dtype: str = c.dtype
     if dtype == "auto":
         dtype = "float32" if prompts.device.type == "cpu" else peaks.fast_dtype(prompts.device)
-    return InferenceEngine(trained.model, prompts, dtype, compiled=c.compile)
+    return InferenceEngine(trained.model, prompts, dtype)
 
 
 def prompt_of(c: SampleConfig) -> str:
@@ -168,5 +160,5 @@ def writer_of(c: SampleConfig, prompt: str, trained: Trained) -> Writer:
 
 
 if __name__ == "__main__":
-    with one_line_errors("lower --num_samples or --max_new_tokens, or take --stream"):
+    with one_line_errors("lower --num_samples or --max_new_tokens"):
         main(configure(SampleConfig, sys.argv[1:]))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +55,6 @@ def heads_of(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> list[Tensor]
 # ---- numbers -------------------------------------------------------------------------------------------------
 
 
-def test_self_test_finds_nothing_wrong():
-    errors = self_test.errors()
-    assert len(errors) >= 14
-    for what, error, limit in errors:
-        assert error <= limit, what
-
-
 @DTYPES
 @given(B=st.integers(1, 3), T=st.integers(1, 300), D=st.integers(1, 96), threads=st.integers(1, 16), rows=st.booleans())
 @example(B=1, T=1100, D=64, threads=3, rows=True)  # three chunks of keys
@@ -76,7 +67,7 @@ def test_attention_of_any_shape_and_its_gradients_are_torchs(dtype, B, T, D, thr
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert self_test.error_of(our_attention, self_test.torch_attention, (q, k, v)) <= 2 * LIMIT[dtype]
+        assert self_test.error_of(our_attention, self_test.torch_attention, (q, k, v)) <= LIMIT[dtype]
     finally:
         torch.set_num_threads(before)
 
@@ -88,7 +79,7 @@ def test_activations_of_any_size_and_their_slopes_are_torchs(name, dtype, n, sca
     needs(dtype)
     x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * scale).to(dtype)
     expected = {"gelu_tanh": self_test.torch_gelu, "relu2": self_test.torch_relu2}[name]
-    assert self_test.error_of(lambda x: torch.ops.deskgpt.activation(x, name), expected, (x,)) <= 2 * LIMIT[dtype]
+    assert self_test.error_of(lambda x: torch.ops.deskgpt.activation(x, name), expected, (x,)) <= LIMIT[dtype]
 
 
 @DTYPES
@@ -218,29 +209,16 @@ def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(n
 LOAD = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
 
 
-def load_elsewhere(cache: Path) -> subprocess.Popen[str]:
-    """Start a process that loads the kernels, with a cache of its own."""
-    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", LOAD], cwd=ROOT, env=env, start_new_session=True, **options)
-
-
 @pytest.mark.slow
-def test_library_of_others_is_compiled_again_by_one_of_several_processes_though_one_is_killed(tmp_path, monkeypatch):
-    """What lies in the cache has one of our functions, and belongs to another build."""
+def test_library_of_another_build_is_compiled_again_once_for_several_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = cpu_kernels.path()
-    (tmp_path / "other.c").write_text("int attention_forward;")
-    subprocess.run(["cc", "-shared", tmp_path / "other.c", "-o", library], check=True)
+    library.write_bytes(b"not a library")
     old = library.with_name("cpu_kernels-0123456789abcdef.so")
     old.touch()
     os.utime(old, (0, 0))
-    first = load_elsewhere(tmp_path)
-    while first.poll() is None and not list(library.parent.glob("*.tmp")):
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
-    for process in [load_elsewhere(tmp_path) for _ in range(2)]:
+    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for process in [subprocess.Popen([sys.executable, "-c", LOAD], **options) for _ in range(2)]:
         out, err = process.communicate()
         assert "float32" in out, err
     assert list(library.parent.glob("*.so")) == [library]
@@ -260,10 +238,7 @@ def test_machine_without_a_compiler_uses_torch_and_one_line_says_so(compiler, el
 @pytest.fixture
 def library(built, elsewhere):
     """A copy of the library in a cache of its own."""
-    copy = cpu_kernels.path()
-    shutil.copy(built, copy)
-    assert cpu_kernels.is_intact(copy)
-    return copy
+    return Path(shutil.copy(built, cpu_kernels.path()))
 
 
 def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(library, monkeypatch):

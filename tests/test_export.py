@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -92,22 +91,6 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-def test_weights_in_shards_are_read_and_a_missing_one_is_named(tmp_path):
-    from huggingface_hub import save_torch_state_dict
-    from safetensors.torch import load_file
-
-    model, folder = exported(tmp_path)
-    whole = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    save_torch_state_dict(whole, folder, max_shard_size=10_000)
-    *_, last = sorted(folder.glob("model-*.safetensors"))
-    assert_equal(load_gpt2(str(folder))[1], dict(model.state_dict()))
-    last.unlink()
-    with pytest.raises(ValueError, match="fetch it again") as e:
-        load_gpt2(str(folder))
-    assert_one_line(e.value, folder, last.name)
-
-
 def in_their_format(folder: Path, model: GPT, **changes: Any) -> Path:
     """A GPT-2 with biases as a folder that transformers saved, with changes of its config.json."""
     folder.mkdir()
@@ -168,11 +151,6 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
     assert "norm=layer, but" in script("train.py", *flags, "--norm=layer").err
 
     card = (folder / "README.md").read_text()
-    table = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", card, re.M))
-    assert table["tokens trained on"] == f"{3 * 4 * 16:,}"
-    assert table["validation loss (nats per token)"] == f"{before:.4f}"
-    assert (table["data"], table["learning_rate"]) == (chars.name, "0.00321")
-    assert str(tmp_path) not in card
     lines = card.split("```python\n")[1].split("```")[0]
     done = shell("python", "-c", lines, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,6 @@ from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer
 from deskgpt.export import gguf_format
 from deskgpt.export.llama_cpp import Llama
-from deskgpt.generate.text import GenerationConfig
 from export import ExportConfig, main
 from model import GPT, GPTConfig, activation
 
@@ -32,10 +29,12 @@ BYTES = {"name": "bytes"}
 SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)  # the last two rows are padding
 
 
-def exported(folder: Path, config: GPTConfig = SMALL, meta: dict[str, Any] = BYTES, **options: Any) -> tuple[GPT, Path]:
+def exported(
+    folder: Path, config: GPTConfig = SMALL, meta: dict[str, Any] = BYTES, chat: Any = None
+) -> tuple[GPT, Path]:
     """(a model of random weights, the file that it was exported to)"""
-    model = saved(folder / "out", config, meta, options.pop("chat", None))
-    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "a.gguf"), **options))
+    model = saved(folder / "out", config, meta, chat)
+    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "a.gguf")))
     return model, folder / "a.gguf"
 
 
@@ -124,39 +123,23 @@ def test_llama_cpp_reads_and_writes_our_tokens(text, tmp_path, kind):
 
 
 @needs_llama
-def test_dialogue_is_written_as_in_training_by_llama_cpp_and_in_the_modelfile(tmp_path):
-    _, path = exported(tmp_path, chat=template.NAME, ollama=True)
+def test_dialogue_is_written_as_in_training(tmp_path):
+    _, path = exported(tmp_path, chat=template.NAME)
     llama = Llama(str(path), 64)
     rendered = llama.ask("apply-template", messages=DIALOGUE)["prompt"]
     tokens = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
     assert tokens == prompt_of_dialogue()
 
-    modelfile = (tmp_path / "Modelfile").read_text()
-    found = re.search(r'TEMPLATE """(.*?)"""', modelfile, re.S)
-    assert found
-    # The same in Jinja, which shows what Go's template language makes of it.
-    head, _, tail = found[1].replace("{{ range .Messages }}", "{% for m in messages %}").rpartition("{{ end }}")
-    head = re.sub(r'{{ if eq .Role "(\w+)" }}', r'{% if m.role == "\1" %}', head).replace("{{ end }}", "{% endif %}")
-    source = head.replace(".Content", "m.content") + "{% endfor %}" + tail
-    jinja = jinja2.Environment(keep_trailing_newline=True).from_string(source)
-    assert jinja.render(messages=DIALOGUE) == rendered
-
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_modelfile_draws_as_sample_does_and_without_llama_cpp_nothing_is_compared(tmp_path, monkeypatch, capsys):
+def test_without_llama_cpp_nothing_is_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    _, path = exported(tmp_path, ollama=True)
+    _, path = exported(tmp_path)
     assert "nothing was compared" in capsys.readouterr().out
     tensors = {str(t.name): list(t.shape) for t in gguf.GGUFReader(path).tensors}
     assert tensors["token_embd.weight"] == [32, 256]  # without padding
-    modelfile = (tmp_path / "Modelfile").read_text()
-    assert 'FROM ./a.gguf\nTEMPLATE """{{ .Prompt }}"""\n' in modelfile
-    parameters = dict(re.findall(r"^PARAMETER (\w+) (.*)$", modelfile, re.M))
-    assert float(parameters["temperature"]) == GenerationConfig().temperature
-    assert parameters["num_ctx"] == "64"
-    assert "stop" not in parameters
 
 
 def test_all_that_llama_cpp_lacks_is_named_with_what_to_change(tmp_path):
@@ -174,27 +157,18 @@ def test_all_that_llama_cpp_lacks_is_named_with_what_to_change(tmp_path):
 def test_gguf_file_that_does_not_fit_on_the_disk_is_one_line_and_leaves_nothing(tmp_path):
     saved(tmp_path / "out", SMALL, BYTES)
     with files_of_at_most(20), pytest.raises(OSError, match=r"a\.GGUF") as e:
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF"), ollama=True))
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF")))
     assert_one_line(e.value, "free some disk space")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
-    exported(tmp_path, ollama=True)
+    _, path = exported(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     out = f"--out_dir={tmp_path / 'out'}"
-    new = f"--to={tmp_path / 'b.gguf'}"
-    mistakes = {
-        (f"--to={tmp_path / 'a.gguf'}",): "a.gguf exists",
-        (new, "--ollama=True"): "Modelfile exists",
-        (f"--to={tmp_path / 'b'}", "--ollama=True"): "b.gguf",
-    }
-    for args, named in mistakes.items():
-        done = script("export.py", out, *args)
-        assert done.code in (1, 2), args
-        assert_one_line(done.err, named)
+    assert_one_line(script("export.py", out, f"--to={path}").err, "a.gguf exists")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert_one_line(script("export.py", out, new).err, "pip install gguf")
+    assert_one_line(script("export.py", out, f"--to={tmp_path / 'b.gguf'}").err, "pip install gguf")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -1,21 +1,18 @@
-"""data/fineweb_edu/prepare.py with a hub of our own, whose connections break, and export.py --push_to_hub."""
+"""data/fineweb_edu/prepare.py with a hub of our own, whose connections break."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from conftest import assert_one_line, contents, shell
+from conftest import assert_one_line, shell
 from fake_hub import SHA, Hub, serve
 from fineweb import PREPARE, SMALL, as_bytes, tokens, write_documents
-from test_export import saved
 
 from data.meta_files import read_record
-from model import GPTConfig
 
 pytestmark = pytest.mark.slow
 
@@ -68,70 +65,3 @@ def test_what_the_hub_does_not_have_and_a_network_that_stays_away_are_one_line(t
         done = online(hub, tmp_path / "other")
         assert done.returncode == 1
         assert_one_line(done.stderr, *named)
-
-
-# ---- uploads -------------------------------------------------------------------------------------------------
-
-
-class Api:
-    """Stands for huggingface_hub.HfApi, and for a hub with one user."""
-
-    files: dict[str, bytes]  # of the one repository, by name
-    refuses = ""  # the method that fails
-
-    def answer(self, method: str) -> None:
-        if method == self.refuses:
-            raise RuntimeError("401 Client Error\nInvalid user token.")
-
-    def whoami(self) -> dict[str, str]:
-        self.answer("whoami")
-        return {"name": "tester"}
-
-    def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
-        self.answer("create_repo")
-        assert (name, private, exist_ok) == ("tester/mine", True, True)
-        return f"https://hub/{name}"
-
-    def create_commit(self, name: str, additions: list[Any], commit_message: str) -> None:
-        self.answer("create_commit")
-        for addition in additions:
-            with addition.as_file() as file:
-                self.files[addition.path_in_repo] = file.read()
-
-
-@pytest.fixture
-def export(tmp_path, script, monkeypatch):
-    """Runs export.py with the checkpoint in tmp_path/out."""
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    monkeypatch.setattr(Api, "files", {}, raising=False)
-    saved(tmp_path / "out", GPTConfig(block_size=32, vocab_size=256, n_layer=1, n_head=2, n_embd=8), {"name": "bytes"})
-    return lambda *args: script("export.py", f"--out_dir={tmp_path / 'out'}", *args)
-
-
-@pytest.mark.parametrize("to", ["my-model", "my.gguf"])
-def test_export_is_uploaded_whole_with_its_card_to_a_private_repository(tmp_path, export, to):
-    if to == "my.gguf":
-        pytest.importorskip("gguf")
-    assert export(f"--to={tmp_path / 'unasked'}").code == 0
-    assert Api.files == {}
-    done = export(f"--to={tmp_path / to}", "--push_to_hub=mine")
-    assert done.code == 0, done.err
-    assert "https://hub/tester/mine" in done.out.splitlines()[-1]
-    card = Api.files.pop("README.md") if to == "my.gguf" else Api.files["README.md"]
-    assert b"# tester/mine" in card
-    assert Api.files == (contents(tmp_path / to) if to == "my-model" else {to: (tmp_path / to).read_bytes()})
-
-
-def test_upload_that_fails_is_one_line_with_the_remedy(tmp_path, export, monkeypatch):
-    new = tmp_path / "new"
-    for name, refuses in (("a/b/c", ""), ("mine", "whoami")):
-        monkeypatch.setattr(Api, "refuses", refuses)
-        done = export(f"--to={new}", f"--push_to_hub={name}")
-        assert done.code == 1
-        assert_one_line(done.err, f"push_to_hub={name}", "hf auth login")
-        assert not new.exists()
-    monkeypatch.setattr(Api, "refuses", "create_commit")
-    done = export(f"--to={new}", "--push_to_hub=mine")
-    assert done.code == 1
-    assert_one_line(done.err, f"hf upload tester/mine {new}")
-    assert (new / "model.safetensors").exists()

@@ -171,14 +171,6 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
         model.crop_block_size(13)
 
 
-def test_dropout_acts_in_training_only(kernels):
-    model = make(replace(SMALL, dropout=0.5))
-    idx = tokens(2, 32)
-    assert not torch.equal(model(idx)[0], model(idx)[0])
-    model.eval()
-    assert torch.equal(model(idx)[0], model(idx)[0])
-
-
 # ---- bad arguments -------------------------------------------------------------------------------------------
 
 

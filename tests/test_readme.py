@@ -38,7 +38,7 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_
 # Beginnings of commands that other tests run, or that need what is not here.
 NOT_RUN = (
     *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
-    *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "ollama create", "git clone", "hf download"),
+    *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "git clone", "hf download"),
     "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
     *("python sample.py --serve", "python bench/evaluate.py"),
 )

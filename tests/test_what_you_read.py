@@ -350,12 +350,3 @@ def test_change_of_any_setting_of_learning_is_seen(name):
     changed = dataclasses.replace(c, **{name: others[name]})
     found = changes_between(learning_settings(c), learning_settings(changed))
     assert [change.name for change in found] == [name]
-
-
-def test_setting_that_is_new_counts_as_one_of_learning():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class More(TrainConfig):
-        label_smoothing: float = 0.0
-
-    found = changes_between(learning_settings(More()), learning_settings(More(label_smoothing=0.1)))
-    assert [change.name for change in found] == ["label_smoothing"]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.tokenizer import END_OF_TEXT, Ids, Tokenizer, valid_unicode
+from data.tokenizer import Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}  # of roles
@@ -37,12 +37,6 @@ JINJA = (
     "{% for message in messages %}{{ message['role'] | capitalize + ':\\n' + message['content'] + eos_token }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
-)
-# The same for Go, as TEMPLATE in Ollama's Modelfiles.
-OLLAMA = (
-    f"{END_OF_TEXT}{{{{ range .Messages }}}}"
-    + "".join(f'{{{{ if eq .Role "{role}" }}}}{header}{{{{ end }}}}' for role, header in HEADERS.items())
-    + f"{{{{ .Content }}}}{END_OF_TEXT}{{{{ end }}}}{HEADERS['assistant']}"
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt.export import hub, hugging_face
+from deskgpt.export import hugging_face
 from deskgpt.export.hugging_face import OUR_KEY, is_conv1d
 from deskgpt.system.files import read_small
 from model import GPTConfig
@@ -32,13 +32,13 @@ ACTIVATIONS = {name: ours for ours, name in hugging_face.ACTIVATIONS.items()} | 
 def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder in their format.
 
-    The folder holds config.json and model.safetensors, or shards with their index, as Hugging Face or export.py writes
-    them. Raises ValueError if the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
+    The folder holds config.json and model.safetensors, as Hugging Face or export.py writes them. Raises ValueError if
+    the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
     """
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    lacking = [file for file in ("config.json", WEIGHTS) if not list(folder.glob(f"{file}*"))]
+    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).exists()]
     if lacking:
         raise ValueError(
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
@@ -48,7 +48,7 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     args = gpt2_model_args(folder, name) if exported is None else exported
     config = GPTConfig.from_args(args, name)
     state = {}
-    for key, w in read_weights(folder, name).items():
+    for key, w in read_weights(folder / WEIGHTS, name).items():
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
         if key.endswith(".bias") and not config.bias:  # it was exported as zeros
@@ -71,22 +71,17 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return args, state
 
 
-def read_weights(folder: Path, name: str) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, or of the shards that its index names. Raises ValueError."""
+def read_weights(path: Path, name: str) -> dict[str, Tensor]:
+    """Return the tensors of model.safetensors. Raises ValueError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index = read_json(folder / f"{WEIGHTS}.index.json", name).get("weight_map")
-    weights: dict[str, Tensor] = {}
-    for file in sorted(set(index.values())) if isinstance(index, dict) else [WEIGHTS]:
-        path = folder / Path(file).name
-        if path.exists() and not path.is_file():  # opening a pipe would wait
-            raise ValueError(f"init_from={name}: {path} is not a plain file but a pipe, a device or a folder")
-        try:
-            weights |= load_file(path)
-        except (SafetensorError, FileNotFoundError) as e:
-            raise ValueError(f"init_from={name}: {file} in {folder} is damaged ({e}); fetch it again") from None
-    return weights
+    if not path.is_file():  # opening a pipe would wait
+        raise ValueError(f"init_from={name}: {path} is not a plain file but a pipe, a device or a folder")
+    try:
+        return load_file(path)
+    except SafetensorError as e:
+        raise ValueError(f"init_from={name}: {path} is damaged ({e}); fetch it again") from None
 
 
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
@@ -148,7 +143,9 @@ def download_gpt2(name: str) -> Path:
     """Return the local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or its cache."""
     from huggingface_hub import snapshot_download
 
-    with hub.one_line(
-        f"init_from={name}", "connect once, or give a local folder with config.json and model.safetensors"
-    ):
-        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"]))
+    try:
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS]))
+    except Exception as e:  # errors of the hub, of its HTTP client and of the network share no class
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"
+        raise ValueError(f"init_from={name}: {reason[:160]}; {remedy}") from None

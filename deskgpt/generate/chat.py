@@ -53,10 +53,9 @@ def talk(template: Template, block_size: int, system: str, answer: Callable[[Ids
     """Read a line at a time and print the answer as it comes, until the input ends, or Ctrl+C.
 
     answer: yields the n-th answer, to a prompt (T,), in pieces. If the input is not a terminal, only the answers are
-    printed. Raises ValueError if it is not UTF-8, or if the system message is too long.
+    printed. Raises ValueError if it is not UTF-8.
     """
     messages = [Message("system", system)] if system else []
-    fitting(template, block_size, [*messages, Message("user", "")])
     on_terminal = sys.stdin.isatty()
     if on_terminal:
         with suppress(ImportError):

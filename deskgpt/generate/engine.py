@@ -1,4 +1,4 @@
-"""Generation of text: in a dtype, with a cache of keys and values, compiled if asked for.
+"""Generation of text: in a dtype, with a cache of keys and values.
 
     engine = InferenceEngine(model, prompt, "bfloat16")
     for shown in engine.write(prompt, [Sample(tokenizer, "Hello")], GenerationConfig()):
@@ -19,7 +19,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deskgpt.compute import compiling
 from deskgpt.compute.check import TOLERANCE, distance, precision_of
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.kernels.kv_cache import KVCache
@@ -45,14 +44,10 @@ class InferenceEngine:
         prompt: Tensor,
         dtype: str,
         *,
-        compiled: bool = False,
         is_trained: bool = False,
         print0: Callable[[str], None] = to_stderr,
     ) -> None:
-        """prompt: tokens (B, T). dtype: of the matmuls. is_trained: training continues, so the weights stay float32.
-
-        Raises ValueError if compiling fails.
-        """
+        """prompt: tokens (B, T). dtype: of the matmuls. is_trained: training continues, so the weights stay float32."""
         self.model = model
         self.device = prompt.device
         self.dtype = dtype
@@ -60,8 +55,6 @@ class InferenceEngine:
         if dtype != "float32" and not is_trained:
             hold_weights(model, hardware.DTYPES[dtype])
         self.cached = self._cache_agrees(prompt)
-        if compiled:
-            self._compile(prompt)
 
     def write(
         self,
@@ -82,7 +75,7 @@ class InferenceEngine:
             top_p=config.top_p,
             seed=config.seed,
             vocab_size=samples[0].tokenizer.vocab_size,
-            cache=self._new_cache(),
+            cache=KVCache(self.model.config.block_size) if self.cached else None,
             watch=watch,
         )
         while not all(sample.done for sample in samples):
@@ -92,9 +85,6 @@ class InferenceEngine:
                 break
             yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
         yield [sample.finish() for sample in samples]
-
-    def _new_cache(self) -> KVCache | None:
-        return KVCache(self.model.config.block_size) if self.cached else None
 
     @contextmanager
     def _mode(self) -> Iterator[None]:
@@ -137,19 +127,6 @@ class InferenceEngine:
             "rounding): sampling without a cache, which is slower"
         )
         return False
-
-    def _compile(self, prompts: Tensor) -> None:
-        """Compile what generation calls, for these rows of prompts. Raises ValueError if that fails."""
-        self.print0("compiling, which takes a while")
-        compiling.prepare(self.device)
-        self.model.transformer.compile(dynamic=True)
-        try:
-            with self._mode():
-                list(self.model.generate(prompts, 2, cache=self._new_cache()))
-        except Exception as e:
-            if is_out_of_memory(e):
-                raise
-            raise ValueError(f"compile=True: {compiling.why_not_compiled(e)}; or take --compile=False") from None
 
 
 def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -9,9 +9,6 @@ from typing import Annotated
 from data.tokenizer import Tokenizer
 from deskgpt.system.settings import Range, check_fields
 
-MOST_STOP_CHARS = 4000  # of all stop texts: each new token is compared with them
-
-
 PROMPT = "\n"  # the end of a line: what comes next begins a new one
 
 
@@ -35,10 +32,7 @@ class Sample:
     """One text as it grows: decodes tokens that are parts of characters, and ends at a stop text or last_token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, *stops: str, last_token: int | None = None) -> None:
-        """stops: if one of them occurs after the prompt, the text ends before it; empty ones do not count.
-
-        Raises ValueError if they are too long.
-        """
+        """stops: if one of them occurs after the prompt, the text ends before it; empty ones do not count."""
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.last_token = last_token
@@ -48,9 +42,6 @@ class Sample:
         self.done = False
         self.n_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        n_chars = sum(map(len, self.stops))
-        if n_chars > MOST_STOP_CHARS:
-            raise ValueError(f"stop has {n_chars:,} characters; at most {MOST_STOP_CHARS:,}")
 
     def add(self, token: int) -> str:
         """Append a token; return the text that can be shown now: all but what may become a stop text."""

@@ -42,9 +42,8 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """Return the last part of the source; of a checkpoint file the last two."""
-        path = Path(os.path.abspath(self.source))
-        return f"{path.parent.name}/{path.name}" if path.suffix == ".pt" else path.name
+        """Return the name of the folder or file."""
+        return Path(os.path.abspath(self.source)).name
 
 
 def load(init_from: str, out_dir: str, device: torch.device) -> Trained:

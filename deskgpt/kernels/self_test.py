@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deskgpt.kernels import cpu_kernels
 
-LIMIT = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # |result - expected| / |expected|
+LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # |result - expected| / |expected|
 SHAPES = ((2, 3, 64, 32), (1, 2, 129, 64), (1, 1, 1, 16), (1, 2, 37, 20))  # (B, H, T, D): tiles, and what is left over
 ROWS = ((7, 65), (33, 1000))  # of logits (N, V)
 

@@ -126,14 +126,11 @@ def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[Sample,
 
 
 def generation_config(asked: dict[str, Any], defaults: GenerationConfig) -> GenerationConfig:
-    if asked.get("n", 1) != 1:
-        raise ValueError(f"n={shortened(asked['n'])} must be 1; ask again for another text, with another seed")
     chosen = {setting: asked[name] for name, setting in SETTINGS.items() if name in asked}
     return replace(defaults, **{"seed": secrets.randbelow(2**32)} | chosen)
 
 
 def checked(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
-        names = {bool: "true or false", list: "a list", str: "a text"}
-        raise ValueError(f"{name}={shortened(value)} must be {names[kind]}")
+        raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
     return value

@@ -121,10 +121,8 @@ async def json_object(request: Request) -> dict[str, Any]:
         async with asyncio.timeout(ARRIVAL_S):
             body = await request.body()
         found = json.loads(body)
-    except TimeoutError:
+    except (TimeoutError, ClientDisconnect):
         raise HTTPException(408, "the request did not arrive in time") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the client has gone") from None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
