@@ -49,6 +49,7 @@ def evaluate(
     finally:
         model.train()
         sharding.free_gathered(model)
+        hardware.free_unused(dist.device)  # a step makes tensors of other sizes
 
     sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
     rows_of = torch.tensor(counts, dtype=torch.float64)

@@ -196,7 +196,12 @@ def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    elif platform.libc_ver()[0] == "glibc":
+    free_unused(device)
+
+
+def free_unused(device: torch.device) -> None:
+    """Return what glibc holds for new tensors to the system, before tensors of other sizes are made on a CPU."""
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         import ctypes
 
         ctypes.CDLL(None).malloc_trim(0)
