@@ -159,3 +159,13 @@ def test_top_k_keeps_the_likeliest_and_top_p_the_fewest_that_reach_it():
     assert (counts(p, top_p=1e-9) > 0).tolist() == [False, True, False, False]
     assert (counts(p, top_k=3, top_p=0.5) > 0).tolist() == [False, True, False, True]
     assert (counts(p, top_k=99) > 0).all()
+
+
+def test_cache_serves_only_a_text_that_continues_its_own():
+    model = make().eval()
+    cache = KVCache(SMALL.block_size)
+    first, other = tokens(1, 8), tokens(1, 8).flip(1)
+    with torch.no_grad():
+        model.next_logits(first, cache)
+        for text in (torch.cat((first, other), 1), other, torch.cat((other, first[:, :1]), 1), first):
+            torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))

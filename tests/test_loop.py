@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +99,40 @@ def test_tokens_per_second_and_mfu_count_all_ranks(chars, tmp_path):
     for e in events(tmp_path, "iter"):
         assert e["tokens_per_s"] * e["time_ms"] / 1e3 == pytest.approx(start["tokens_per_step"])
         assert e["mfu"] == pytest.approx(e["tokens_per_s"] * start["flops_per_token"] / start["peak_flops"])
+
+
+def test_val_loss_is_that_of_the_val_split_and_the_train_loss_that_of_the_train_split(chars, tmp_path):
+    c = tiny(chars, tmp_path, max_iters=4, eval_interval=4)
+    main(c)
+    saved = store.load(tmp_path)
+    model = GPT.from_state(GPTConfig(**saved.model_args), dict(saved.model), "run").eval()
+    last = events(tmp_path, "eval")[-1]
+    for name in ("train", "val"):
+        split = Split(chars, name, c.block_size, saved.model_args["vocab_size"])
+        x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(8), 8))
+        with torch.no_grad():
+            assert last[f"{name}_loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-5)
+
+
+def test_val_loss_that_is_not_finite_ends_the_run(chars, tmp_path, monkeypatch):
+    evaluate = train.evaluate
+    losses = itertools.count()
+
+    def broken(*args):
+        found = evaluate(*args)
+        return replace(found, loss=math.nan) if next(losses) == 3 else found  # val's of the second evaluation
+
+    monkeypatch.setattr(train, "evaluate", broken)
+    with raises_one_line("val loss is nan at step 3", "float32"):
+        main(tiny(chars, tmp_path))
+
+
+def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(chars, tmp_path):
+    for dtype in ("float32", "float16"):
+        main(tiny(chars, tmp_path / dtype, dtype=dtype, max_iters=3, grad_clip=0.1))
+    for a, b in zip(events(tmp_path / "float16", "iter"), events(tmp_path / "float32", "iter"), strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.05)
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.01)
 
 
 def test_further_loss_that_cannot_be_added_is_named():

@@ -211,3 +211,22 @@ def test_block_that_a_second_pass_would_change_is_refused():
         with torch.no_grad():
             model(idx)  # without gradients nothing is computed again
         handle.remove()
+
+
+def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_training_only(monkeypatch):
+    model = make(replace(SMALL, n_layer=1, dropout=0.3))
+    rates: list[float] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda module, args, out: rates.append(module.p if module.training else 0.0))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*args, dropout_p=0.0, **kwargs):
+        rates.append(dropout_p)
+        return attention(*args, dropout_p=dropout_p, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    for training in (True, False):
+        rates.clear()
+        model.train(training)(tokens(2, 8))
+        assert rates == [0.3 * training] * 4
