@@ -157,3 +157,12 @@ def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
     lost, own = on_ranks(work, 2, tmp_path)
     assert own == "train.bin became shorter"
     assert "rank" in lost
+
+
+@NEEDS_GLOO
+def test_sum_over_ranks_leaves_what_each_rank_gave(tmp_path):
+    def work(ranks: DistContext) -> list[float]:
+        own = torch.tensor(float(ranks.rank + 1))
+        return [ranks.sum(own).item(), own.item(), ranks.max(own.item())]
+
+    assert on_ranks(work, 2, tmp_path) == [[3.0, 1.0, 2.0], [3.0, 2.0, 2.0]]
