@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     prefix = trained.tokenizer.end_of_text or 0
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp) / "model"
-        export.write_folder(trained, folder, "model")  # raises ValueError if it is not the same model
+        export.write_folder(trained, export.without_embedding_norm(trained.model), folder)  # compares both
         print(f"{trained.source}: {trained.model.num_params():,} parameters; commit {git_commit()}", flush=True)
         arguments = f"pretrained={folder},trust_remote_code=True,dtype={c.dtype},prefix_token_id={prefix}"
         options = [word for word in argv if not word.startswith(OURS)]
