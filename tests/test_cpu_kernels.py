@@ -58,16 +58,23 @@ def heads_of(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> list[Tensor]
 @DTYPES
 @given(B=st.integers(1, 3), T=st.integers(1, 300), D=st.integers(1, 96), threads=st.integers(1, 16), rows=st.booleans())
 @example(B=1, T=1100, D=64, threads=3, rows=True)  # three chunks of keys
+@example(B=1, T=2, D=1, threads=1, rows=False)  # a gradient of differences that nearly cancel
 def test_attention_of_any_shape_and_its_gradients_are_torchs(dtype, B, T, D, threads, rows):
-    """With more threads than heads, several take a part of one head. rows: the last dimension is contiguous."""
+    """With more threads than heads, several take a part of one head. rows: the last dimension is contiguous.
+
+    Of a few numbers in bfloat16, torch's flash attention can lie further than LIMIT from float64: like ours, its
+    gradient comes from the rounded result. Torch takes it for contiguous rows only.
+    """
     needs(dtype)
     q, k, v = heads_of(B, 2, T, D, dtype)
+    of_torch = self_test.error_of(self_test.torch_attention, self_test.torch_attention, (q, k, v))
     if not rows:
         q = q.mT.contiguous().mT
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert self_test.error_of(our_attention, self_test.torch_attention, (q, k, v)) <= LIMIT[dtype]
+        ours = self_test.error_of(our_attention, self_test.torch_attention, (q, k, v))
+        assert ours <= max(LIMIT[dtype], 1.5 * of_torch)
     finally:
         torch.set_num_threads(before)
 
