@@ -86,8 +86,7 @@ def answer(stored: dict[str, Any]) -> str:
 def change_in_percent(new: list[float], old: list[float], alpha: float) -> Estimate:
     """Return by how many percent `new` is larger than `old`, 100 (ratio - 1), from the logarithms of paired runs."""
     e = difference([math.log(value) for value in new], [math.log(value) for value in old], alpha)
-    d, low, high = (100 * math.expm1(value) for value in (e.d, e.low, e.high))
-    return Estimate(d, low, high, e.n)
+    return Estimate(100 * math.expm1(e.d), 100 * math.expm1(e.low), 100 * math.expm1(e.high), e.n)
 
 
 def belief_table() -> str:

@@ -45,7 +45,7 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     parts = re.search(r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB", done.out)
     assert parts
     assert sum(map(float, parts.groups())) == pytest.approx(total_gib(done.out), abs=0.03)
-    assert total_gib(done.out) == pytest.approx(4.91, rel=0.05)  # as inductor's code allocates: docs/figures.md
+    assert total_gib(done.out) == pytest.approx(5.19, rel=0.05)  # as inductor's code allocates: docs/figures.md
     fastest, slowest = step_s(done.out)
     assert fastest == pytest.approx(9.34, rel=0.02)
     assert slowest < 1.3 * fastest

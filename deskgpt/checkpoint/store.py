@@ -127,9 +127,9 @@ def save(checkpoint: Checkpoint, out_dir: Path, best: bool, group: ProcessGroup 
 
 def with_shards(content: dict[str, Any], out_dir: Path, group: ProcessGroup | None) -> dict[str, Any]:
     """Write the tensors of a checkpoint's content into a folder of shards, and return what is left for its file."""
-    token = secrets.token_hex(4)
-    # Rank 0 decides: others may have no rows to compare.
-    folder, tied = agreed(group, lambda: (f"shards-{content['iter_num']:08}-{token}", tied_names(content["model"])))[0]
+    folder = f"shards-{content['iter_num']:08}-{secrets.token_hex(4)}"
+    # Rank 0 decides: others have drawn another name, and may have no rows to compare.
+    folder, tied = agreed(group, lambda: (folder, tied_names(content["model"])))[0]
     tensors: dict[str, Tensor] = {}
 
     def without_numbers(name: str, tensor: Tensor) -> Tensor:

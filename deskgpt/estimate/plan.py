@@ -56,11 +56,16 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     )
     flops_per_step = print_size(config, model_config, batching, dist)
     if card is not None:
-        name, device_type, dtype = card.name, "cuda", card.fast_dtype()  # AMD's cards count as CUDA's
+        name = card.name
+        device_type = "cuda"  # AMD's cards count as CUDA's
+        dtype = card.fast_dtype()
         free_bytes = total_bytes = card.memory_gb * 2**30  # a maker's GB of memory is a GiB
     else:
-        name, device_type, dtype = hardware.device_name(dist.device), dist.device.type, peaks.fast_dtype(dist.device)
-        free_bytes, total_bytes = hardware.usable_memory_bytes(dist.device), hardware.memory_bytes(dist.device)
+        name = hardware.device_name(dist.device)
+        device_type = dist.device.type
+        dtype = peaks.fast_dtype(dist.device)
+        free_bytes = hardware.usable_memory_bytes(dist.device)
+        total_bytes = hardware.memory_bytes(dist.device)
     if config.dtype != "auto":
         dtype = config.dtype
     shards = shards_of(config.dp_shard, ranks)
