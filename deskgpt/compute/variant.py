@@ -15,6 +15,7 @@ import torch
 from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
 from deskgpt.kernels import cpu_kernels
+from deskgpt.kernels.fp8 import Linear, check_device
 from deskgpt.system import hardware, peaks
 from model import GPT
 
@@ -32,6 +33,7 @@ class Variant:
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
     recompute: str = "none"  # activations that the backward pass computes again: none, full or selective
     residual_dtype: str = "float32"  # of the residual stream
+    fp8: bool = False  # linear layers in 8 bits while they train
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -39,6 +41,8 @@ class Variant:
             words.append(f"residual stream in {self.residual_dtype}")
         if self.cpu_kernels:
             words.append("C++ kernels")
+        if self.fp8:
+            words.append("linear layers in 8 bits")
         return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
 
     def saved(self, device: torch.device) -> dict[str, Any]:
@@ -72,6 +76,7 @@ def choose_variant(
     predicted_s: Callable[[str], float],
     is_sharded: bool,
     earlier: dict[str, Any],
+    fp8: bool = False,
 ) -> Variant:
     """Return what the settings and this machine ask for; "auto" is decided here. All ranks get the same.
 
@@ -80,6 +85,8 @@ def choose_variant(
     be had.
     """
     device = dist.device
+    if fp8:
+        check_device(device)
     if dtype == "auto":
         dtype = earlier.get("dtype") or peaks.fast_dtype(device)
     if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
@@ -106,7 +113,8 @@ def choose_variant(
         )
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
-    return Variant(dtype, bool(compile), bool(kernels), recompute, "bfloat16" if in_bfloat16 else "float32")
+    residual_dtype = "bfloat16" if in_bfloat16 else "float32"
+    return Variant(dtype, bool(compile), bool(kernels), recompute, residual_dtype, fp8)
 
 
 def load_kernels(dist: DistContext) -> bool:
@@ -128,6 +136,9 @@ def apply_variant(model: GPT, variant: Variant) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.fp8 = variant.fp8
     if variant.compiled:
         compiling.prepare(next(model.parameters()).device)
         for block in model.transformer.h:

@@ -120,6 +120,7 @@ class InitState:
             kernels=config.cpu_kernels,
             compile=config.compile,
             recompute=config.activation_checkpoint,
+            fp8=config.fp8,
             predicted_s=predicted_s,
             is_sharded=sharding.shards_of(config.dp_shard, dist.world) > 1,
             earlier=earlier,

@@ -100,6 +100,7 @@ class Report:
             residual_dtype=variant.residual_dtype,
             compiled=variant.compiled,
             cpu_kernels=variant.cpu_kernels,
+            fp8=variant.fp8,
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
