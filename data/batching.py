@@ -83,10 +83,7 @@ class Batching:
 
     def flags(self) -> str:
         """Return what a user types for this cut."""
-        named = self.settings()
-        if self.eval_tokens:
-            del named["eval_tokens"]  # it is as the user has it
-        return " ".join(f"--{name}={value}" for name, value in named.items())
+        return " ".join(f"--{name}={value}" for name, value in self.settings().items())
 
     def number(self, micro_step: int) -> int:
         """Return the number of this rank's micro-batch within the step, over all ranks."""

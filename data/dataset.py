@@ -17,15 +17,15 @@ from data.batching import Batching
 from data.meta_files import read_record
 from data.splits import Split
 from data.token_files import (
+    GPT2,
     NumberFile,
-    assumptions,
     check_vocabulary,
-    listed_sha256,
-    listed_with_masks,
+    listed_checksums,
     read_meta,
     token_files,
 )
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
+from deskgpt.system.files import sha256
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
@@ -85,8 +85,9 @@ class Dataset:
         """Return what tells data of the same size apart, under the names of checkpoints."""
         found = {}
         for name, split in zip(SPLITS, (self.train, self.val), strict=True):
-            listed = listed_sha256(self.folder, name)
-            found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
+            listed = listed_checksums(self.folder, name).values()
+            checksum = sha256("\n".join(listed).encode())[:16] if listed else None
+            found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": checksum}
         return found
 
     def changes(self) -> list[str]:
@@ -124,7 +125,8 @@ class Dataset:
         """Return what a run prints about its data. reads_text: read the text behind the tokens, for bits per byte."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
-        found += [f"warning: {assumption}" for assumption in assumptions(self.folder)]
+        if self.meta == GPT2 and not (self.folder / "meta.json").exists():
+            found.append(f"warning: {self.folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")
         if reads_text:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
@@ -162,7 +164,7 @@ class Checksums:
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
-        self._listed = {name: entry["sha256"] for name, entry in listed_with_masks(read_record(folder)).items()}
+        self._listed = listed_checksums(folder)
         files = [file for split in splits for file in split.files() if file.path.name in self._listed]
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._compare, args=[files], name="checksums", daemon=True)

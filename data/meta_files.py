@@ -31,8 +31,6 @@ META: Fields = {
     "tokenizer": lambda value: isinstance(value, dict),
     "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
     "end_of_text": lambda value: value is None or is_number(value),
-    "source": is_text,
-    "val_tokens": is_number,
     "files": lambda value: isinstance(value, dict),
     # of chat data
     "masks": lambda value: isinstance(value, dict),
@@ -47,18 +45,18 @@ ENTRY: Fields = {
 # ---- meta.json -----------------------------------------------------------------------------------------------
 
 
-def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
     """Return everything that a folder's meta.json records, {} without one.
 
     Raises ValueError if it is damaged or cannot be right, OSError.
     """
-    with described(folder / name) as path:
+    with described(folder / "meta.json") as path:
         return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
 
 
-def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write a folder's meta.json, with its checksum. Raises OSError."""
-    write_atomically(folder / name, to_json(meta))
+    write_atomically(folder / "meta.json", to_json(meta))
 
 
 @contextmanager
@@ -103,15 +101,12 @@ def checksum_of(meta: dict[str, Any]) -> str:
 
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
-    name = tokenizer.get("name")
-    if name == "bpe":  # without tiktoken, which may not be installed
+    if tokenizer in ({}, {"name": "gpt2"}):
+        return
+    if tokenizer.get("name") == "bpe":  # without tiktoken, which may not be installed
         size = len(tokens_of(tokenizer.get("merges"))) + 1
-    elif name in ("char", "bytes"):
-        size = from_meta(tokenizer).vocab_size
-    elif tokenizer in ({}, {"name": "gpt2"}):
-        size = vocab_size
     else:
-        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
+        size = from_meta(tokenizer).vocab_size
     if size != vocab_size:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
 

@@ -80,27 +80,16 @@ def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
         yield
 
 
-def named_tokenizer(name: str) -> dict[str, Any]:
-    """Return the description of the tokenizer of this name, or of the prepared folder with this path.
+def named_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of this name, or that of the prepared folder with this path.
 
     Raises ValueError if there is none.
     """
-    if name in ("char", "bytes", "bpe", "gpt2"):
-        return {"name": name}
+    if name in ("bytes", "gpt2"):
+        return from_meta({"name": name})
     if (Path(name) / "meta.json").is_file():
-        return read_meta(Path(name))["tokenizer"]
+        return from_meta(read_meta(Path(name))["tokenizer"])
     raise ValueError(
-        f"--tokenizer={name} is not char, bytes, bpe, gpt2 or the path of a prepared folder (tokenizers of other "
-        "programs, such as tokenizer.json, are not read)"
+        f"--tokenizer={name} is not bytes, gpt2 or the path of a prepared folder; data/text/prepare.py also makes char "
+        "and bpe of a text (tokenizers of other programs, such as tokenizer.json, are not read)"
     )
-
-
-def document_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that named_tokenizer describes. Raises ValueError if it has no token between documents."""
-    tokenizer = None if name in ("char", "bpe") else from_meta(named_tokenizer(name))
-    if tokenizer is None or tokenizer.end_of_text is None:
-        raise ValueError(
-            f"--tokenizer={name} has no token between documents, or is made of a text by data/text/prepare.py; "
-            "give bytes, gpt2, or the path of a folder that was prepared with --tokenizer=bpe"
-        )
-    return tokenizer

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_record
-from data.token_files import CHUNK, NumberFile, open_masks, open_shards
+from data.token_files import NumberFile, open_masks, open_shards
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-SCANNED = 1 << 28  # tokens: a split of at most this size is checked when opened, in a second; a larger one when read
+CHUNK = 1 << 20  # tokens of an evaluation that are read at once
 FINGERPRINTED = 1 << 20  # tokens at the beginning of each shard
 FINGERPRINTED_SHARDS = 1024  # at most, evenly spread
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
@@ -37,8 +37,8 @@ class Split:
     epoch. With loss masks, targets that are not learned are -1, and windows without any
     other target are not evaluated.
 
-    Raises ValueError if files are missing, damaged or too short, or hold ids of vocab_size and more; so does each call
-    that reads.
+    Raises ValueError if files are missing, damaged or too short. Each call that reads raises it for damage and for ids
+    of vocab_size and more.
     """
 
     def __init__(self, folder: Path, split: str, block_size: int, vocab_size: int, seed: int = 0) -> None:
@@ -55,18 +55,13 @@ class Split:
         self.shards = [shard for shard in found if len(shard) > block_size]
         if not self.shards:
             longest = max(map(len, found))
-            remedy = f"try --block_size={longest - 1} or more data" if longest > 1 else "it needs more data"
             raise ValueError(
                 f"block_size={block_size} needs {block_size + 1} tokens in a row, {folder}/{split}*.bin: {longest:,}; "
-                f"{remedy}"
+                f"try more data, or --block_size={max(1, longest - 1)}"
             )
         self.masks = open_masks(folder, split, self.shards)  # one for each shard, or none
         self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
-        if self.tokens <= SCANNED:
-            for number, shard in enumerate(self.shards):
-                for first, ids in shard.chunks():
-                    self._check_ids(np.array([number]), np.array([first]), ids[None])
         # One window fewer than could fit, so that all of them fit whichever offset below block_size is drawn. A shard
         # with room for one window only has that one, and fewer offsets.
         self._windows = np.maximum(1, (self.lengths - block_size) // block_size)  # per shard and epoch

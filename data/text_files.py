@@ -16,6 +16,7 @@ from data.tokenizer import END_OF_TEXT
 
 PACKED = ("", ".gz", ".zst")  # suffixes of packed files
 TEXTS = tuple(f".txt{packed}" for packed in PACKED)
+NAMED_FILES = 10
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are not UTF-8
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
 
@@ -33,6 +34,11 @@ def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
             raise ValueError(f"the folder {path} holds no file *{', *'.join(suffixes)}")
         found += files or [Path(match) for match in matches] or [path]
     return found
+
+
+def names_of(paths: list[Path]) -> str:
+    """Return the names of the first files, as meta.json records a source."""
+    return ", ".join(path.name for path in paths[:NAMED_FILES])
 
 
 def is_shown(folder: Path, path: Path, suffixes: tuple[str, ...]) -> bool:

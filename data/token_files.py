@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 from data.meta_files import read_nanogpt, read_record
 from data.tokenizer import Ids, padded_vocab_size, short_name
-from deskgpt.system.files import sha256, write_atomically
+from deskgpt.system.files import write_atomically
 
 MAGIC = 20240520
 MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
@@ -32,29 +31,14 @@ VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
-CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
 # ---- one file ------------------------------------------------------------------------------------------------
 
 
-def write_tokens(path: Path, ids: Ids, header: bool = False) -> None:
-    """Write token ids (n,) as a token file, with llm.c's header if asked. Raises OSError."""
-    begin = llmc_header(len(ids)) if header else b""
-    write_atomically(path, begin + ids.astype("<u2").tobytes())
-
-
-def llmc_header(tokens: int) -> bytes:
-    """Return the header of a file in llm.c's format that holds this number of tokens."""
-    head = np.zeros(HEADER_BYTES // 4, "<i4")
-    head[:3] = MAGIC, VERSION, tokens
-    return head.tobytes()
-
-
-def read_tokens(path: Path) -> Ids:
-    """Return the token ids (n,) of a file. Raises ValueError if the file is not a token file, OSError."""
-    begin, tokens = find_tokens(path)
-    return np.fromfile(path, "<u2", tokens, offset=begin)
+def write_tokens(path: Path, ids: Ids) -> None:
+    """Write token ids (n,) as a bare token file. Raises OSError."""
+    write_atomically(path, ids.astype("<u2").tobytes())
 
 
 def find_tokens(path: Path) -> tuple[int, int]:
@@ -99,8 +83,14 @@ class NumberFile:
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
         """Return a copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
         size = max(0, min(n, self._n - first)) * self._dtype.itemsize
+        begin = self._begin + first * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
-        content = self._bytes(size, self._begin + first * self._dtype.itemsize)
+        if hasattr(os, "pread"):
+            content = os.pread(self._file.fileno(), size, begin)
+        else:
+            with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
+                file.seek(begin)
+                content = file.read(size)
         now = os.fstat(self._file.fileno()).st_size
         if now < self.n_bytes or len(content) < size:
             raise ValueError(
@@ -109,27 +99,10 @@ class NumberFile:
             )
         return np.frombuffer(content, self._dtype).copy()
 
-    def chunks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield all numbers, CHUNK at a time, with the index of the first one. Raises ValueError as read."""
-        for first in range(0, len(self), CHUNK):
-            yield first, self.read(first, CHUNK)
-
     def sha256(self) -> str:
         """Return the SHA-256 of the whole file, in hex digits."""
-        digest = hashlib.sha256()
-        begin = 0
-        while content := self._bytes(CHUNK, begin):
-            digest.update(content)
-            begin += len(content)
-        return digest.hexdigest()
-
-    def _bytes(self, size: int, begin: int) -> bytes:
-        """Return the file's bytes from `begin` on, fewer at its end."""
-        if hasattr(os, "pread"):
-            return os.pread(self._file.fileno(), size, begin)
-        with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
-            file.seek(begin)
-            return file.read(size)
+        self._file.seek(0)
+        return hashlib.file_digest(self._file, "sha256").hexdigest()
 
     def was_written(self) -> bool:
         """Return whether somebody has written into the file since it was opened, or since the last call."""
@@ -227,19 +200,11 @@ def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[Numbe
     return masks
 
 
-def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of a folder's record for token files and masks."""
-    return meta.get("files", {}) | meta.get("masks", {})
-
-
-def listed_sha256(folder: Path, split: str) -> str | None:
-    """Return one checksum of the checksums that meta.json lists for the split's files; None if it lists none."""
-    files = listed_with_masks(read_record(folder))
-    paths = token_files(folder, split)
-    if any(path.name not in files for path in paths):
-        return None
-    names = [path.name for path in (*paths, *map(mask_of, paths)) if path.name in files]
-    return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
+def listed_checksums(folder: Path, split: str = "") -> dict[str, str]:
+    """Return the SHA-256 of each token file, then of each mask, that meta.json lists for a split, in name order."""
+    record = read_record(folder)
+    entries = sorted(record.get("files", {}).items()) + sorted(record.get("masks", {}).items())
+    return {name: entry["sha256"] for name, entry in entries if name.startswith(split)}
 
 
 # ---- the description -----------------------------------------------------------------------------------------
@@ -253,19 +218,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     meta = read_record(folder) or read_nanogpt(folder) or GPT2
     return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
-
-
-def assumptions(folder: Path) -> list[str]:
-    """Return what is assumed about a folder without a list of its files or a description, in sentences."""
-    found = []
-    if not read_record(folder).get("files"):
-        for split in ("train", "val"):
-            names = [path.name for path in token_files(folder, split)]
-            if len(names) > 1:
-                found.append(f"no meta.json lists the files: {split} is {names[0]} to {names[-1]}, in name order")
-    if not read_record(folder) and not read_nanogpt(folder):
-        found.append(f"{folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")
-    return found
 
 
 def check_vocabulary(

@@ -6,13 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import TINY, assert_refused, contents, flags, needs_bpe
+from conftest import TINY, assert_refused, contents, flags, needs_bpe, raises_one_line
 from fineweb import fails
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data.text.prepare import prepare, sample, train_bpe
-from data.token_files import read_meta, read_tokens
+from data.token_files import read_meta
 from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size, valid_unicode
 from deskgpt.checkpoint import store
 
@@ -46,10 +46,10 @@ def test_any_text_comes_back_and_its_bytes_are_counted(known, text):
 
 
 def test_description_of_nothing_is_an_error_and_unknown_characters_are_named():
-    for meta in ({}, {"name": "char"}, {"name": "char", "chars": ""}, {"name": 3}, {"name": "nope"}):
-        with pytest.raises(ValueError, match="describes no tokenizer|'nope'"):
+    for meta in ({}, {"name": "char", "chars": ""}, {"name": 3}, {"name": "gpt2", "chars": "a"}):
+        with raises_one_line("describes no tokenizer"):
             from_meta(meta)
-    with pytest.raises(ValueError, match="'x', 'é'.*'abc'"):
+    with raises_one_line("'x', 'é'", "'abc'"):
         CharTokenizer("abc").encode("aéxb")
 
 
@@ -86,27 +86,24 @@ def test_words_without_end_are_cut_for_training():
     assert max(map(len, cut.split())) == 256
 
 
-def test_tokenizer_is_trained_on_the_train_part_only(tmp_path, text):
+def test_tokenizer_is_trained_on_the_train_part_only_and_is_the_same_each_time(tmp_path, text):
     train = text[:9000]
     for name, val in (("a", text[9000:10_000]), ("b", "Zyzzyva! " * 111 + "q"), ("c", text[9000:10_000])):
         prepare((train + val)[:10_000], tmp_path / name, "bpe", "a text", 500)
-    made = {name: read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "abc"}
-    assert made["a"] == made["b"] == train_bpe(train, 500).meta()["merges"]
+    merges = [read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "ab"]
+    assert merges[0] == merges[1] == train_bpe(train, 500).meta()["merges"]
     assert contents(tmp_path / "a") == contents(tmp_path / "c")
 
 
 @pytest.mark.slow
-def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor_package_is(
+def test_model_with_a_vocabulary_of_its_own_needs_neither_its_data_nor_the_package_that_trained_it(
     tmp_path, script, text, monkeypatch
 ):
     (tmp_path / "novel.txt").write_text(text[:60_000] + " 🧀 Käse", encoding="utf-8")
-    command = ("data/text/prepare.py", tmp_path / "novel.txt", "--name", tmp_path / "own", "--tokenizer=bpe")
-    done = script(*command, "--vocab_size=600")
+    options = ("--name", tmp_path / "own", "--tokenizer=bpe", "--vocab_size=600")
+    done = script("data/text/prepare.py", tmp_path / "novel.txt", *options)
     assert (done.code, done.err) == (0, "")
     assert "own: tokenizer bpe, vocab_size 600" in done.out
-    tokenizer = from_meta(read_meta(tmp_path / "own")["tokenizer"])
-    ids = np.concatenate([read_tokens(tmp_path / "own" / f"{split}.bin") for split in ("train", "val")])
-    assert tokenizer.decode_bytes(ids.tolist()).decode() == text[:60_000] + " 🧀 Käse"
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
     done = script("train.py", *flags(**TINY, dataset=tmp_path / "own", out_dir=tmp_path / "out"))
@@ -114,9 +111,7 @@ def test_own_text_is_prepared_trained_on_and_sampled_from_where_neither_data_nor
     log = (tmp_path / "out" / "log.jsonl").read_text()
     assert '"tokenizer": "bpe"' in log
     assert "merges" not in log
-    saved = store.load(tmp_path / "out")
-    assert saved.tokenizer == tokenizer.meta()
-    assert saved.model_args["vocab_size"] == 640
+    assert store.load(tmp_path / "out").model_args["vocab_size"] == 640
     (tmp_path / "own").rename(tmp_path / "elsewhere")
     sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20")
     done = script(*sample, "--start=Käse 🧀 <|endoftext|>")
@@ -128,10 +123,6 @@ def test_faults_of_the_options_end_in_one_line_and_write_nothing(tmp_path, scrip
     (tmp_path / "a.txt").write_text("the quick brown fox\n" * 50)
     command = ("data/text/prepare.py", tmp_path / "a.txt", "--name", tmp_path / "own")
     fails(script(*command, "--tokenizer=bpe"), "4,096", "--vocab_size=272")
-    for options in (
-        ["--tokenizer=bpe", "--vocab_size=256"],
-        ["--tokenizer=bpe", "--vocab_size=65537"],
-        ["--vocab_size=300"],
-    ):
-        assert_refused(script(*command, *options), options[-1], "bpe", 257, "65,536")
+    for options in ("--tokenizer=bpe --vocab_size=256", "--tokenizer=bpe --vocab_size=65537", "--vocab_size=300"):
+        assert_refused(script(*command, *options.split()), options.split()[-1], "bpe", 257, "65,536")
     assert not (tmp_path / "own").exists()

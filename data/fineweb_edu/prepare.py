@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.meta_files import read_record, write_meta
-from data.prepared import damaged, document_tokenizer, locked, remove_leftovers
+from data.prepared import damaged, locked, named_tokenizer, remove_leftovers
 from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shards
 from data.text.prepare import add_folder, whole_number
 from data.text_files import expanded
@@ -71,7 +71,10 @@ def make(args: argparse.Namespace) -> Record:
     """Make the shards of this part that args.out lacks. Return what meta.json records. Raises ValueError, OSError."""
     folder: Path = args.out
     part, n_parts = args.part
-    tokenizer = document_tokenizer(args.tokenizer)
+    tokenizer = named_tokenizer(args.tokenizer)
+    if tokenizer.end_of_text is None:
+        remedy = "give bytes, gpt2, or a folder that was prepared with --tokenizer=bpe"
+        raise ValueError(f"--tokenizer={args.tokenizer} has no token between documents; {remedy}")
     if args.source:
         source = local_source(args.source, args.shard_bytes)
     else:
@@ -153,7 +156,7 @@ def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty:
             found = record.get(key)
             if found != wanted:
                 if key == "tokenizer":
-                    found, wanted = short_name(found), short_name(wanted)
+                    found, wanted = short_name(record[key]), short_name(wanted)
                 remedy = "choose another --out, or delete the folder"
                 raise ValueError(f"{folder} was made with {key} {found}, not {wanted}; {remedy}")
         record["files"] = dict(sorted((record["files"] | entries).items()))
