@@ -49,7 +49,6 @@ class Dataset:
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
         self.bytes_per_token: float | None = None  # of the text that an evaluation reads, if it is known
-        self._digests: dict[int, str] = {}  # of evaluations, by the number of their windows
 
     @property
     def vocab_size(self) -> int:
@@ -68,6 +67,7 @@ class Dataset:
         self.val = Split(self.folder, "val", block_size, vocab_size, seed)
         self.checksums = Checksums(self.folder, (self.train, self.val) if compares_checksums else ())
         self.train.check = self.checksums.check
+        self._eval_digest = functools.cache(self.val.eval_digest)  # it is the same at every evaluation of a run
 
     def short_text(self, block_size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
@@ -112,12 +112,9 @@ class Dataset:
         """Return what tells evaluations apart, under the name of checkpoints."""
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
 
-    def eval_digest(self, batching: Batching) -> tuple[int, str]:
-        """Return (number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
-        n = self.val.n_eval_windows(batching.eval_windows)
-        if n not in self._digests:  # the same at every evaluation of a run
-            self._digests[n] = self.val.eval_digest(n)
-        return n, self._digests[n]
+    def eval_digest(self, batching: Batching) -> str:
+        """Return a digest of the windows of val that an evaluation reads: losses compare if it is equal."""
+        return self._eval_digest(self.val.n_eval_windows(batching.eval_windows))
 
     # ---- for the log -----------------------------------------------------------------------------------------
 

@@ -22,8 +22,6 @@ from deskgpt.system.errors import DataError
 THREADS = 4  # several, since a disk answers several requests as fast as one
 AHEAD = 8  # micro-batches
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, block_size) int64
-
 
 class MicroBatch(NamedTuple):
     """One of the parts in which a rank goes through a step's global batch."""
@@ -38,8 +36,8 @@ class MicroBatch(NamedTuple):
 # ---- tensors -------------------------------------------------------------------------------------------------
 
 
-def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
-    """Return a batch as tensors on the device; on CUDA without waiting for the work queued there."""
+def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a batch as tensors on the device; on CUDA without waiting: the copy queues up behind earlier work."""
     x = torch.from_numpy(batch[0])
     y = torch.from_numpy(batch[1])
     if device.type == "cuda":
@@ -72,8 +70,7 @@ def damage_of_data() -> Iterator[None]:
 class Loader:
     """The training micro-batches of one rank, from a position in the order of `Split.train_batch` on.
 
-    Threads read the token files, pin and, on CUDA, copy in a stream of their own. `step` raises DataError if a file
-    turns out to be damaged.
+    Threads read the token files and copy to the device. `step` raises DataError if a file turns out to be damaged.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class Loader:
         self.batching = batching
         self.device = device
         self.waited = waited
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._n_learned = functools.lru_cache(AHEAD)(self._learned_of_rows)  # by position
         self._ahead: deque[Future[MicroBatch]] = deque()
@@ -119,11 +115,6 @@ class Loader:
                 self.split.check()
             self.waited(time.perf_counter() - t0)
             self._submit()
-            if self._stream is not None:
-                here = torch.cuda.current_stream(self.device)
-                here.wait_stream(self._stream)
-                for tensor in (batch.x, batch.y):
-                    tensor.record_stream(here)  # otherwise the next copy would get its memory while it is still read
             yield batch
 
     def close(self) -> None:
@@ -141,8 +132,7 @@ class Loader:
         if self.split.masks:
             n_learned = self._n_learned(position)
             weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
-        with torch.cuda.stream(self._stream):  # does nothing without a stream
-            x, y = to_device(batch, self.device)
+        x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps - 1
         return MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
 

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_nanogpt, read_record
-from data.tokenizer import Ids, padded_vocab_size, short_name
-from deskgpt.system.files import write_atomically
+from data.tokenizer import padded_vocab_size, short_name
 
 MAGIC = 20240520
 MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
@@ -34,11 +33,6 @@ MASK_SUFFIX = ".mask"
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
 # ---- one file ------------------------------------------------------------------------------------------------
-
-
-def write_tokens(path: Path, ids: Ids) -> None:
-    """Write token ids (n,) as a bare token file. Raises OSError."""
-    write_atomically(path, ids.astype("<u2").tobytes())
 
 
 def find_tokens(path: Path) -> tuple[int, int]:
@@ -136,22 +130,16 @@ def token_files(folder: Path, split: str) -> list[Path]:
     numbered = re.compile(rf"(.*[_-])?{split}([_-]?\d[\d_-]*)?\.bin")
     found = {path: match[1] for path in sorted(folder.glob("*.bin")) if (match := numbered.fullmatch(path.name))}
     if not found:
-        raise ValueError(how_to_make(folder, split))
+        own = folder / "prepare.py"
+        script = os.path.relpath(own) if own.exists() else "data/text/prepare.py"
+        state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
+        raise ValueError(f"dataset folder {folder} {state}; make it with python {script}")
     if len(set(found.values())) > 1:
         names = ", ".join(path.name for path in found)
         raise ValueError(
             f"{folder} has several files for {split} ({names[:200]}); leave one kind of them in the folder"
         )
     return list(found)
-
-
-def how_to_make(folder: Path, split: str) -> str:
-    """Return the error's message if a split has no files."""
-    command = "python data/text/prepare.py makes one of a text"
-    if (folder / "prepare.py").exists():
-        command = f"run: python {os.path.relpath(folder / 'prepare.py')}"
-    state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
-    return f"dataset folder {folder} {state}; {command}"
 
 
 def open_shards(folder: Path, split: str) -> list[NumberFile]:

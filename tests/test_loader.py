@@ -13,14 +13,13 @@ from data.dataset import Checksums
 from data.loader import AHEAD, Loader
 from data.meta_files import write_meta
 from data.splits import Split
-from data.token_files import write_tokens
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def split(tmp_path):
-    write_tokens(tmp_path / "train.bin", np.arange(5000, dtype=np.uint16))
+    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     return Split(tmp_path, "train", 8, 5000, seed=3)
 
 

@@ -16,7 +16,6 @@ from conftest import BPE_CACHE, ROOT, SHAKESPEARE
 from transformers import GPT2Config, GPT2LMHeadModel
 from warm_python import warm_python, write_program
 
-
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
 PAGES = [ROOT / "README.md"]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("data", "training", "sampling")]

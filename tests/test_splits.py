@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.splits import Split
-from data.token_files import write_tokens
 
 
 @st.composite
@@ -28,7 +27,7 @@ def make(folder: Path, lengths: list[int], block: int, seed: int) -> Split:
     first = 0
     for number, n in enumerate(lengths):
         ids = np.arange(first, first + n, dtype=np.uint16)
-        write_tokens(folder / f"train_{number:03}.bin", ids)
+        ids.tofile(folder / f"train_{number:03}.bin")
         first += n
     return Split(folder, "train", block, first, seed)
 
@@ -61,7 +60,7 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path):
     first = 0
     for number, n in enumerate((3000, 90, 4100)):
         ids = (np.arange(first, first + n) * 7919 % 251).astype(np.uint16)
-        write_tokens(tmp_path / f"train_{number:03}.bin", ids)
+        ids.tofile(tmp_path / f"train_{number:03}.bin")
         first += n
     split = Split(tmp_path, "train", 32, 251, 1337)
     digest = hashlib.sha256()
@@ -116,7 +115,7 @@ def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
 
 
 def test_too_short_data_names_the_block_size_that_fits(tmp_path):
-    write_tokens(tmp_path / "train.bin", np.arange(10, dtype=np.uint16))
+    np.arange(10, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with raises_one_line("--block_size=9"):
         Split(tmp_path, "train", 10, 100)
     assert Split(tmp_path, "train", 9, 100).n_windows == 1
@@ -125,6 +124,6 @@ def test_too_short_data_names_the_block_size_that_fits(tmp_path):
 def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path):
     ids = np.zeros(50, np.uint16)
     ids[17] = 99
-    write_tokens(tmp_path / "train.bin", ids)
+    ids.tofile(tmp_path / "train.bin")
     with raises_one_line("train.bin: token 17 is 99"):
         Split(tmp_path, "train", 49, 99).train_batch(0, np.arange(1), 1)

@@ -15,8 +15,9 @@ from data import token_files
 from data.dataset import Checksums
 from data.prepared import locked, write_dataset
 from data.splits import Split
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta, write_tokens
+from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta
 from data.tokenizer import BytesTokenizer, CharTokenizer
+from deskgpt.system.files import write_atomically
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ def llmc_file(ids: list[int], magic: int = MAGIC, version: int = VERSION, tokens
 @given(ids=st.lists(st.integers(0, 65535), min_size=1, max_size=700), header=st.booleans(), draw=st.data())
 def test_any_piece_of_a_token_file_is_read_as_it_was_written(tmp_path_factory, ids, header, draw):
     path = tmp_path_factory.mktemp("t") / "x.bin"
-    write_tokens(path, np.array(ids, np.uint16))
+    np.array(ids, np.uint16).tofile(path)
     assert path.read_bytes() == np.array(ids, "<u2").tobytes()
     if header:
         path.write_bytes(llmc_file(ids))
@@ -64,9 +65,9 @@ def test_file_that_is_no_token_file_is_named(tmp_path, content):
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace open files")
 def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_still_read(tmp_path):
     path = tmp_path / "train.bin"
-    write_tokens(path, np.arange(100, dtype=np.uint16))
+    np.arange(100, dtype=np.uint16).tofile(path)
     replaced = open_tokens(path)
-    write_tokens(path, np.arange(100, dtype=np.uint16))
+    write_atomically(path, path.read_bytes())
     shard = open_tokens(path)
     assert replaced.read(0, 100).tolist() == list(range(100))
     assert not replaced.was_written()
@@ -112,7 +113,7 @@ FOUND: list[tuple[list[str], list[str] | None]] = [
 @pytest.mark.parametrize(("names", "read"), FOUND, ids=lambda value: " ".join(value or ["an error"]))
 def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names, read):
     for name in names:
-        write_tokens(tmp_path / name, np.arange(300, 320, dtype=np.uint16))
+        np.arange(300, 320, dtype=np.uint16).tofile(tmp_path / name)
     if read is None:
         with raises_one_line("several files for train", *names):
             token_files.token_files(tmp_path, "train")
