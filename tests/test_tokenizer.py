@@ -11,9 +11,9 @@ from fineweb import fails
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.text.prepare import prepare, sample, train_bpe
+from data.text.prepare import prepare, train_bpe
 from data.token_files import read_meta
-from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size, valid_unicode
+from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, valid_unicode
 from deskgpt.checkpoint import store
 
 SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
@@ -60,12 +60,6 @@ def test_halves_of_surrogate_pairs_become_the_replacement_character_and_other_te
     assert valid_unicode(halves) == (f"{text}\ufffd{text}\ufffd" if text else "\U0001f600")
 
 
-def test_only_bpe_vocabularies_are_padded():
-    assert padded_vocab_size({"name": "gpt2"}, 50257) == 50304
-    for meta in ({"name": "char", "chars": "abc"}, {"name": "bytes"}, {}):
-        assert padded_vocab_size(meta, 65) == 65
-
-
 # ---- a vocabulary of one's own -------------------------------------------------------------------------------
 
 
@@ -77,13 +71,6 @@ def test_ids_are_bytes_then_merges_then_the_end_of_text():
     assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
     assert 259 not in tokenizer.encode("<|endoftext|>")
     assert tokenizer.token_bytes().tolist() == [1] * 256 + [2, 2, 4, 0]
-
-
-def test_words_without_end_are_cut_for_training():
-    text = "ACGT" * 1000 + " and more"
-    cut = "".join(sample(text))
-    assert cut.replace("\n", "") == text
-    assert max(map(len, cut.split())) == 256
 
 
 def test_tokenizer_is_trained_on_the_train_part_only_and_is_the_same_each_time(tmp_path, text):
