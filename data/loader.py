@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -87,7 +86,7 @@ class Loader:
         self.device = device
         self.waited = waited
         self._pool = ThreadPoolExecutor(THREADS, "loader")
-        self._n_learned = functools.lru_cache(AHEAD)(self._learned_of_rows)  # by position
+        self._n_learned = functools.lru_cache(AHEAD)(split.n_learned)
         self._ahead: deque[Future[MicroBatch]] = deque()
         self.seek(position)
 
@@ -130,12 +129,8 @@ class Loader:
         batch = self.split.train_batch(position, rows, self.batching.sequences)
         weight = 1 / self.batching.micro_steps
         if self.split.masks:
-            n_learned = self._n_learned(position)
+            n_learned = self._n_learned(position, self.batching.sequences)
             weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
         x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps - 1
         return MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
-
-    def _learned_of_rows(self, position: int) -> I64:
-        """Return the learned targets in each row of a global batch, of all ranks."""
-        return self.split.n_learned(position, np.arange(self.batching.sequences), self.batching.sequences)

@@ -95,9 +95,9 @@ class Split:
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         return shard, start
 
-    def n_learned(self, step: int, rows: I64, global_batch: int) -> I64:
-        """Return how many targets the loss masks leave (len(rows),) in each row of train_batch."""
-        return self._learned(*self.places(step, rows, global_batch)).sum(1)
+    def n_learned(self, step: int, global_batch: int) -> I64:
+        """Return how many targets the loss masks leave (global_batch,) in each row of optimizer step `step`."""
+        return self._learned(*self.places(step, np.arange(global_batch), global_batch)).sum(1)
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
         for step in (0, 3):
             x, y = split.train_batch(step, rows, len(rows))
             assert Counter(y[y >= 0].tolist()) == expected
-            assert (split.n_learned(step, rows, len(rows)) == (y >= 0).sum(1)).all()
+            assert (split.n_learned(step, len(rows)) == (y >= 0).sum(1)).all()
             assert np.array_equal(y[:, :-1][y[:, :-1] >= 0], x[:, 1:][y[:, :-1] >= 0])
         n = split.n_eval_windows(10**6)
         x, y = split.eval_batch(np.arange(n), n)
@@ -240,11 +240,11 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
     split = Split(masked(tmp_path / "m", "val", [5, 6, 7, 3 * T, 6 * T + 1]), "val", T, 256)
     expected = reference_loss(model, *split.eval_batch(np.arange(3), 3)).item()
     for batch_size, world in ((1, 1), (1, 2), (1, 4), (3, 1)):  # of four, some ranks have padding only
-        batchings = [Batching(batch_size, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
+        batchings = [Batching(batch_size, world, eval_tokens=99, rank=rank, world=world) for rank in range(world)]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
         assert evaluate(model, Variant(), chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
-    few = eval_batches(split, Batching(1, eval_windows=2), CPU)
+    few = eval_batches(split, Batching(1, eval_tokens=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
 
 

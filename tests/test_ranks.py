@@ -131,7 +131,7 @@ def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_pat
 
         model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
         model.register_forward_hook(count)
-        batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
+        batching = Batching(1, accumulation=2, eval_tokens=20, rank=ranks.rank, world=2)
         stops = StopController(ranks, 0.0, 0.0, 0.0, 0)
         evaluate(model, Variant(), stops.until_signal(eval_batches(split, batching, CPU)), ranks)
         return n_calls
