@@ -25,6 +25,7 @@ from data.token_files import (
     token_files,
 )
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
+from deskgpt.system.errors import DataError
 from deskgpt.system.files import sha256
 
 SPLITS = ("train", "val")
@@ -154,10 +155,10 @@ class Dataset:
 
 
 class Checksums:
-    """Compares the files of splits, masks included, with the checksums that meta.json lists.
+    """Compare the files of splits, masks included, with the checksums that meta.json lists.
 
-    Raises ValueError if one differs, OSError; of a large data set, `check` raises that later. `state` says for the log
-    what is compared.
+    Raises DataError if one differs; of a large data set, `check` raises that later. `state` tells the log what is
+    compared.
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
@@ -176,9 +177,9 @@ class Checksums:
             self.state = "checksums are verified while it trains"
 
     def check(self) -> None:
-        """Raises ValueError if a file has turned out to be another so far, or OSError. Cheap: for each step."""
+        """Raise DataError if a file has turned out to be another so far. Cheap: for each step."""
         if self._fault is not None:
-            raise self._fault
+            raise DataError(str(self._fault))
 
     def _compare(self, files: list[NumberFile]) -> None:
         try:

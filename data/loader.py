@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from tqdm import tqdm
 
 from data.batching import Batching
 from data.splits import I64, Split
-from deskgpt.system.errors import DataError
 
 THREADS = 4  # several, since a disk answers several requests as fast as one
 AHEAD = 8  # micro-batches
@@ -52,18 +50,8 @@ def eval_batches(split: Split, batching: Batching, device: torch.device) -> Iter
     n = split.n_eval_windows(batching.eval_windows)
     batches = list(batching.eval_rows(n))
     for rows in tqdm(batches, "evaluating", leave=False, disable=True if batching.rank else None):
-        with damage_of_data():
-            batch = split.eval_batch(rows, n)
+        batch = split.eval_batch(rows, n)
         yield *to_device(batch, device), float((batch[1] >= 0).sum() / split.block_size)
-
-
-@contextmanager
-def damage_of_data() -> Iterator[None]:
-    """Raise DataError for what is wrong with token files."""
-    try:
-        yield
-    except (ValueError, OSError) as e:
-        raise DataError(str(e)) from None
 
 
 class Loader:
@@ -109,9 +97,8 @@ class Loader:
         """
         for _ in range(self.batching.micro_steps):
             t0 = time.perf_counter()
-            with damage_of_data():
-                batch = self._ahead.popleft().result()
-                self.split.check()
+            batch = self._ahead.popleft().result()
+            self.split.check()
             self.waited(time.perf_counter() - t0)
             self._submit()
             yield batch

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from data.meta_files import read_record
 from data.token_files import NumberFile, open_masks, open_shards
+from deskgpt.system.errors import DataError
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
@@ -37,8 +38,8 @@ class Split:
     epoch. With loss masks, targets that are not learned are -1, and windows without any
     other target are not evaluated.
 
-    Raises ValueError if files are missing, damaged or too short. Each call that reads raises it for damage and for ids
-    of vocab_size and more.
+    Raises ValueError if files are missing, damaged or too short. Each call that reads raises DataError for damage and
+    for ids of vocab_size and more.
     """
 
     def __init__(self, folder: Path, split: str, block_size: int, vocab_size: int, seed: int = 0) -> None:
@@ -174,12 +175,12 @@ class Split:
         return read_rows(self.masks, shard, start + 1, self.block_size) != 0
 
     def _check_ids(self, shard: I64, start: I64, block: npt.NDArray[np.uint16]) -> None:
-        """Raises ValueError if block (rows, tokens) has too large an id; row i begins at start[i] of shard[i]."""
+        """Raise DataError if block (rows, tokens) has too large an id; row i begins at start[i] of shard[i]."""
         if block.max() < self.vocab_size:
             return
         row, column = np.argwhere(block >= self.vocab_size)[0]
         path = self.shards[shard[row]].path
-        raise ValueError(
+        raise DataError(
             f"{path}: token {start[row] + column:,} is {block[row, column]}, and the vocabulary ends at "
             f"{self.vocab_size - 1}; the file does not belong to this tokenizer or model"
         )

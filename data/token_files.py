@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from data.meta_files import read_nanogpt, read_record
 from data.tokenizer import padded_vocab_size, short_name
+from deskgpt.system.errors import DataError
 
 MAGIC = 20240520
 MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
@@ -75,19 +76,22 @@ class NumberFile:
         return self._n
 
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
-        """Return a copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
+        """Return a copy of numbers first .. first + n - 1. Raises DataError, if the file has become shorter, too."""
         size = max(0, min(n, self._n - first)) * self._dtype.itemsize
         begin = self._begin + first * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
-        if hasattr(os, "pread"):
-            content = os.pread(self._file.fileno(), size, begin)
-        else:
-            with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
-                file.seek(begin)
-                content = file.read(size)
+        try:
+            if hasattr(os, "pread"):
+                content = os.pread(self._file.fileno(), size, begin)
+            else:
+                with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
+                    file.seek(begin)
+                    content = file.read(size)
+        except OSError as e:
+            raise DataError(f"cannot read {self.path}: {e.strerror}") from None
         now = os.fstat(self._file.fileno()).st_size
         if now < self.n_bytes or len(content) < size:
-            raise ValueError(
+            raise DataError(
                 f"{self.path} became shorter while it was in use: it had {self.n_bytes:,} bytes, now it has {now:,}; "
                 "prepare the data again, then resume"
             )
