@@ -51,7 +51,24 @@ def read_record(folder: Path) -> dict[str, Any]:
     Raises ValueError if it is damaged or cannot be right, OSError.
     """
     with described(folder / "meta.json") as path:
-        return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
+        if not os.path.lexists(path):
+            return {}
+        try:
+            meta = json.loads(read_small(path, JSON_BYTES))
+            if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
+                raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        check_record(meta, META, required=("tokenizer", "vocab_size"))
+        check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+        if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
+            raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+        for key, suffix in (("files", ".bin"), ("masks", ".mask")):
+            for name, entry in meta.get(key, {}).items():
+                if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
+                    raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
+                check_record(entry, ENTRY, required=("tokens", "sha256"))
+    return meta
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -66,26 +83,6 @@ def described(path: Path) -> Iterator[Path]:
         yield path
     except ValueError as e:
         raise ValueError(f"{path} does not describe token files ({e}); delete it and prepare the data again") from None
-
-
-def record_in(content: bytes) -> dict[str, Any]:
-    """Return what a file with this content records. Raises ValueError, which says in a few words what is wrong."""
-    try:
-        meta = json.loads(content)
-        if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
-            raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    check_record(meta, META, required=("tokenizer", "vocab_size"))
-    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
-    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
-        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
-    for key, suffix in (("files", ".bin"), ("masks", ".mask")):
-        for name, entry in meta.get(key, {}).items():
-            if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
-                raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
-            check_record(entry, ENTRY, required=("tokens", "sha256"))
-    return meta
 
 
 def to_json(meta: dict[str, Any]) -> bytes:

@@ -29,7 +29,11 @@ def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     found = []
     for path in paths:
         matches = [] if path.exists() else sorted(glob.glob(str(path)))  # Windows leaves patterns to programs
-        files = sorted(file for file in path.rglob("*") if is_shown(path, file, suffixes))
+        files = []
+        for file in sorted(path.rglob("*")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and file.name.lower().endswith(suffixes) and not is_hidden:
+                files.append(file)
         if path.is_dir() and not files:
             raise ValueError(f"the folder {path} holds no file *{', *'.join(suffixes)}")
         found += files or [Path(match) for match in matches] or [path]
@@ -39,12 +43,6 @@ def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
 def names_of(paths: list[Path]) -> str:
     """Return the names of the first files, as meta.json records a source."""
     return ", ".join(path.name for path in paths[:NAMED_FILES])
-
-
-def is_shown(folder: Path, path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether path is a file with one of these suffixes, and not hidden in folder."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.is_file() and path.name.lower().endswith(suffixes) and not hidden
 
 
 def read_text(path: Path) -> str:

@@ -36,8 +36,8 @@ GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256
 # ---- one file ------------------------------------------------------------------------------------------------
 
 
-def find_tokens(path: Path) -> tuple[int, int]:
-    """Return (first byte, number) of the tokens in a file. Raises ValueError if it is not a token file, OSError."""
+def open_tokens(path: Path) -> NumberFile:
+    """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
     size = path.stat().st_size if path.is_file() else 0
     head = b""
     if size:
@@ -48,12 +48,12 @@ def find_tokens(path: Path) -> tuple[int, int]:
         reason = "it is missing or empty"
     elif magic in MAGICS:
         if magic == MAGIC and version == VERSION and tokens and size == HEADER_BYTES + TOKEN_BYTES * tokens:
-            return HEADER_BYTES, tokens
+            return NumberFile(path, "<u2", HEADER_BYTES, tokens)
         reason = f"its header says {tokens:,} tokens of version {version}, magic {magic}, and it has {size:,} bytes"
     elif size % TOKEN_BYTES:
         reason = f"it has {size:,} bytes, an odd number"
     else:
-        return 0, size // TOKEN_BYTES
+        return NumberFile(path, "<u2", 0, size // TOKEN_BYTES)
     raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
 
 
@@ -107,16 +107,6 @@ class NumberFile:
         before = self._written_ns
         self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
         return self._written_ns != before
-
-
-def open_tokens(path: Path) -> NumberFile:
-    """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
-    return NumberFile(path, "<u2", *find_tokens(path))
-
-
-def mask_of(path: Path) -> Path:
-    """Return the path of a token file's loss mask, if it has one."""
-    return path.with_suffix(MASK_SUFFIX)
 
 
 # ---- the files of a split ------------------------------------------------------------------------------------
@@ -176,7 +166,7 @@ def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[Numbe
 
     Raises ValueError if one is missing or has another length.
     """
-    paths = [mask_of(shard.path) for shard in shards]
+    paths = [shard.path.with_suffix(MASK_SUFFIX) for shard in shards]
     listed = any(name.startswith(split) for name in read_record(folder).get("masks", {}))
     if not listed and not any(path.exists() for path in paths):
         return []
