@@ -315,8 +315,6 @@ def test_empty_lines_are_passed_over_and_what_is_too_long_is_one_error(monkeypat
 
 
 BY_HEART = {
-    "hello": "Hi! How are you today?",
-    "Two plus two?": "Four, as always.",
     "Who are you?": "A tiny model: ünïcödé 🧀",
     "Tell me a word": "User: it is only a word.",
     "Good bye": "Bye! Come back soon <|endoftext|>",
@@ -329,7 +327,7 @@ def test_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, mo
     source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
     assert done.code == 0, done.err
-    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 5, "learning_rate": 3e-3}
+    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 3, "learning_rate": 3e-3}
     learning |= {"max_iters": 120, "eval_interval": 120, "warmup_iters": 10, "position": "rope"}
     train(tiny(tmp_path / "c", tmp_path / "run", **learning))
     for question, answer in BY_HEART.items():

@@ -54,7 +54,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("package", COMMANDS)
+@pytest.mark.parametrize("package", ["tiktoken", "pyarrow", pytest.param("plotly", marks=pytest.mark.slow)])
 def test_feature_names_its_missing_package(without, tmp_path, package):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     command = COMMANDS[package].format(source=tmp_path / "a.parquet", out=tmp_path / "out")

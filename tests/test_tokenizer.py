@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
-from conftest import TINY, assert_refused, contents, flags, needs_bpe, raises_one_line
+from conftest import assert_refused, contents, needs_bpe, raises_one_line
 from fineweb import fails
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data.text.prepare import prepare, train_bpe
 from data.token_files import read_meta
-from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, valid_unicode
-from deskgpt.checkpoint import store
+from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size, valid_unicode
 
 SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
 SMALL = train_bpe(SOME, 320)
@@ -71,6 +68,7 @@ def test_ids_are_bytes_then_merges_then_the_end_of_text():
     assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
     assert 259 not in tokenizer.encode("<|endoftext|>")
     assert tokenizer.token_bytes().tolist() == [1] * 256 + [2, 2, 4, 0]
+    assert padded_vocab_size(tokenizer.meta(), 260) == 320
 
 
 def test_tokenizer_is_trained_on_the_train_part_only_and_is_the_same_each_time(tmp_path, text):
@@ -80,30 +78,6 @@ def test_tokenizer_is_trained_on_the_train_part_only_and_is_the_same_each_time(t
     merges = [read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "ab"]
     assert merges[0] == merges[1] == train_bpe(train, 500).meta()["merges"]
     assert contents(tmp_path / "a") == contents(tmp_path / "c")
-
-
-@pytest.mark.slow
-def test_model_with_a_vocabulary_of_its_own_needs_neither_its_data_nor_the_package_that_trained_it(
-    tmp_path, script, text, monkeypatch
-):
-    (tmp_path / "novel.txt").write_text(text[:60_000] + " 🧀 Käse", encoding="utf-8")
-    options = ("--name", tmp_path / "own", "--tokenizer=bpe", "--vocab_size=600")
-    done = script("data/text/prepare.py", tmp_path / "novel.txt", *options)
-    assert (done.code, done.err) == (0, "")
-    assert "own: tokenizer bpe, vocab_size 600" in done.out
-
-    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
-    done = script("train.py", *flags(**TINY, dataset=tmp_path / "own", out_dir=tmp_path / "out"))
-    assert done.code == 0, done.err
-    log = (tmp_path / "out" / "log.jsonl").read_text()
-    assert '"tokenizer": "bpe"' in log
-    assert "merges" not in log
-    assert store.load(tmp_path / "out").model_args["vocab_size"] == 640
-    (tmp_path / "own").rename(tmp_path / "elsewhere")
-    sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20")
-    done = script(*sample, "--start=Käse 🧀 <|endoftext|>")
-    assert done.code == 0, done.err
-    assert done.out.startswith("Käse 🧀 <|endoftext|>")
 
 
 def test_faults_of_the_options_end_in_one_line_and_write_nothing(tmp_path, script):
