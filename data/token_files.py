@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from data.meta_files import read_nanogpt, read_record
 from data.tokenizer import padded_vocab_size, short_name
 from deskgpt.system.errors import DataError
+from deskgpt.system.limits import allow_open_files
 
 MAGIC = 20240520
 MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
@@ -140,7 +140,7 @@ def open_shards(folder: Path, split: str) -> list[NumberFile]:
     """Open all shards of a split. Raises ValueError if one is damaged or not as meta.json lists it, OSError."""
     paths = token_files(folder, split)
     entries = read_record(folder).get("files", {})
-    allow_more_files(2 * len(paths))  # with masks
+    allow_open_files()
     shards = [open_tokens(path) for path in paths]
     for shard in shards:
         n = len(shard)
@@ -148,17 +148,6 @@ def open_shards(folder: Path, split: str) -> list[NumberFile]:
         if n != listed:
             raise ValueError(f"{shard.path} has {n:,} tokens, and meta.json lists {listed:,}; prepare the data again")
     return shards
-
-
-def allow_more_files(n: int) -> None:
-    """Let this process open n more files, if it may: the limit is 1,024 on most Linux systems, 256 on macOS."""
-    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            most = soft + n if hard == resource.RLIM_INFINITY else min(soft + n, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[NumberFile]:
