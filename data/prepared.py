@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from data.meta_files import to_json
 from data.token_files import MASK_SUFFIX, read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
-from deskgpt.system.files import TEMPORARY, file_sha256, if_free, replacing, sha256
+from deskgpt.system.files import TEMPORARY, if_free, replacing, sha256
 
 
 def write_dataset(
@@ -52,16 +51,6 @@ def write_dataset(
                     (folder / name).unlink(missing_ok=True)
         except OSError as e:
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
-
-
-def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
-    """Return the names of files that are missing or whose checksum differs from their entry in meta.json."""
-    names = []
-    for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
-        path = folder / name
-        if not path.is_file() or file_sha256(path) != entry["sha256"]:
-            names.append(name)
-    return names
 
 
 def remove_leftovers(folder: Path, *names: str) -> None:

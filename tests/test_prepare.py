@@ -14,7 +14,6 @@ from conftest import ROOT, SHAKESPEARE, assert_refused, contents, files_of_at_mo
 from fineweb import UNTIL_RENAME, fails
 
 from data.meta_files import read_record
-from data.prepared import damaged
 from data.shakespeare_char.prepare import SHA256, download
 from data.token_files import read_meta
 from data.tokenizer import from_meta
@@ -137,7 +136,8 @@ def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, pyt
         code = f"{UNTIL_RENAME}import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
         subprocess.run([python, "-c", code, at, when, *prepare, tmp_path / "new"], cwd=ROOT, stdout=subprocess.DEVNULL)
         if (tmp_path / "own" / "val.bin").exists():
-            assert not damaged(tmp_path / "own", read_record(tmp_path / "own")["files"])
+            for name, entry in read_record(tmp_path / "own")["files"].items():
+                assert hashlib.sha256((tmp_path / "own" / name).read_bytes()).hexdigest() == entry["sha256"]
         assert script(*prepare, tmp_path / "new").code == 0
         assert decoded(tmp_path / "own") == "new " * 50
         assert {path.name for path in (tmp_path / "own").glob("[!.]*")} == {"train.bin", "val.bin", "meta.json"}

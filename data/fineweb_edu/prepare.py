@@ -22,15 +22,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.meta_files import read_record, write_meta
-from data.prepared import damaged, locked, named_tokenizer, remove_leftovers
+from data.prepared import locked, named_tokenizer, remove_leftovers
 from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shards
 from data.text.prepare import add_folder, whole_number
 from data.text_files import expanded
 from data.tokenizer import short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import file_sha256
 from deskgpt.system.terminal import reason
 
 REPO = "HuggingFaceFW/fineweb-edu"
@@ -92,11 +95,12 @@ def make(args: argparse.Namespace) -> Record:
     record = add_shards(folder, settings, {})
     if part >= len(source.shards):
         raise ValueError(f"--part={part}/{n_parts}: the source makes {len(source.shards)} shards; use fewer parts")
-    own = {name: entry for name, entry in record["files"].items() if number_of(name) % n_parts == part}
-    harmed = damaged(folder, own)
-    for name in harmed:
-        print(f"{name} is missing or damaged (its checksum does not match) and is made again")
-    to_repair = set(map(number_of, harmed))
+    to_repair = set()
+    for name, entry in tqdm(record["files"].items(), "checksums", leave=False, disable=None):
+        path = folder / name
+        if number_of(name) % n_parts == part and not (path.is_file() and file_sha256(path) == entry["sha256"]):
+            print(f"{name} is missing or damaged (its checksum does not match) and is made again")
+            to_repair.add(number_of(name))
     if not next_shard(record, part, n_parts, args.tokens, to_repair):
         print(f"{folder}: already prepared")
     while found := next_shard(record, part, n_parts, args.tokens, to_repair):

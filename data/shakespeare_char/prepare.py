@@ -23,7 +23,6 @@ from deskgpt.system.files import sha256, write_atomically
 DATA = Path(__file__).resolve().parents[1]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-SOURCE = "tiny Shakespeare"  # as meta.json names it
 TIMEOUT_S = 20
 
 
@@ -40,21 +39,17 @@ def download(url: str, path: Path, checksum: str) -> None:
     write_atomically(path, content)
 
 
-def shakespeare(input_file: Path | None) -> str:
-    """Return the text in input_file, else in input.txt, which is downloaded. Raises ValueError, OSError."""
-    path = input_file or DATA / "shakespeare_char" / "input.txt"
-    if not input_file and not path.exists():
-        download(URL, path, SHA256)
-    return read_text(path)
-
-
 def main(name: str, tokenizer: str) -> None:
+    """Prepare the text of --input, else of input.txt, which is downloaded, in the folder data/`name`."""
     parser = OneLineParser(f"Make data/{name}/train.bin and val.bin.\n\n    python data/{name}/prepare.py --input FILE")
     parser.add_argument("--input", metavar="FILE", type=Path, help="the text, instead of downloading it")
     add_folder(parser, DATA / name)
     with one_line_errors():
         args = parser.parse_args()
-        prepare(shakespeare(args.input), args.out, tokenizer, SOURCE)
+        path = args.input or DATA / "shakespeare_char" / "input.txt"
+        if not args.input and not path.exists():
+            download(URL, path, SHA256)
+        prepare(read_text(path), args.out, tokenizer, "tiny Shakespeare")
 
 
 if __name__ == "__main__":
