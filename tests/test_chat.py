@@ -279,12 +279,9 @@ def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message
         assert len(prompt) <= 140  # an eighth is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
-        forgotten = len(before) - len(messages)
-        assert forgotten % 2 == 0
-        if forgotten:  # the last turn of them would not have fitted
-            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 140
+        assert (len(before) - len(messages)) % 2 == 0
         messages.append(Message("assistant", f"answer {n}"))
-    assert len(messages) < 19
+    assert len(messages) == 7  # three turns fit
     first_question = [Message("system", "You are kind."), Message("user", "How are you?")]  # of docs/data.md
     assert fitting(template, 64, first_question) == first_question
     with raises_one_line("context of 160", 207):
