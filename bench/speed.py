@@ -47,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; 
 import train
 from bench import output
 from configurator import build, read_settings
-from data.token_files import write_tokens
 from deskgpt.run.log import read_events
 from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
@@ -181,7 +180,7 @@ def write_data(folder: Path, vocab_size: int) -> None:
     folder.mkdir()
     draw = np.random.default_rng(0)
     for split, n in (("train", 1 << 20), ("val", 1 << 16)):
-        write_tokens(folder / f"{split}.bin", draw.integers(0, min(vocab_size, 50257), n, np.uint16))
+        draw.integers(0, min(vocab_size, 50257), n, np.uint16).tofile(folder / f"{split}.bin")
     if vocab_size < 50000:  # without this file both take GPT-2's vocabulary, of 50304 rows
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 

@@ -22,10 +22,10 @@ class Batching:
     batch_size: int  # sequences per micro-batch
     accumulation: int = 1  # micro-batches per optimizer step, over all ranks
     block_size: int = 1  # tokens per sequence
-    eval_windows: int = 1  # of each split that an evaluation reads, at most
+    eval_iters: int = 1  # micro-batches of each split that an evaluation reads, at most
+    eval_tokens: int = 0  # tokens that it reads instead; 0 = eval_iters
     rank: int = 0
     world: int = 1
-    eval_tokens: int = 0  # that the user has asked for, instead of a number of micro-batches
 
     def __post_init__(self) -> None:
         if self.accumulation % self.world:
@@ -34,21 +34,6 @@ class Batching:
                 f"gradient_accumulation_steps={self.accumulation} does not divide among {self.world} ranks; "
                 f"try --gradient_accumulation_steps={nearest}"
             )
-
-    @classmethod
-    def of(
-        cls,
-        batch_size: int,
-        accumulation: int,
-        block_size: int,
-        eval_iters: int,
-        eval_tokens: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ) -> Batching:
-        """Return what the settings ask for: an evaluation reads eval_tokens or, if 0, eval_iters micro-batches."""
-        eval_windows = math.ceil(eval_tokens / block_size) if eval_tokens else eval_iters * batch_size
-        return cls(batch_size, accumulation, block_size, eval_windows, rank, world, eval_tokens)
 
     @property
     def micro_steps(self) -> int:
@@ -64,10 +49,17 @@ class Batching:
     def tokens_per_step(self) -> int:
         return self.sequences * self.block_size
 
+    @property
+    def eval_windows(self) -> int:
+        """Return the windows of each split that an evaluation reads, at most."""
+        return math.ceil(self.eval_tokens / self.block_size) or self.eval_iters * self.batch_size
+
     def with_batch_size(self, batch_size: int) -> Batching:
         """Return the same training in micro-batches of this size, which must divide the sequences of a step."""
         assert self.sequences % batch_size == 0
-        return replace(self, batch_size=batch_size, accumulation=self.sequences // batch_size)
+        accumulation = self.sequences // batch_size
+        eval_tokens = self.eval_tokens or self.eval_windows * self.block_size
+        return replace(self, batch_size=batch_size, accumulation=accumulation, eval_tokens=eval_tokens)
 
     def settings(self) -> dict[str, int]:
         """Return the settings of train.py that ask for this cut and these evaluations."""
@@ -79,14 +71,11 @@ class Batching:
 
     def with_eval_windows(self, n: int) -> Batching:
         """Return the same training with evaluations of n windows per split."""
-        return replace(self, eval_windows=n, eval_tokens=n * self.block_size)
+        return replace(self, eval_tokens=n * self.block_size)
 
     def flags(self) -> str:
         """Return what a user types for this cut."""
-        named = self.settings()
-        if self.eval_tokens:
-            del named["eval_tokens"]  # it is as the user has it
-        return " ".join(f"--{name}={value}" for name, value in named.items())
+        return " ".join(f"--{name}={value}" for name, value in self.settings().items())
 
     def number(self, micro_step: int) -> int:
         """Return the number of this rank's micro-batch within the step, over all ranks."""

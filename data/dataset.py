@@ -17,15 +17,16 @@ from data.batching import Batching
 from data.meta_files import read_record
 from data.splits import Split
 from data.token_files import (
+    GPT2,
     NumberFile,
-    assumptions,
     check_vocabulary,
-    listed_sha256,
-    listed_with_masks,
+    listed_checksums,
     read_meta,
     token_files,
 )
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
+from deskgpt.system.errors import DataError
+from deskgpt.system.files import sha256
 
 SPLITS = ("train", "val")
 AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
@@ -49,7 +50,6 @@ class Dataset:
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
         self.bytes_per_token: float | None = None  # of the text that an evaluation reads, if it is known
-        self._digests: dict[int, str] = {}  # of evaluations, by the number of their windows
 
     @property
     def vocab_size(self) -> int:
@@ -68,6 +68,7 @@ class Dataset:
         self.val = Split(self.folder, "val", block_size, vocab_size, seed)
         self.checksums = Checksums(self.folder, (self.train, self.val) if compares_checksums else ())
         self.train.check = self.checksums.check
+        self._eval_digest = functools.cache(self.val.eval_digest)  # it is the same at every evaluation of a run
 
     def short_text(self, block_size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
@@ -85,8 +86,9 @@ class Dataset:
         """Return what tells data of the same size apart, under the names of checkpoints."""
         found = {}
         for name, split in zip(SPLITS, (self.train, self.val), strict=True):
-            listed = listed_sha256(self.folder, name)
-            found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": listed}
+            listed = listed_checksums(self.folder, name).values()
+            checksum = sha256("\n".join(listed).encode())[:16] if listed else None
+            found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": checksum}
         return found
 
     def changes(self) -> list[str]:
@@ -111,12 +113,9 @@ class Dataset:
         """Return what tells evaluations apart, under the name of checkpoints."""
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
 
-    def eval_digest(self, batching: Batching) -> tuple[int, str]:
-        """Return (number, digest) of the windows of val that an evaluation reads: losses compare if both are equal."""
-        n = self.val.n_eval_windows(batching.eval_windows)
-        if n not in self._digests:  # the same at every evaluation of a run
-            self._digests[n] = self.val.eval_digest(n)
-        return n, self._digests[n]
+    def eval_digest(self, batching: Batching) -> str:
+        """Return a digest of the windows of val that an evaluation reads: losses compare if it is equal."""
+        return self._eval_digest(self.val.n_eval_windows(batching.eval_windows))
 
     # ---- for the log -----------------------------------------------------------------------------------------
 
@@ -124,7 +123,8 @@ class Dataset:
         """Return what a run prints about its data. reads_text: read the text behind the tokens, for bits per byte."""
         tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
-        found += [f"warning: {assumption}" for assumption in assumptions(self.folder)]
+        if self.meta == GPT2 and not (self.folder / "meta.json").exists():
+            found.append(f"warning: {self.folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")
         if reads_text:
             try:
                 windows = self.val.n_eval_windows(batching.eval_windows)
@@ -155,14 +155,14 @@ class Dataset:
 
 
 class Checksums:
-    """Compares the files of splits, masks included, with the checksums that meta.json lists.
+    """Compare the files of splits, masks included, with the checksums that meta.json lists.
 
-    Raises ValueError if one differs, OSError; of a large data set, `check` raises that later. `state` says for the log
-    what is compared.
+    Raises DataError if one differs; of a large data set, `check` raises that later. `state` tells the log what is
+    compared.
     """
 
     def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
-        self._listed = {name: entry["sha256"] for name, entry in listed_with_masks(read_record(folder)).items()}
+        self._listed = listed_checksums(folder)
         files = [file for split in splits for file in split.files() if file.path.name in self._listed]
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._compare, args=[files], name="checksums", daemon=True)
@@ -177,9 +177,9 @@ class Checksums:
             self.state = "checksums are verified while it trains"
 
     def check(self) -> None:
-        """Raises ValueError if a file has turned out to be another so far, or OSError. Cheap: for each step."""
+        """Raise DataError if a file has turned out to be another so far. Cheap: for each step."""
         if self._fault is not None:
-            raise self._fault
+            raise DataError(str(self._fault))
 
     def _compare(self, files: list[NumberFile]) -> None:
         try:

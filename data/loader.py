@@ -7,22 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from data.batching import Batching
 from data.splits import I64, Split
-from deskgpt.system.errors import DataError
 
 THREADS = 4  # several, since a disk answers several requests as fast as one
 AHEAD = 8  # micro-batches
-
-Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, block_size) int64
 
 
 class MicroBatch(NamedTuple):
@@ -38,8 +33,8 @@ class MicroBatch(NamedTuple):
 # ---- tensors -------------------------------------------------------------------------------------------------
 
 
-def to_device(batch: tuple[I64, I64], device: torch.device) -> Batch:
-    """Return a batch as tensors on the device; on CUDA without waiting for the work queued there."""
+def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a batch as tensors on the device; on CUDA without waiting: the copy queues up behind earlier work."""
     x = torch.from_numpy(batch[0])
     y = torch.from_numpy(batch[1])
     if device.type == "cuda":
@@ -55,25 +50,14 @@ def eval_batches(split: Split, batching: Batching, device: torch.device) -> Iter
     n = split.n_eval_windows(batching.eval_windows)
     batches = list(batching.eval_rows(n))
     for rows in tqdm(batches, "evaluating", leave=False, disable=True if batching.rank else None):
-        with damage_of_data():
-            batch = split.eval_batch(rows, n)
+        batch = split.eval_batch(rows, n)
         yield *to_device(batch, device), float((batch[1] >= 0).sum() / split.block_size)
-
-
-@contextmanager
-def damage_of_data() -> Iterator[None]:
-    """Raise DataError for what is wrong with token files."""
-    try:
-        yield
-    except (ValueError, OSError) as e:
-        raise DataError(str(e)) from None
 
 
 class Loader:
     """The training micro-batches of one rank, from a position in the order of `Split.train_batch` on.
 
-    Threads read the token files, pin and, on CUDA, copy in a stream of their own. `step` raises DataError if a file
-    turns out to be damaged.
+    Threads read the token files and copy to the device. `step` raises DataError if a file turns out to be damaged.
     """
 
     def __init__(
@@ -89,9 +73,8 @@ class Loader:
         self.batching = batching
         self.device = device
         self.waited = waited
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(THREADS, "loader")
-        self._n_learned = functools.lru_cache(AHEAD)(self._learned_of_rows)  # by position
+        self._n_learned = functools.lru_cache(AHEAD)(split.n_learned)
         self._ahead: deque[Future[MicroBatch]] = deque()
         self.seek(position)
 
@@ -114,16 +97,10 @@ class Loader:
         """
         for _ in range(self.batching.micro_steps):
             t0 = time.perf_counter()
-            with damage_of_data():
-                batch = self._ahead.popleft().result()
-                self.split.check()
+            batch = self._ahead.popleft().result()
+            self.split.check()
             self.waited(time.perf_counter() - t0)
             self._submit()
-            if self._stream is not None:
-                here = torch.cuda.current_stream(self.device)
-                here.wait_stream(self._stream)
-                for tensor in (batch.x, batch.y):
-                    tensor.record_stream(here)  # otherwise the next copy would get its memory while it is still read
             yield batch
 
     def close(self) -> None:
@@ -139,13 +116,8 @@ class Loader:
         batch = self.split.train_batch(position, rows, self.batching.sequences)
         weight = 1 / self.batching.micro_steps
         if self.split.masks:
-            n_learned = self._n_learned(position)
+            n_learned = self._n_learned(position, self.batching.sequences)
             weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
-        with torch.cuda.stream(self._stream):  # does nothing without a stream
-            x, y = to_device(batch, self.device)
+        x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps - 1
         return MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
-
-    def _learned_of_rows(self, position: int) -> I64:
-        """Return the learned targets in each row of a global batch, of all ranks."""
-        return self.split.n_learned(position, np.arange(self.batching.sequences), self.batching.sequences)

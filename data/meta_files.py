@@ -31,8 +31,6 @@ META: Fields = {
     "tokenizer": lambda value: isinstance(value, dict),
     "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
     "end_of_text": lambda value: value is None or is_number(value),
-    "source": is_text,
-    "val_tokens": is_number,
     "files": lambda value: isinstance(value, dict),
     # of chat data
     "masks": lambda value: isinstance(value, dict),
@@ -47,18 +45,35 @@ ENTRY: Fields = {
 # ---- meta.json -----------------------------------------------------------------------------------------------
 
 
-def read_record(folder: Path, name: str = "meta.json") -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
     """Return everything that a folder's meta.json records, {} without one.
 
     Raises ValueError if it is damaged or cannot be right, OSError.
     """
-    with described(folder / name) as path:
-        return record_in(read_small(path, JSON_BYTES)) if os.path.lexists(path) else {}
+    with described(folder / "meta.json") as path:
+        if not os.path.lexists(path):
+            return {}
+        try:
+            meta = json.loads(read_small(path, JSON_BYTES))
+            if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
+                raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        check_record(meta, META, required=("tokenizer", "vocab_size"))
+        check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+        if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
+            raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+        for key, suffix in (("files", ".bin"), ("masks", ".mask")):
+            for name, entry in meta.get(key, {}).items():
+                if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
+                    raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
+                check_record(entry, ENTRY, required=("tokens", "sha256"))
+    return meta
 
 
-def write_meta(folder: Path, meta: dict[str, Any], name: str = "meta.json") -> None:
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write a folder's meta.json, with its checksum. Raises OSError."""
-    write_atomically(folder / name, to_json(meta))
+    write_atomically(folder / "meta.json", to_json(meta))
 
 
 @contextmanager
@@ -68,26 +83,6 @@ def described(path: Path) -> Iterator[Path]:
         yield path
     except ValueError as e:
         raise ValueError(f"{path} does not describe token files ({e}); delete it and prepare the data again") from None
-
-
-def record_in(content: bytes) -> dict[str, Any]:
-    """Return what a file with this content records. Raises ValueError, which says in a few words what is wrong."""
-    try:
-        meta = json.loads(content)
-        if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
-            raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    check_record(meta, META, required=("tokenizer", "vocab_size"))
-    check_tokenizer(meta["tokenizer"], meta["vocab_size"])
-    if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
-        raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
-    for key, suffix in (("files", ".bin"), ("masks", ".mask")):
-        for name, entry in meta.get(key, {}).items():
-            if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
-                raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
-            check_record(entry, ENTRY, required=("tokens", "sha256"))
-    return meta
 
 
 def to_json(meta: dict[str, Any]) -> bytes:
@@ -103,15 +98,12 @@ def checksum_of(meta: dict[str, Any]) -> str:
 
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
     """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
-    name = tokenizer.get("name")
-    if name == "bpe":  # without tiktoken, which may not be installed
+    if tokenizer in ({}, {"name": "gpt2"}):
+        return
+    if tokenizer.get("name") == "bpe":  # without tiktoken, which may not be installed
         size = len(tokens_of(tokenizer.get("merges"))) + 1
-    elif name in ("char", "bytes"):
-        size = from_meta(tokenizer).vocab_size
-    elif tokenizer in ({}, {"name": "gpt2"}):
-        size = vocab_size
     else:
-        raise ValueError(f"tokenizer={reprlib.repr(tokenizer)} describes no tokenizer")
+        size = from_meta(tokenizer).vocab_size
     if size != vocab_size:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from data.meta_files import to_json
 from data.token_files import MASK_SUFFIX, read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
-from deskgpt.system.files import TEMPORARY, file_sha256, if_free, replacing, sha256
+from deskgpt.system.files import TEMPORARY, if_free, replacing, sha256
 
 
 def write_dataset(
@@ -54,16 +53,6 @@ def write_dataset(
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
 
 
-def damaged(folder: Path, entries: dict[str, Any]) -> list[str]:
-    """Return the names of files that are missing or whose checksum differs from their entry in meta.json."""
-    names = []
-    for name, entry in tqdm(entries.items(), "checksums", leave=False, disable=None):
-        path = folder / name
-        if not path.is_file() or file_sha256(path) != entry["sha256"]:
-            names.append(name)
-    return names
-
-
 def remove_leftovers(folder: Path, *names: str) -> None:
     """Remove the temporary files of starts that were killed, by the beginnings of their names."""
     for name in names:
@@ -80,27 +69,16 @@ def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
         yield
 
 
-def named_tokenizer(name: str) -> dict[str, Any]:
-    """Return the description of the tokenizer of this name, or of the prepared folder with this path.
+def named_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of this name, or that of the prepared folder with this path.
 
     Raises ValueError if there is none.
     """
-    if name in ("char", "bytes", "bpe", "gpt2"):
-        return {"name": name}
+    if name in ("bytes", "gpt2"):
+        return from_meta({"name": name})
     if (Path(name) / "meta.json").is_file():
-        return read_meta(Path(name))["tokenizer"]
+        return from_meta(read_meta(Path(name))["tokenizer"])
     raise ValueError(
-        f"--tokenizer={name} is not char, bytes, bpe, gpt2 or the path of a prepared folder (tokenizers of other "
-        "programs, such as tokenizer.json, are not read)"
+        f"--tokenizer={name} is not bytes, gpt2 or the path of a prepared folder; data/text/prepare.py also makes char "
+        "and bpe of a text (tokenizers of other programs, such as tokenizer.json, are not read)"
     )
-
-
-def document_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that named_tokenizer describes. Raises ValueError if it has no token between documents."""
-    tokenizer = None if name in ("char", "bpe") else from_meta(named_tokenizer(name))
-    if tokenizer is None or tokenizer.end_of_text is None:
-        raise ValueError(
-            f"--tokenizer={name} has no token between documents, or is made of a text by data/text/prepare.py; "
-            "give bytes, gpt2, or the path of a folder that was prepared with --tokenizer=bpe"
-        )
-    return tokenizer

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_record
-from data.token_files import CHUNK, NumberFile, open_masks, open_shards
+from data.token_files import NumberFile, open_masks, open_shards
+from deskgpt.system.errors import DataError
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-SCANNED = 1 << 28  # tokens: a split of at most this size is checked when opened, in a second; a larger one when read
+CHUNK = 1 << 20  # tokens that are read at once, if it is not for a batch
 FINGERPRINTED = 1 << 20  # tokens at the beginning of each shard
 FINGERPRINTED_SHARDS = 1024  # at most, evenly spread
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
@@ -37,8 +38,8 @@ class Split:
     epoch. With loss masks, targets that are not learned are -1, and windows without any
     other target are not evaluated.
 
-    Raises ValueError if files are missing, damaged or too short, or hold ids of vocab_size and more; so does each call
-    that reads.
+    Raises ValueError if files are missing, damaged or too short. Each call that reads raises DataError for damage and
+    for ids of vocab_size and more.
     """
 
     def __init__(self, folder: Path, split: str, block_size: int, vocab_size: int, seed: int = 0) -> None:
@@ -55,18 +56,15 @@ class Split:
         self.shards = [shard for shard in found if len(shard) > block_size]
         if not self.shards:
             longest = max(map(len, found))
-            remedy = f"try --block_size={longest - 1} or more data" if longest > 1 else "it needs more data"
             raise ValueError(
                 f"block_size={block_size} needs {block_size + 1} tokens in a row, {folder}/{split}*.bin: {longest:,}; "
-                f"{remedy}"
+                f"try more data, or --block_size={max(1, longest - 1)}"
             )
         self.masks = open_masks(folder, split, self.shards)  # one for each shard, or none
         self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
-        if self.tokens <= SCANNED:
-            for number, shard in enumerate(self.shards):
-                for first, ids in shard.chunks():
-                    self._check_ids(np.array([number]), np.array([first]), ids[None])
+        first = np.zeros(1, np.int64)
+        self._check_ids(first, first, self.shards[0].read(0, CHUNK)[None])  # the others as they are read
         # One window fewer than could fit, so that all of them fit whichever offset below block_size is drawn. A shard
         # with room for one window only has that one, and fewer offsets.
         self._windows = np.maximum(1, (self.lengths - block_size) // block_size)  # per shard and epoch
@@ -75,9 +73,7 @@ class Split:
         if packed:
             self._windows = self._eval_windows
             self._offsets = np.ones_like(self._offsets)
-        self._ends = self._windows.cumsum()
-        self._eval_ends = self._eval_windows.cumsum()
-        self.n_windows = int(self._ends[-1])  # per epoch
+        self.n_windows = int(self._windows.sum())  # per epoch
         self._evaluated = self._windows_with_targets() if self.masks else None  # None: all of them
         self.check: Callable[[], None] = lambda: None  # raises an error that a check of the files has found meanwhile
         if not self.n_eval_windows(1):
@@ -95,27 +91,27 @@ class Split:
         epoch = position // self.n_windows
         key = keys(self.seed, epoch)
         window = permute(position % self.n_windows, self.n_windows, key)
-        shard, window_of_shard = locate(window, self._windows, self._ends)
+        shard, window_of_shard = locate(window, self._windows)
         offset = mix(key + shard.astype(np.uint64)) % self._offsets[shard].astype(np.uint64)
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         return shard, start
 
-    def n_learned(self, step: int, rows: I64, global_batch: int) -> I64:
-        """Return how many targets are learned (len(rows),) in each row of train_batch."""
-        return self._learned(*self.places(step, rows, global_batch)).sum(1)
+    def n_learned(self, step: int, global_batch: int) -> I64:
+        """Return how many targets the loss masks leave (global_batch,) in each row of optimizer step `step`."""
+        return self._learned(*self.places(step, np.arange(global_batch), global_batch)).sum(1)
 
     # ---- evaluation ------------------------------------------------------------------------------------------
 
     def n_eval_windows(self, at_most: int) -> int:
         """Return the size of the evaluation set: all windows without overlap that the split has, at most at_most."""
-        return min(at_most, int(self._eval_ends[-1]) if self._evaluated is None else len(self._evaluated))
+        return min(at_most, int(self._eval_windows.sum()) if self._evaluated is None else len(self._evaluated))
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
         """Return as train_batch, of rows of a fixed set of n evenly spaced windows; rows past n have targets of -1."""
         window = np.minimum(rows, n - 1) * self.n_eval_windows(2**62) // n
         if self._evaluated is not None:
             window = self._evaluated[window]
-        shard, window_of_shard = locate(window, self._eval_windows, self._eval_ends)
+        shard, window_of_shard = locate(window, self._eval_windows)
         x, y = self._read(shard, window_of_shard * self.block_size)
         y[rows >= n] = -1  # fill the last batch rather than shorten it: a new shape would be compiled again
         return x, y
@@ -176,17 +172,15 @@ class Split:
 
     def _learned(self, shard: I64, start: I64) -> npt.NDArray[np.bool_]:
         """Return which targets (len(shard), T) of windows are learned, given the shard of each and its first token."""
-        if not self.masks:
-            return np.ones((len(shard), self.block_size), bool)
         return read_rows(self.masks, shard, start + 1, self.block_size) != 0
 
     def _check_ids(self, shard: I64, start: I64, block: npt.NDArray[np.uint16]) -> None:
-        """Raises ValueError if block (rows, tokens) has too large an id; row i begins at start[i] of shard[i]."""
+        """Raise DataError if block (rows, tokens) has too large an id; row i begins at start[i] of shard[i]."""
         if block.max() < self.vocab_size:
             return
         row, column = np.argwhere(block >= self.vocab_size)[0]
         path = self.shards[shard[row]].path
-        raise ValueError(
+        raise DataError(
             f"{path}: token {start[row] + column:,} is {block[row, column]}, and the vocabulary ends at "
             f"{self.vocab_size - 1}; the file does not belong to this tokenizer or model"
         )
@@ -197,8 +191,9 @@ def read_rows(files: Sequence[NumberFile], file: I64, start: I64, n: int) -> npt
     return np.stack([files[f].read(first, n) for f, first in zip(file.tolist(), start.tolist(), strict=True)])
 
 
-def locate(window: I64, windows_per_shard: I64, ends: I64) -> tuple[I64, I64]:
-    """Return (shard, number within that shard) of windows that are numbered through all shards, which end at `ends`."""
+def locate(window: I64, windows_per_shard: I64) -> tuple[I64, I64]:
+    """Return (shard, number within that shard) of windows that are numbered through all shards."""
+    ends: I64 = windows_per_shard.cumsum()
     shard = np.searchsorted(ends, window, side="right")
     return shard, window - (ends[shard] - windows_per_shard[shard])
 

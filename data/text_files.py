@@ -16,6 +16,7 @@ from data.tokenizer import END_OF_TEXT
 
 PACKED = ("", ".gz", ".zst")  # suffixes of packed files
 TEXTS = tuple(f".txt{packed}" for packed in PACKED)
+NAMED_FILES = 10
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are not UTF-8
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
 
@@ -28,17 +29,20 @@ def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     found = []
     for path in paths:
         matches = [] if path.exists() else sorted(glob.glob(str(path)))  # Windows leaves patterns to programs
-        files = sorted(file for file in path.rglob("*") if is_shown(path, file, suffixes))
+        files = []
+        for file in sorted(path.rglob("*")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and file.name.lower().endswith(suffixes) and not is_hidden:
+                files.append(file)
         if path.is_dir() and not files:
             raise ValueError(f"the folder {path} holds no file *{', *'.join(suffixes)}")
         found += files or [Path(match) for match in matches] or [path]
     return found
 
 
-def is_shown(folder: Path, path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether path is a file with one of these suffixes, and not hidden in folder."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.is_file() and path.name.lower().endswith(suffixes) and not hidden
+def names_of(paths: list[Path]) -> str:
+    """Return the names of the first files, as meta.json records a source."""
+    return ", ".join(path.name for path in paths[:NAMED_FILES])
 
 
 def read_text(path: Path) -> str:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data.meta_files import read_nanogpt, read_record
-from data.tokenizer import Ids, padded_vocab_size, short_name
-from deskgpt.system.files import sha256, write_atomically
+from data.tokenizer import padded_vocab_size, short_name
+from deskgpt.system.errors import DataError
+from deskgpt.system.limits import allow_open_files
 
 MAGIC = 20240520
 MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
@@ -32,33 +31,13 @@ VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
-CHUNK = 1 << 20  # numbers that are read at once from a file that is read whole
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
 # ---- one file ------------------------------------------------------------------------------------------------
 
 
-def write_tokens(path: Path, ids: Ids, header: bool = False) -> None:
-    """Write token ids (n,) as a token file, with llm.c's header if asked. Raises OSError."""
-    begin = llmc_header(len(ids)) if header else b""
-    write_atomically(path, begin + ids.astype("<u2").tobytes())
-
-
-def llmc_header(tokens: int) -> bytes:
-    """Return the header of a file in llm.c's format that holds this number of tokens."""
-    head = np.zeros(HEADER_BYTES // 4, "<i4")
-    head[:3] = MAGIC, VERSION, tokens
-    return head.tobytes()
-
-
-def read_tokens(path: Path) -> Ids:
-    """Return the token ids (n,) of a file. Raises ValueError if the file is not a token file, OSError."""
-    begin, tokens = find_tokens(path)
-    return np.fromfile(path, "<u2", tokens, offset=begin)
-
-
-def find_tokens(path: Path) -> tuple[int, int]:
-    """Return (first byte, number) of the tokens in a file. Raises ValueError if it is not a token file, OSError."""
+def open_tokens(path: Path) -> NumberFile:
+    """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
     size = path.stat().st_size if path.is_file() else 0
     head = b""
     if size:
@@ -69,12 +48,12 @@ def find_tokens(path: Path) -> tuple[int, int]:
         reason = "it is missing or empty"
     elif magic in MAGICS:
         if magic == MAGIC and version == VERSION and tokens and size == HEADER_BYTES + TOKEN_BYTES * tokens:
-            return HEADER_BYTES, tokens
+            return NumberFile(path, "<u2", HEADER_BYTES, tokens)
         reason = f"its header says {tokens:,} tokens of version {version}, magic {magic}, and it has {size:,} bytes"
     elif size % TOKEN_BYTES:
         reason = f"it has {size:,} bytes, an odd number"
     else:
-        return 0, size // TOKEN_BYTES
+        return NumberFile(path, "<u2", 0, size // TOKEN_BYTES)
     raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
 
 
@@ -97,55 +76,37 @@ class NumberFile:
         return self._n
 
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
-        """Return a copy of numbers first .. first + n - 1. Raises ValueError if the file has become shorter."""
+        """Return a copy of numbers first .. first + n - 1. Raises DataError, if the file has become shorter, too."""
         size = max(0, min(n, self._n - first)) * self._dtype.itemsize
+        begin = self._begin + first * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the process with SIGBUS.
-        content = self._bytes(size, self._begin + first * self._dtype.itemsize)
+        try:
+            if hasattr(os, "pread"):
+                content = os.pread(self._file.fileno(), size, begin)
+            else:
+                with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
+                    file.seek(begin)
+                    content = file.read(size)
+        except OSError as e:
+            raise DataError(f"cannot read {self.path}: {e.strerror}") from None
         now = os.fstat(self._file.fileno()).st_size
         if now < self.n_bytes or len(content) < size:
-            raise ValueError(
+            raise DataError(
                 f"{self.path} became shorter while it was in use: it had {self.n_bytes:,} bytes, now it has {now:,}; "
                 "prepare the data again, then resume"
             )
         return np.frombuffer(content, self._dtype).copy()
 
-    def chunks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield all numbers, CHUNK at a time, with the index of the first one. Raises ValueError as read."""
-        for first in range(0, len(self), CHUNK):
-            yield first, self.read(first, CHUNK)
-
     def sha256(self) -> str:
         """Return the SHA-256 of the whole file, in hex digits."""
-        digest = hashlib.sha256()
-        begin = 0
-        while content := self._bytes(CHUNK, begin):
-            digest.update(content)
-            begin += len(content)
-        return digest.hexdigest()
-
-    def _bytes(self, size: int, begin: int) -> bytes:
-        """Return the file's bytes from `begin` on, fewer at its end."""
-        if hasattr(os, "pread"):
-            return os.pread(self._file.fileno(), size, begin)
-        with open(self.path, "rb") as file:  # Windows has no pread, and replaces no open file
-            file.seek(begin)
-            return file.read(size)
+        self._file.seek(0)
+        return hashlib.file_digest(self._file, "sha256").hexdigest()
 
     def was_written(self) -> bool:
         """Return whether somebody has written into the file since it was opened, or since the last call."""
         before = self._written_ns
         self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
         return self._written_ns != before
-
-
-def open_tokens(path: Path) -> NumberFile:
-    """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
-    return NumberFile(path, "<u2", *find_tokens(path))
-
-
-def mask_of(path: Path) -> Path:
-    """Return the path of a token file's loss mask, if it has one."""
-    return path.with_suffix(MASK_SUFFIX)
 
 
 # ---- the files of a split ------------------------------------------------------------------------------------
@@ -163,7 +124,10 @@ def token_files(folder: Path, split: str) -> list[Path]:
     numbered = re.compile(rf"(.*[_-])?{split}([_-]?\d[\d_-]*)?\.bin")
     found = {path: match[1] for path in sorted(folder.glob("*.bin")) if (match := numbered.fullmatch(path.name))}
     if not found:
-        raise ValueError(how_to_make(folder, split))
+        own = folder / "prepare.py"
+        script = os.path.relpath(own) if own.exists() else "data/text/prepare.py"
+        state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
+        raise ValueError(f"dataset folder {folder} {state}; make it with python {script}")
     if len(set(found.values())) > 1:
         names = ", ".join(path.name for path in found)
         raise ValueError(
@@ -172,20 +136,11 @@ def token_files(folder: Path, split: str) -> list[Path]:
     return list(found)
 
 
-def how_to_make(folder: Path, split: str) -> str:
-    """Return the error's message if a split has no files."""
-    command = "python data/text/prepare.py makes one of a text"
-    if (folder / "prepare.py").exists():
-        command = f"run: python {os.path.relpath(folder / 'prepare.py')}"
-    state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
-    return f"dataset folder {folder} {state}; {command}"
-
-
 def open_shards(folder: Path, split: str) -> list[NumberFile]:
     """Open all shards of a split. Raises ValueError if one is damaged or not as meta.json lists it, OSError."""
     paths = token_files(folder, split)
     entries = read_record(folder).get("files", {})
-    allow_more_files(2 * len(paths))  # with masks
+    allow_open_files()
     shards = [open_tokens(path) for path in paths]
     for shard in shards:
         n = len(shard)
@@ -195,23 +150,12 @@ def open_shards(folder: Path, split: str) -> list[NumberFile]:
     return shards
 
 
-def allow_more_files(n: int) -> None:
-    """Let this process open n more files, if it may: the limit is 1,024 on most Linux systems, 256 on macOS."""
-    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            most = soft + n if hard == resource.RLIM_INFINITY else min(soft + n, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[NumberFile]:
     """Open the loss masks of a split's shards: 0 if a token is not a target; [] if all tokens are.
 
     Raises ValueError if one is missing or has another length.
     """
-    paths = [mask_of(shard.path) for shard in shards]
+    paths = [shard.path.with_suffix(MASK_SUFFIX) for shard in shards]
     listed = any(name.startswith(split) for name in read_record(folder).get("masks", {}))
     if not listed and not any(path.exists() for path in paths):
         return []
@@ -227,19 +171,11 @@ def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[Numbe
     return masks
 
 
-def listed_with_masks(meta: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of a folder's record for token files and masks."""
-    return meta.get("files", {}) | meta.get("masks", {})
-
-
-def listed_sha256(folder: Path, split: str) -> str | None:
-    """Return one checksum of the checksums that meta.json lists for the split's files; None if it lists none."""
-    files = listed_with_masks(read_record(folder))
-    paths = token_files(folder, split)
-    if any(path.name not in files for path in paths):
-        return None
-    names = [path.name for path in (*paths, *map(mask_of, paths)) if path.name in files]
-    return sha256("\n".join(files[name]["sha256"] for name in names).encode())[:16]
+def listed_checksums(folder: Path, split: str = "") -> dict[str, str]:
+    """Return the SHA-256 of each token file, then of each mask, that meta.json lists for a split, in name order."""
+    record = read_record(folder)
+    entries = sorted(record.get("files", {}).items()) + sorted(record.get("masks", {}).items())
+    return {name: entry["sha256"] for name, entry in entries if name.startswith(split)}
 
 
 # ---- the description -----------------------------------------------------------------------------------------
@@ -253,19 +189,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     meta = read_record(folder) or read_nanogpt(folder) or GPT2
     return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
-
-
-def assumptions(folder: Path) -> list[str]:
-    """Return what is assumed about a folder without a list of its files or a description, in sentences."""
-    found = []
-    if not read_record(folder).get("files"):
-        for split in ("train", "val"):
-            names = [path.name for path in token_files(folder, split)]
-            if len(names) > 1:
-                found.append(f"no meta.json lists the files: {split} is {names[0]} to {names[-1]}, in name order")
-    if not read_record(folder) and not read_nanogpt(folder):
-        found.append(f"{folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")
-    return found
 
 
 def check_vocabulary(

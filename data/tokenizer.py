@@ -59,6 +59,10 @@ class Tokenizer(Protocol):
 
     def token_bytes(self) -> Lengths:
         """Return the bytes of text of each token (vocab_size,); 0 for end_of_text, which is not text."""
+        lengths = np.array([len(self.decode_bytes([i])) for i in range(self.vocab_size)], np.int64)
+        if self.end_of_text is not None:
+            lengths[self.end_of_text] = 0
+        return lengths
 
     def meta(self) -> dict[str, Any]:
         """Return the description from which `from_meta` makes the same tokenizer."""
@@ -92,9 +96,6 @@ class CharTokenizer(Tokenizer):
         # surrogatepass: text that was read with errors="surrogateescape" can hold lone surrogates
         return "".join(self.chars[i] for i in ids).encode("utf-8", "surrogatepass")
 
-    def token_bytes(self) -> Lengths:
-        return np.array([len(char.encode("utf-8", "surrogatepass")) for char in self.chars], np.int64)
-
     def meta(self) -> dict[str, Any]:
         return {"name": "char", "chars": self.chars}
 
@@ -110,11 +111,6 @@ class BytesTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return bytes(ids)
-
-    def token_bytes(self) -> Lengths:
-        lengths = np.ones(self.vocab_size, np.int64)
-        lengths[self.end_of_text] = 0
-        return lengths
 
     def meta(self) -> dict[str, Any]:
         return {"name": "bytes"}
@@ -138,12 +134,6 @@ class BpeTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self._encoding.decode_bytes(ids)
-
-    def token_bytes(self) -> Lengths:
-        lengths = np.zeros(self.vocab_size, np.int64)
-        for token in self._encoding.token_byte_values():  # without the special ones
-            lengths[self._encoding.encode_single_token(token)] = len(token)
-        return lengths
 
     def meta(self) -> dict[str, Any]:
         return self._meta
@@ -210,7 +200,7 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         return BytesTokenizer()
     if name == "bpe" and "merges" in meta:
         return of_merges(meta["merges"])
-    if name == "gpt2":
+    if meta == {"name": "gpt2"}:
         return gpt2()
     raise ValueError(f"{reprlib.repr(meta)} describes no tokenizer")
 

@@ -303,19 +303,6 @@ def documents(text: str) -> list[str]:
     return [*out, "ünïcödé 🧀\u2028" * 50, "<|endoftext|>\n<|endoftext|>"]
 
 
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> tuple[Path, Path]:
-    """(source, what one undisturbed run made of it)"""
-    from fineweb import PREPARE, SMALL, write_documents  # which imports this file
-
-    folder = tmp_path_factory.mktemp("prepared")
-    source = folder / "source"
-    for i in range(4):
-        write_documents(source / f"{i}.parquet", documents[i::4])
-    subprocess.run([sys.executable, PREPARE, "--source", source, *SMALL, "--out", folder / "out"], cwd=ROOT, check=True)
-    return source, folder / "out"
-
-
 def corrupted(content: bytes, draw: random.Random) -> bytes:
     """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
     out = content

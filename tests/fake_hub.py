@@ -24,7 +24,6 @@ class Hub(http.server.ThreadingHTTPServer):
         self.root = root  # root/OWNER/NAME/...
         self.faults: list[str] = []  # how the next reads of file contents fail: "503" or "cut"
         self.down = False  # every request is answered with 503
-        self.requests: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -37,7 +36,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
-        self.server.requests.append(f"{self.command} {url.path}")
         if self.server.down:
             self.send(503, b"", {})
         elif "/datasets/" not in url.path:

@@ -18,7 +18,6 @@ from bench.analysis.verdict import compare
 from data.dataset import bytes_per_token
 from data.splits import Split
 from data.text.prepare import prepare
-from data.token_files import write_tokens
 from data.tokenizer import GPT2_FILES, BytesTokenizer, from_meta_offline
 
 MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of one to four bytes a character
@@ -26,7 +25,7 @@ MULTI_BYTE = "Ünïcödé, 🧀 and plain text.\n日本語の文章。\n"  # of 
 
 def split_of(folder: Path, ids: np.ndarray, vocab_size: int, block: int) -> Split:
     """Return a val split with these tokens."""
-    write_tokens(folder / "val.bin", ids.astype(np.uint16))
+    ids.astype(np.uint16).tofile(folder / "val.bin")
     return Split(folder, "val", block, vocab_size)
 
 

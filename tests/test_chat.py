@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_one_line, needs_bpe, tiny
+from conftest import assert_one_line, needs_bpe, raises_one_line, tiny
 from fineweb import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,25 +46,6 @@ def as_json(messages: list[Message]) -> str:
 def write(path: Path, dialogues: list[list[Message]]) -> Path:
     path.write_text("".join(map(as_json, dialogues)))
     return path
-
-
-def varied(n: int) -> list[list[Message]]:
-    """Dialogues of very different lengths, from less than half a window to several windows."""
-    out = []
-    for i in range(n):
-        turns = [Message("system", "Be kind.")] if i % 3 == 0 else []
-        for k in range(1 + i % 4 // 3):
-            turns += [Message("user", f"{i}?" * (1 + i % 5)), Message("assistant", f"{i}{k}!" * (1 + i * 7 % 11))]
-        out.append(turns)
-    return out
-
-
-@pytest.fixture(scope="module")
-def chat_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packed dialogues in bytes."""
-    folder = tmp_path_factory.mktemp("chat")
-    prepare([write(folder / "d.jsonl", varied(60))], folder / "data", BytesTokenizer(), T)
-    return folder / "data"
 
 
 # ---- the template --------------------------------------------------------------------------------------------
@@ -102,11 +83,6 @@ def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_w
         assert tokenizer.decode_bytes(learned).decode() == message.content * (message.role == "assistant")
 
 
-def test_tokenizer_without_an_end_of_text_is_an_error(script, tmp_path):
-    done = script("data/chat/prepare.py", write(tmp_path / "d.jsonl", [HELLO] * 2), "--tokenizer=char")
-    fails(done, "--tokenizer=char", "--tokenizer=bpe")
-
-
 # ---- packing -------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +118,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
         for step in (0, 3):
             x, y = split.train_batch(step, rows, len(rows))
             assert Counter(y[y >= 0].tolist()) == expected
-            assert (split.n_learned(step, rows, len(rows)) == (y >= 0).sum(1)).all()
+            assert (split.n_learned(step, len(rows)) == (y >= 0).sum(1)).all()
             assert np.array_equal(y[:, :-1][y[:, :-1] >= 0], x[:, 1:][y[:, :-1] >= 0])
         n = split.n_eval_windows(10**6)
         x, y = split.eval_batch(np.arange(n), n)
@@ -152,35 +128,27 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_pa
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def test_dialogues_that_ship_and_ones_own_are_prepared_and_text_in_their_place_has_no_mask(tmp_path, script):
-    assert script("data/chat/prepare.py", "--out", tmp_path / "shipped", "--tokenizer=bytes").code == 0
-    source = write(tmp_path / "d.jsonl", varied(40))
-    command = ("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", f"--block_size={T}")
-    done = script(*command)
+def test_dialogues_that_ship_are_prepared_and_text_in_their_place_has_no_mask(tmp_path, script):
+    prepare = ("data/chat/prepare.py", "--name", tmp_path / "c", f"--block_size={T}")
+    done = script(*prepare, "--tokenizer=bytes")
     assert (done.code, done.err) == (0, "")
     assert "val.bin has 4 dialogues in " in done.out
-    assert "of 40 dialogues are longer than a window and were cut" in done.out
+    assert "of 48 dialogues are longer than a window and were cut" in done.out
     assert read_record(tmp_path / "c")["chat"] == "deskgpt-chat-1"
-    prepare_text("plain text " * 20, tmp_path / "c", "bytes", "text")  # leaves no mask behind
+    prepare_text("plain text " * 20, tmp_path / "c", "char", "text")  # leaves no mask behind
     assert not list(tmp_path.glob("c/*.mask"))
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
+    fails(script(*prepare, f"--tokenizer={tmp_path / 'c'}"), "tokenizer char", "bytes")  # it has no end_of_text
 
 
-HELLO_JSON = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
-LINE = json.dumps({"messages": HELLO_JSON})
-SHAREGPT = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
-AS_PEOPLE_HAVE_IT = {
-    "mark, empty lines, the bare list": f"\ufeff{LINE}\r\n\r\n{json.dumps(HELLO_JSON)}\n  {LINE}",
-    "ShareGPT": 3 * (json.dumps({"id": "7", "conversations": SHAREGPT}) + "\n"),
-    "parts": 3
-    * (LINE.replace('"Hi."', '[{"type": "text", "text": "H"}, {"type": "output_text", "text": "i."}]') + "\n"),
-}
-
-
-@pytest.mark.parametrize("content", AS_PEOPLE_HAVE_IT.values(), ids=AS_PEOPLE_HAVE_IT)
-def test_dialogues_as_people_have_them(tmp_path, content):
+def test_dialogues_as_people_have_them(tmp_path):
+    hello = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
+    parts = [hello[0], {"role": "assistant", "content": [{"type": "text", "text": "H"}, {"text": "i."}]}]
+    sharegpt = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
+    dialogues = [{"messages": hello}, hello, {"id": "7", "conversations": sharegpt}, {"messages": parts}]
+    content = "\ufeff" + "\r\n\r\n  ".join(map(json.dumps, dialogues))
     (tmp_path / "d.jsonl").write_text(content, "utf-8", newline="")
-    assert list(read_dialogues(tmp_path / "d.jsonl")) == [HELLO] * 3
+    assert list(read_dialogues(tmp_path / "d.jsonl")) == [HELLO] * 4
 
 
 NO_DIALOGUE = [
@@ -192,32 +160,44 @@ NO_DIALOGUE = [
 ]
 
 
-@pytest.mark.parametrize("line", NO_DIALOGUE, ids=lambda line: ascii(line[:60]))
-def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path, line):
+def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path):
     good = as_json(HELLO).encode()
-    (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
-    with pytest.raises(ValueError, match="line 3[:,] ") as e:
-        prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
-    assert_one_line(str(e.value), tmp_path / "d.jsonl")
+    for line in NO_DIALOGUE:
+        (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
+        with raises_one_line(tmp_path / "d.jsonl", "line 3"):
+            prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
     assert not (tmp_path / "c").exists()
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------
 
 
-def small() -> GPT:
+def masked(folder: Path, split: str, learned: list[int]) -> Path:
+    """Make a folder of eight windows, of which the tokens at these places are learned."""
+    folder.mkdir(exist_ok=True)
+    n = 1 + 8 * T
+    mask = np.zeros(n, np.uint8)
+    mask[learned] = 1
+    np.resize(np.arange(250, dtype="<u2"), n).tofile(folder / f"{split}.bin")
+    mask.tofile(folder / f"{split}.mask")
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256, "packed": T}))
+    return folder
+
+
+@pytest.fixture
+def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=2, n_head=2, n_embd=16))
+    return GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=1, n_head=2, n_embd=16))
 
 
-def by_hand(model: GPT, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
-    """The mean cross-entropy over the learned targets."""
+def reference_loss(model: GPT, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
+    """Return the mean cross-entropy over the learned targets."""
     logits = model(torch.from_numpy(x))[0]
     return cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten(), ignore_index=-1)
 
 
-def step_of(model: GPT, split: Split, batchings: list[Batching], step: int) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients of a step: the means over ranks, one after another here, as DDP and Health take them."""
+def step_of(model: GPT, split: Split, batchings: list[Batching], step: int) -> tuple[float, torch.Tensor]:
+    """Return loss and gradients of a step: means over ranks, one after another here, as DDP and Health take them."""
     loss = 0.0
     for batching in batchings:
         loader = Loader(split, batching, CPU, step)
@@ -226,96 +206,70 @@ def step_of(model: GPT, split: Split, batchings: list[Batching], step: int) -> t
             total.backward()
             loss += total.item()
         loader.close()
-    gradients: list[Any] = [p.grad / len(batchings) for p in model.parameters()]  # type: ignore[operator]
+    gradients = torch.cat([p.grad.flatten() / len(batchings) for p in model.parameters() if p.grad is not None])
     model.zero_grad()
     return loss / len(batchings), gradients
 
 
 @pytest.mark.parametrize(("micro", "steps", "world"), [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=["8x1", "1x8", "2x2 on 2"])
 def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it_is_split(
-    chat_data, micro, steps, world
+    tmp_path, model, micro, steps, world
 ):
-    split = Split(chat_data, "train", T, 256, seed=1)
-    model = small()
+    dialogues = [[Message("user", f"{i}?"), Message("assistant", "yes! " * (1 + i * 7 % 11))] for i in range(40)]
+    prepare([write(tmp_path / "d.jsonl", dialogues)], tmp_path / "data", BytesTokenizer(), T)
+    split = Split(tmp_path / "data", "train", T, 256, seed=1)
     batchings = [Batching(micro, steps * world, rank=rank, world=world) for rank in range(world)]
     for step in (0, 5):
-        whole = by_hand(model, *split.train_batch(step, np.arange(8), 8))
-        expected = torch.autograd.grad(whole, list(model.parameters()))
-        loss, gradients = step_of(model, split, batchings, step)
-        assert loss == pytest.approx(whole.item(), rel=1e-5)
-        for ours, theirs in zip(gradients, expected, strict=True):
-            assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
+        expected = reference_loss(model, *split.train_batch(step, np.arange(8), 8))
+        gradients = torch.cat([g.flatten() for g in torch.autograd.grad(expected, list(model.parameters()))])
+        loss, found = step_of(model, split, batchings, step)
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert (found - gradients).norm() <= 1e-5 * gradients.norm()
 
 
-def masked(folder: Path, counts: dict[str, list[int]], n: int = 1 + 8 * T) -> Path:
-    """A folder whose tokens of a split are learned at the given places only."""
-    folder.mkdir()
-    for split, places in counts.items():
-        mask = np.zeros(n, np.uint8)
-        mask[places] = 1
-        np.resize(np.arange(250, dtype="<u2"), n).tofile(folder / f"{split}.bin")
-        mask.tofile(folder / f"{split}.mask")
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256, "packed": T}))
-    return folder
+def test_steps_without_anything_to_learn_add_zero(tmp_path, model):
+    """One of eight windows is learned from: one of two steps has nothing, the other one micro-batch of four."""
+    split = Split(masked(tmp_path / "m", "train", [3 * T + 5, 3 * T + 6]), "train", T, 256)
+    steps = [step_of(model, split, [Batching(1, 4)], step) for step in (0, 1)]
+    (none, no_gradients), (loss, gradients) = sorted(steps, key=lambda found: found[0])
+    assert none == no_gradients.norm() == 0
+    assert min(loss, gradients.norm()) > 0
 
 
-def test_micro_batches_and_steps_without_anything_to_learn_add_zero(tmp_path):
-    """Eight windows, of which one is learned from: one step of two has nothing, the other one micro-batch of four."""
-    split = Split(masked(tmp_path / "m", {"train": [3 * T + 5, 3 * T + 6]}), "train", T, 256)
-    model = small()
-    norms = []
-    for step in (0, 1):
-        loss, gradients = step_of(model, split, [Batching(1, 4)], step)
-        norms.append(sum(g.norm().item() for g in gradients))
-        if norms[-1]:
-            assert loss == pytest.approx(by_hand(model, *split.train_batch(step, np.arange(4), 4)).item(), rel=1e-5)
-        else:
-            assert loss == 0
-    assert min(norms) == 0
-    assert max(norms) > 0
-
-
-def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path):
-    split = Split(masked(tmp_path / "m", {"val": [5, 6, 7, 3 * T, 6 * T + 1]}), "val", T, 256)
-    model = small()
-    expected = by_hand(model, *split.eval_batch(np.arange(3), 3)).item()
-    for world in (1, 2, 4):  # of four, some ranks have padding only
-        batchings = [Batching(1, world, eval_windows=99, rank=rank, world=world) for rank in range(world)]
+def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path, model):
+    split = Split(masked(tmp_path / "m", "val", [5, 6, 7, 3 * T, 6 * T + 1]), "val", T, 256)
+    expected = reference_loss(model, *split.eval_batch(np.arange(3), 3)).item()
+    for batch_size, world in ((1, 1), (1, 2), (1, 4), (3, 1)):  # of four, some ranks have padding only
+        batchings = [Batching(batch_size, world, eval_tokens=99, rank=rank, world=world) for rank in range(world)]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
         assert evaluate(model, Variant(), chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
-    of_three = eval_batches(split, Batching(3, eval_windows=99), CPU)
-    assert evaluate(model, Variant(), of_three, DistContext(CPU)).loss == pytest.approx(expected, 1e-5)
-    few = eval_batches(split, Batching(1, eval_windows=2), CPU)
+    few = eval_batches(split, Batching(1, eval_tokens=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
 
 
-# ---- faults of masks -----------------------------------------------------------------------------------------
-
-
-def test_masks_are_part_of_the_fingerprint_and_other_windows_missing_and_shorter_ones_are_named(chat_data, tmp_path):
-    prints = [Split(masked(tmp_path / str(k), {"train": [k]}), "train", T, 256).fingerprint() for k in (5, 6)]
+def test_masks_are_part_of_the_fingerprint_and_wrong_ones_and_other_windows_are_named(tmp_path):
+    prints = [Split(masked(tmp_path / str(k), "train", [k]), "train", T, 256).fingerprint() for k in (5, 6)]
     (tmp_path / "5" / "train.mask").unlink()
     assert len({*prints, Split(tmp_path / "5", "train", T, 256).fingerprint()}) == 3
-    with pytest.raises(ValueError, match=f"--block_size={T}"):
-        Split(chat_data, "train", 16, 256)
-    folder = masked(tmp_path / "m", {"train": [5], "val": []})
-    with pytest.raises(ValueError, match=r"val\.mask"):  # nothing to learn
+    with raises_one_line(f"--block_size={T}"):
+        Split(tmp_path / "5", "train", 16, 256)
+    folder = masked(tmp_path / "m", "val", [])
+    with raises_one_line("val.mask", "no token to learn"):
         Split(folder, "val", T, 256)
-    (folder / "train_2.bin").write_bytes((folder / "train.bin").read_bytes())
-    for name in ("train.bin", "train.mask"):
-        (folder / name).rename(folder / name.replace("train", "train_1"))
+    masked(folder, "train_1", [5])
+    (folder / "train_2.bin").write_bytes((folder / "train_1.bin").read_bytes())
     for mask in (None, b"\1" * 7):
         if mask:
             (folder / "train_2.mask").write_bytes(mask)
-        with pytest.raises(ValueError, match=r"train_2\.mask"):
+        with raises_one_line("train_2.mask"):
             Split(folder, "train", T, 256)
 
 
 # ---- talking -------------------------------------------------------------------------------------------------
 
 
-def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
+def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message():
     template = Template(BytesTokenizer())
     messages = [Message("system", "Be kind.")]
     for n in range(9):
@@ -325,21 +279,15 @@ def test_dialogue_forgets_its_oldest_turns_whole_and_keeps_the_system_message():
         assert len(prompt) <= 140  # an eighth is left for the answer
         assert prompt.startswith(b"\xffSystem:\nBe kind.\xffUser:\nquestion ")
         assert prompt.endswith(b"\xffUser:\nquestion %d\xffAssistant:\n" % n)
-        forgotten = len(before) - len(messages)
-        assert forgotten % 2 == 0
-        if forgotten:  # the last turn of them would not have fitted
-            assert len(template.prompt([before[0], *before[forgotten - 1 :]])) > 140
+        assert (len(before) - len(messages)) % 2 == 0
         messages.append(Message("assistant", f"answer {n}"))
-    assert len(messages) < 19
+    assert len(messages) == 7  # three turns fit
     first_question = [Message("system", "You are kind."), Message("user", "How are you?")]  # of docs/data.md
     assert fitting(template, 64, first_question) == first_question
-    for too_long, what in (
-        ([Message("user", "x" * 200)], 207),
-        ([Message("system", "x" * 200), *HELLO[:1]], "system"),
-    ):
-        with pytest.raises(ValueError, match="context of 160") as e:
-            fitting(template, 160, too_long)
-        assert_one_line(str(e.value), what)
+    with raises_one_line("context of 160", 207):
+        fitting(template, 160, [Message("user", "x" * 200)])
+    with raises_one_line("context of 160", "system"):
+        fitting(template, 160, [Message("system", "x" * 200), *HELLO[:1]])
 
 
 def test_empty_lines_are_passed_over_and_what_is_too_long_is_one_error(monkeypatch, capsys):
@@ -359,13 +307,11 @@ def test_empty_lines_are_passed_over_and_what_is_too_long_is_one_error(monkeypat
     assert answers == ["0: hi", "1: you"]
     assert_one_line(error, "error: ", 107, 58)
     assert talked(b"hi\nCtrl+C\nnobody hears this") == ["0: hi"]
-    with pytest.raises(ValueError, match="UTF-8"):
+    with raises_one_line("UTF-8"):
         talked(b"\xff\xfe\n")
 
 
 BY_HEART = {
-    "hello": "Hi! How are you today?",
-    "Two plus two?": "Four, as always.",
     "Who are you?": "A tiny model: ünïcödé 🧀",
     "Tell me a word": "User: it is only a word.",
     "Good bye": "Bye! Come back soon <|endoftext|>",
@@ -378,7 +324,7 @@ def test_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, mo
     source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
     done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
     assert done.code == 0, done.err
-    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 5, "learning_rate": 3e-3}
+    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 3, "learning_rate": 3e-3}
     learning |= {"max_iters": 120, "eval_interval": 120, "warmup_iters": 10, "position": "rope"}
     train(tiny(tmp_path / "c", tmp_path / "run", **learning))
     for question, answer in BY_HEART.items():

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import assert_refused
+from conftest import assert_refused, raises_one_line
 from fineweb import PACK, PREPARE, SMALL, Script, as_bytes, fails, tokens, write_documents
 
 from data.text_files import lines_in, read_text
@@ -27,15 +27,13 @@ def test_text_is_read_packed_or_not_and_never_cut_short(tmp_path, suffix):
     assert "".join(lines_in(path)) == TEXT.replace("\r\n", "\n")
     if suffix:
         path.write_bytes(content[:-9])
-        for read in (read_text, lambda path: list(lines_in(path))):
-            with pytest.raises(OSError, match=r"a\.txt.* is damaged"):
-                read(path)
+        with raises_one_line(path, "is damaged", kind=OSError):
+            read_text(path)
 
 
 NOT_TEXT = {
     "latin-1": "line\nKäse".encode("latin-1"),
     "half a surrogate": b"line\n\xed\xa0\x80",
-    "UTF-16": "line\n".encode("utf-16"),
     "zip": b"PK\x03\x04" + bytes(50),
     "packed under another name": PACK[".gz"](b"line"),
 }
@@ -45,7 +43,7 @@ NOT_TEXT = {
 def test_file_that_is_not_text_is_named_with_its_line(tmp_path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.txt, line " + ("2" if content.startswith(b"line\n") else "1")):
+    with raises_one_line("a.txt, line 2" if content.startswith(b"line\n") else "a.txt, line 1"):
         read_text(path)
 
 
@@ -89,22 +87,18 @@ def test_faults_of_the_source_are_one_line(tmp_path, script: Script):
         assert_error(tmp_path / name, name)
     (tmp_path / "folder").mkdir()
     assert_error(tmp_path / "folder", "folder", "*.parquet")
-    assert_error(tmp_path / "nowhere*.txt", "nowhere*.txt")
     assert_error(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
     for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]"):
         (tmp_path / "a.jsonl").write_bytes(b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}')
         assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
-    for tokenizer in ("nope", "char"):
-        assert_error(good, tokenizer, options=(f"--tokenizer={tokenizer}",))
-    done = script(PREPARE, "--source", good, "--subset=sample-100BT")
-    assert_refused(done, "--subset", "--source")
+    assert_error(good, "char", options=("--tokenizer=char",))
+    assert_refused(script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source")
 
 
-@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.zst"])
-def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, documents, name):
+def test_truncated_file_keeps_the_shards_before_it(tmp_path, script: Script, documents):
     write_documents(tmp_path / "in" / "a.parquet", documents * 4)  # more than is read ahead
-    path = write_documents(tmp_path / "in" / name, documents)
+    path = write_documents(tmp_path / "in" / "b.jsonl.zst", documents)
     path.write_bytes(path.read_bytes()[:-9])
     prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
-    fails(script(*prepare), name, "finished shards are kept")
+    fails(script(*prepare), path, "finished shards are kept")
     assert len(list((tmp_path / "out").glob("*.bin"))) > 1

@@ -1,4 +1,4 @@
-"""The scripts without a package of requirements.txt, or without a cache folder; and what an installation holds."""
+"""The scripts without a package of requirements.txt; and what an installation holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, TINY, flags, shell
@@ -32,36 +31,34 @@ def without(tmp_path):
 
     def run(hidden: list[str], *command: str | Path) -> subprocess.CompletedProcess[str]:
         (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        return shell(*command, env=os.environ | {"PYTHONPATH": str(tmp_path), "HIDDEN": " ".join(hidden)})
+        return shell("python", *command, env=os.environ | {"PYTHONPATH": str(tmp_path), "HIDDEN": " ".join(hidden)})
 
     return run
 
 
 @pytest.mark.slow
 def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(without, chars, tmp_path):
-    hidden = [name for name in PACKAGES if name not in ("torch", "numpy", "psutil", "tqdm", "filelock")]
-    settings: dict[str, Any] = TINY | {"dataset": chars, "out_dir": tmp_path / "out"}
-    done = without([*hidden, "pandas", "pyarrow"], "python", "train.py", *flags(**settings))
-    assert done.returncode == 0, done.stderr
-    sample = ("python", "sample.py", f"--out_dir={tmp_path / 'out'}", "--num_samples=1", "--max_new_tokens=3")
-    done = without(hidden, *sample, "--device=cpu")
-    assert done.returncode == 0, done.stderr
+    needed = ("torch", "numpy", "psutil", "tqdm", "filelock")
+    hidden = [name for name in [*PACKAGES, "pandas", "pyarrow"] if name not in needed]
+    out_dir = f"--out_dir={tmp_path / 'out'}"
+    train = ["train.py", *flags(**TINY, dataset=chars), out_dir]
+    for command in (train, ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=3", "--device=cpu"]):
+        done = without(hidden, *command)
+        assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("package", "command"),
-    [
-        ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name {out}"),
-        ("tokenizers", "data/text/prepare.py README.md --tokenizer bpe --vocab_size 300 --name {out}"),
-        ("pyarrow", "data/fineweb_edu/prepare.py --source {source} --tokenizer bytes --out {out}"),
-        ("lm_eval", "bench/evaluate.py --device=cpu --tasks=hellaswag --out_dir={out}"),
-        ("plotly", "bench/report.py {out}"),
-    ],
-)
-def test_feature_names_its_missing_package(without, tmp_path, package, command):
+COMMANDS = {
+    "tiktoken": "data/text/prepare.py README.md --tokenizer gpt2 --name {out}",
+    "pyarrow": "data/fineweb_edu/prepare.py --source {source} --tokenizer bytes --out {out}",
+    "plotly": "bench/report.py {out}",
+}
+
+
+@pytest.mark.parametrize("package", ["tiktoken", "pyarrow", pytest.param("plotly", marks=pytest.mark.slow)])
+def test_feature_names_its_missing_package(without, tmp_path, package):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    words = command.format(source=tmp_path / "a.parquet", out=tmp_path / "out").split()
-    done = without([package], "python", *words)
+    command = COMMANDS[package].format(source=tmp_path / "a.parquet", out=tmp_path / "out")
+    done = without([package], *command.split())
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if "Warning" not in line]
     assert lines == [f"error: this needs the package {package}, which is not installed: pip install {package}"]
@@ -69,8 +66,7 @@ def test_feature_names_its_missing_package(without, tmp_path, package, command):
 
 def test_installation_holds_all_modules():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    scripts = {path.stem for path in ROOT.glob("*.py")}
-    assert set(setuptools["py-modules"]) == scripts
+    assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
     for package, files in setuptools["package-data"].items():
         for file in files:
             assert (ROOT / package.replace(".", "/") / file).exists()

@@ -1,3 +1,5 @@
+"""The prepare.py of texts: what they write, and what they print when something is wrong."""
+
 from __future__ import annotations
 
 import hashlib
@@ -8,21 +10,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHAKESPEARE, assert_one_line, assert_refused, files_of_at_most, needs_bpe
+from conftest import ROOT, SHAKESPEARE, assert_refused, contents, files_of_at_most, needs_bpe, raises_one_line
 from fineweb import UNTIL_RENAME, fails
 
 from data.meta_files import read_record
-from data.prepared import damaged
 from data.shakespeare_char.prepare import SHA256, download
-from data.token_files import read_meta, read_tokens
+from data.token_files import read_meta
 from data.tokenizer import from_meta
 
-needs_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare's text is not at hand")
+PREPARE = "data/text/prepare.py"
 
 
-def decoded(folder: Path, split: str) -> str:
-    tokenizer = from_meta(read_meta(folder)["tokenizer"])
-    return tokenizer.decode_bytes(read_tokens(folder / f"{split}.bin").tolist()).decode()
+def ids_in(folder: Path) -> np.ndarray:
+    """Return the tokens of train and val."""
+    return np.concatenate([np.fromfile(folder / f"{split}.bin", "<u2") for split in ("train", "val")])
+
+
+def decoded(folder: Path) -> str:
+    """Return the text of train and val, without end_of_text."""
+    meta = read_meta(folder)
+    ids = ids_in(folder)
+    return from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
 
 
 SIZES = [
@@ -31,46 +39,48 @@ SIZES = [
 ]
 
 
-@needs_shakespeare
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare's text is not at hand")
 @pytest.mark.parametrize(("name", "train", "val"), SIZES)
 def test_shakespeare_has_the_usual_sizes(tmp_path, script, name, train, val):
-    prepare = (f"data/{name}/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
-    done = script(*prepare)
+    done = script(f"data/{name}/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
     assert (done.code, done.err) == (0, "")
     assert f"train.bin has {train} tokens" in done.out
     assert f"val.bin has {val} tokens" in done.out
-    assert decoded(tmp_path / "s", "train") + decoded(tmp_path / "s", "val") == SHAKESPEARE.read_text()
+    assert decoded(tmp_path / "s") == SHAKESPEARE.read_text()
     assert SHA256 in (tmp_path / "s" / "meta.json").read_text()
 
 
-def test_faults_of_own_text_are_named(tmp_path, script):
+def test_faults_of_own_text_are_named_and_nothing_is_written(tmp_path, script):
     (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / "fine.txt").write_bytes(b"abc" * 50)
-    for name, option in (("empty.txt", ""), ("nowhere.txt", ""), ("pattern*.txt", ""), ("fine.txt", "nope")):
-        options = [f"--tokenizer={option}"] if option else []
-        fails(script("data/text/prepare.py", tmp_path / name, *options, "--name", tmp_path / "own"), option or name)
-        assert not (tmp_path / "own").exists()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    for name in ("empty.txt", "nowhere.txt", "pattern*.txt", "none"):
+        fails(script(PREPARE, tmp_path / name, "--name", tmp_path / "own"), name)
+    fails(script(PREPARE, ROOT / "config", "--name", tmp_path / "own"), "config", "*.txt")
+    for tokenizer in ("nope", tmp_path / "theirs", tmp_path / "theirs" / "tokenizer.json"):
+        for prepare in (PREPARE, "data/chat/prepare.py"):
+            done = script(prepare, tmp_path / "fine.txt", f"--tokenizer={tokenizer}", "--out", tmp_path / "own")
+            fails(done, tokenizer, "bytes", "prepared folder")
     for option in ("--name=", "--out="):  # which would be the working directory
-        assert_refused(script("data/text/prepare.py", tmp_path / "fine.txt", option), option.rstrip("="))
+        assert_refused(script(PREPARE, tmp_path / "fine.txt", option), option.rstrip("="))
+    assert not (tmp_path / "own").exists()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "char", pytest.param("gpt2", marks=needs_bpe)])
-def test_lines_of_end_of_text_become_the_token_or_a_line_says_that_they_do_not(tmp_path, script, tokenizer):
+def test_lines_of_end_of_text_become_the_token_or_a_line_tells_that_they_do_not(tmp_path, script, tokenizer):
     stories = [f"Once upon a time {i} there was a Kätzchen 🧀.\n" for i in range(900)]
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), "utf-8-sig", newline="\r\n")
     (tmp_path / "0.txt").write_text("A <|endoftext|> in a line.")  # and no newline at the end
     size = ["--vocab_size=300"] if tokenizer == "bpe" else []
-    prepare = ("data/text/prepare.py", tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size)
-    done = script(*prepare)
+    done = script(PREPARE, tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size)
     assert done.code == 0, done.err
     assert "900 documents" in done.out
-    meta = read_meta(tmp_path / "own")
-    assert ("char has no such token" in done.out) == (meta["end_of_text"] is None) == (tokenizer == "char")
+    end_of_text = read_meta(tmp_path / "own")["end_of_text"]
+    assert ("char has no such token" in done.out) == (end_of_text is None) == (tokenizer == "char")
     if tokenizer != "char":
-        ids = np.concatenate([read_tokens(tmp_path / "own" / f"{split}.bin") for split in ("train", "val")])
-        assert np.count_nonzero(ids == meta["end_of_text"]) == 900
-        text = from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
-        assert text.endswith("\n" + "".join(stories).replace("\n", "\r\n"))
+        assert np.count_nonzero(ids_in(tmp_path / "own") == end_of_text) == 900
+        assert decoded(tmp_path / "own").endswith("\n" + "".join(stories).replace("\n", "\r\n"))
 
 
 DATA_OR_MARKUP = {
@@ -81,38 +91,25 @@ DATA_OR_MARKUP = {
 }
 
 
-@pytest.mark.parametrize("name", DATA_OR_MARKUP)
-def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script, name):
-    content, kind = DATA_OR_MARKUP[name]
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / name).write_text(content)
-    done = script("data/text/prepare.py", tmp_path / "texts" / name, "--out", tmp_path / "own")
-    notes = [line for line in done.out.splitlines() if line.startswith("note: ")]
-    assert done.code == 0
-    assert len(notes) == bool(kind)
-    assert not kind or (name in notes[0] and kind in notes[0])
+def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script):
+    for name, (content, kind) in DATA_OR_MARKUP.items():
+        (tmp_path / name).write_text(content)
+        done = script(PREPARE, tmp_path / name, "--out", tmp_path / "own")
+        notes = [line for line in done.out.splitlines() if line.startswith("note: ")]
+        assert done.code == 0
+        assert len(notes) == bool(kind)
+        assert not kind or (name in notes[0] and kind in notes[0])
 
 
-def test_folder_means_its_texts(tmp_path, script):
+def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_folder(tmp_path, script):
     (tmp_path / "texts" / "more").mkdir(parents=True)
     for name, text in (("a.txt", "one\n"), ("more/b.TXT", "two\n"), (".hidden.txt", "x"), ("c.md", "x")):
         (tmp_path / "texts" / name).write_text(text * 20)
-    prepare = ("data/text/prepare.py", "--out", tmp_path / "own")
-    assert script(*prepare, tmp_path / "texts").code == 0
-    assert decoded(tmp_path / "own", "train") + decoded(tmp_path / "own", "val") == "one\n" * 20 + "two\n" * 20
-    assert script(*prepare, tmp_path / "texts" / "*.txt", "--tokenizer", tmp_path / "own").code == 0
-    fails(script(*prepare, tmp_path / "none"), "none")
-    fails(script(*prepare, ROOT / "config"), "config", "*.txt")
-
-
-def test_tokenizer_of_another_program_is_not_taken_for_a_name(tmp_path, script):
-    (tmp_path / "a.txt").write_text("abc" * 50)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
-    for path in (tmp_path / "theirs", tmp_path / "theirs" / "tokenizer.json"):
-        for prepare in ("data/text/prepare.py", "data/chat/prepare.py"):
-            done = script(prepare, tmp_path / "a.txt", "--out", tmp_path / "own", "--tokenizer", path)
-            fails(done, path, "bytes", "prepared folder")
+    assert script(PREPARE, tmp_path / "texts", "--out", tmp_path / "own").code == 0
+    assert decoded(tmp_path / "own") == "one\n" * 20 + "two\n" * 20
+    pattern = tmp_path / "texts" / "*.txt"
+    assert script(PREPARE, pattern, "--tokenizer", tmp_path / "own", "--out", tmp_path / "other").code == 0
+    assert read_meta(tmp_path / "other")["tokenizer"] == read_meta(tmp_path / "own")["tokenizer"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
@@ -120,18 +117,18 @@ def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
     (tmp_path / "a.txt").write_text("abc\n" * 100)
     (tmp_path / "b.txt").write_text("abcd\n" * 100_000)
     own = tmp_path / "own"
-    assert script("data/text/prepare.py", tmp_path / "a.txt", "--name", own).code == 0
-    before = {p.name: p.read_bytes() for p in own.iterdir()}
+    assert script(PREPARE, tmp_path / "a.txt", "--name", own).code == 0
+    before = contents(own)
     with files_of_at_most(kib=64):
-        done = script("data/text/prepare.py", tmp_path / "b.txt", "--name", own)
+        done = script(PREPARE, tmp_path / "b.txt", "--name", own)
     fails(done, own, "disk")
-    assert {p.name: p.read_bytes() for p in own.iterdir()} == before
+    assert contents(own) == before
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, python, script, when):
-    prepare = ["data/text/prepare.py", "--tokenizer=bytes", "--out", tmp_path / "own"]
+    prepare = [PREPARE, "--tokenizer=bytes", "--out", tmp_path / "own"]
     for text in ("old ", "new "):
         (tmp_path / text.strip()).write_text(text * 50)
     for at in "123":
@@ -139,22 +136,19 @@ def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, pyt
         code = f"{UNTIL_RENAME}import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
         subprocess.run([python, "-c", code, at, when, *prepare, tmp_path / "new"], cwd=ROOT, stdout=subprocess.DEVNULL)
         if (tmp_path / "own" / "val.bin").exists():
-            assert not damaged(tmp_path / "own", read_record(tmp_path / "own")["files"])
+            for name, entry in read_record(tmp_path / "own")["files"].items():
+                assert hashlib.sha256((tmp_path / "own" / name).read_bytes()).hexdigest() == entry["sha256"]
         assert script(*prepare, tmp_path / "new").code == 0
-        assert decoded(tmp_path / "own", "train").startswith("new ")
+        assert decoded(tmp_path / "own") == "new " * 50
         assert {path.name for path in (tmp_path / "own").glob("[!.]*")} == {"train.bin", "val.bin", "meta.json"}
 
 
-# ---- downloads -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("content", "reason"), [(None, "Connection refused|cannot download"), (b"hello", "checksum")])
-def test_download_arrives_whole_or_not_at_all(tmp_path, content, reason):
-    (tmp_path / "page").write_bytes(content or b"")
+@pytest.mark.parametrize(("content", "reason"), [(b"", "cannot download"), (b"hello", "checksum")])
+def test_download_arrives_complete_or_not_at_all(tmp_path, content, reason):
+    (tmp_path / "page").write_bytes(content)
     url = (tmp_path / "page").as_uri() if content else "http://127.0.0.1:9/x"
-    with pytest.raises(ValueError, match=reason) as e:
+    with raises_one_line(reason, "--input FILE"):
         download(url, tmp_path / "input.txt", SHA256)
-    assert_one_line(str(e.value), "--input FILE")
     assert not (tmp_path / "input.txt").exists()
-    download((tmp_path / "page").as_uri(), tmp_path / "input.txt", hashlib.sha256(content or b"").hexdigest())
-    assert (tmp_path / "input.txt").read_bytes() == (content or b"")
+    download((tmp_path / "page").as_uri(), tmp_path / "input.txt", hashlib.sha256(content).hexdigest())
+    assert (tmp_path / "input.txt").read_bytes() == content

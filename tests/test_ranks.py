@@ -89,7 +89,7 @@ def test_variables_left_over_from_another_tool_are_named_and_a_signal_ends_the_w
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
 def test_limit_of_open_files_is_raised_as_far_as_allowed():
     code = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (100, 200)); "
-    code += "from deskgpt.compute.distributed import allow_open_files; allow_open_files(); "
+    code += "from deskgpt.system.limits import allow_open_files; allow_open_files(); "
     code += "print(r.getrlimit(r.RLIMIT_NOFILE))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout == "(200, 200)\n"
@@ -131,7 +131,7 @@ def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_pat
 
         model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
         model.register_forward_hook(count)
-        batching = Batching(1, accumulation=2, eval_windows=20, rank=ranks.rank, world=2)
+        batching = Batching(1, accumulation=2, eval_tokens=20, rank=ranks.rank, world=2)
         stops = StopController(ranks, 0.0, 0.0, 0.0, 0)
         evaluate(model, Variant(), stops.until_signal(eval_batches(split, batching, CPU)), ranks)
         return n_calls

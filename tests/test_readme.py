@@ -16,8 +16,6 @@ from conftest import BPE_CACHE, ROOT, SHAKESPEARE
 from transformers import GPT2Config, GPT2LMHeadModel
 from warm_python import warm_python, write_program
 
-from data.token_files import write_tokens
-
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
 PAGES = [ROOT / "README.md"]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("data", "training", "sampling")]
@@ -68,9 +66,11 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
         (folder / "documents" / f"{i}.jsonl").write_text("".join(lines))
     turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
     (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
     ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
     for name in ("val_000000", "train_000001"):  # as hf download brings them
-        write_tokens(folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin", ids, header=True)
+        tokens = folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin"
+        tokens.write_bytes(header.tobytes() + ids.tobytes())
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(folder / GPT2)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)

@@ -76,7 +76,7 @@ def test_evaluation_is_the_mean_over_its_windows_the_last_batch_too(n, chars, tm
     model = GPT(GPTConfig.from_settings(c, vocab_size=100)).train()
     split = Split(chars, "val", c.block_size, 100)
     x, y = (torch.from_numpy(a) for a in split.eval_batch(np.arange(n), n))
-    batches = eval_batches(split, Batching(3, eval_windows=n), CPU)
+    batches = eval_batches(split, Batching(3, eval_tokens=n), CPU)
     found = evaluate(model, Variant(), batches, DistContext(CPU))
     assert found.loss == pytest.approx(model(x, y)[1].item(), rel=1e-6)
     assert model.training

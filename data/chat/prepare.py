@@ -29,15 +29,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.chat.template import NAME, Encoded, Message, Template, as_messages
-from data.prepared import document_tokenizer, write_dataset
+from data.prepared import named_tokenizer, write_dataset
 from data.text.prepare import DATA, add_folder, whole_number
-from data.text_files import expanded, lines_in
+from data.text_files import expanded, lines_in, names_of
 from data.tokenizer import Tokenizer
 from deskgpt.system.errors import OneLineParser, one_line_errors
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
-NAMED_FILES = 10  # in the source that meta.json names
 
 
 def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
@@ -54,19 +53,15 @@ def prepare(paths: list[Path], folder: Path, tokenizer: Tokenizer, block_size: i
     cut = len(dialogues) - max(1, len(dialogues) // VAL_PART)
     ids = {}
     masks = {}
-    print(f"{folder.name}: tokenizer {tokenizer.meta()['name']}, windows of {block_size:,} tokens")
     for split, part in (("train", dialogues[:cut]), ("val", dialogues[cut:])):
         ids[split], masks[split] = packed_tokens(part, block_size, template.end_of_text)
-        n = len(ids[split])
-        filled = sum(len(dialogue.ids) for dialogue in part) / n
-        shares = f"{masks[split].mean():.1%} of the tokens are targets, {1 - filled:.1%} are padding"
-        print(f"{split}.bin has {len(part):,} dialogues in {n // block_size:,} windows: {shares}")
+        windows = f"{len(ids[split]) // block_size:,} windows of {block_size:,} tokens"
+        print(f"{split}.bin has {len(part):,} dialogues in {windows}, {masks[split].mean():.1%} of which are targets")
     n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
     if n_long:
         print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
     about = {"end_of_text": template.end_of_text, "packed": block_size, "chat": NAME}
-    source = ", ".join(path.name for path in paths[:NAMED_FILES])
-    write_dataset(folder, ids, tokenizer, source, masks, **about)
+    write_dataset(folder, ids, tokenizer, names_of(paths), masks, **about)
 
 
 def read_dialogues(path: Path) -> Iterator[list[Message]]:
@@ -76,8 +71,6 @@ def read_dialogues(path: Path) -> Iterator[list[Message]]:
             continue
         try:
             yield as_messages(json.loads(line))
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path}, line {number}: it is not JSON ({e.msg}); write one dialogue a line") from None
         except (ValueError, RecursionError) as e:
             raise ValueError(f"{path}, line {number}: {e}") from None
 
@@ -130,5 +123,5 @@ if __name__ == "__main__":
         about = "tokens of a window; also that of training (default: 1024)"
         parser.add_argument("--block_size", type=whole_number, default=1024, help=about)
         args = parser.parse_args()
-        tokenizer = document_tokenizer(args.tokenizer)
-        prepare(expanded(args.files or [EXAMPLE], (".jsonl",)), args.out, tokenizer, args.block_size)
+        files = expanded(args.files or [EXAMPLE], (".jsonl",))
+        prepare(files, args.out, named_tokenizer(args.tokenizer), args.block_size)

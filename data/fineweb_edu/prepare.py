@@ -18,34 +18,32 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.meta_files import read_record, write_meta
-from data.prepared import damaged, document_tokenizer, locked, remove_leftovers
-from data.shards import FORMATS, Entry, TokenStream, documents_in_file, first_line, tokens_in, write_shard
+from data.prepared import locked, named_tokenizer, remove_leftovers
+from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shards
 from data.text.prepare import add_folder, whole_number
 from data.text_files import expanded
-from data.tokenizer import Tokenizer, short_name
+from data.tokenizer import short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
+from deskgpt.system.files import file_sha256
+from deskgpt.system.terminal import reason
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
 VAL_TOKENS = 100_000_000
 BYTES_PER_VAL_TOKEN = 40  # of the first shard's files on this machine: with four bytes per token, a tenth is val
+ALL_TOKENS = 1 << 62
 WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
 Record = dict[str, Any]  # the content of meta.json
-
-
-class Part(NamedTuple):
-    """The shards `number`, `number` + `of`, `number` + 2 `of` ..."""
-
-    number: int = 0
-    of: int = 1
 
 
 class Source(NamedTuple):
@@ -53,18 +51,18 @@ class Source(NamedTuple):
 
     name: str  # as meta.json records it
     shards: list[list[str]]  # the files of each shard
+    val_tokens: int
     revision: str | None = None  # of a data set on the hub
 
 
 def main(args: argparse.Namespace) -> None:
-    part: Part = args.part
-    with locked(args.out, f".part_{part.number}_{part.of}"):
+    part, n_parts = args.part
+    with locked(args.out, f".part_{part}_{n_parts}"):
         record = make(args)
-    parts = [Part(number, part.of) for number in range(part.of)]
-    missing = [other.number for other in parts if next(unfinished(record, other, args.tokens), None)]
-    if missing and part.of > 1:
-        example = f"--part={missing[0]}/{part.of}"
-        print(f"{args.out}: {len(missing)} of {part.of} parts are still to be made, {example} among them")
+    missing = [number for number in range(n_parts) if next_shard(record, number, n_parts, args.tokens)]
+    if missing:
+        example = f"--part={missing[0]}/{n_parts}"
+        print(f"{args.out}: {len(missing)} of {n_parts} parts are still to be made, {example} among them")
     else:
         print_totals(args.out, record)
 
@@ -75,43 +73,51 @@ def main(args: argparse.Namespace) -> None:
 def make(args: argparse.Namespace) -> Record:
     """Make the shards of this part that args.out lacks. Return what meta.json records. Raises ValueError, OSError."""
     folder: Path = args.out
-    part: Part = args.part
-    source = local_source(args.source, args.shard_bytes) if args.source else None
-    earlier = read_record(folder)
-    if not source and not (earlier.get("files") and "shards" in earlier):
-        source = hub_source(args.subset, None)
-    tokenizer = document_tokenizer(args.tokenizer)
-    record = add_shards(folder, settings_of(args, source, tokenizer), {})
-    if part.number >= record["shards"]:
-        raise ValueError(f"--part={part.number}/{part.of}: the source makes {record['shards']} shards; use fewer parts")
-    own = {name: entry for name, entry in record["files"].items() if number_of(name) % part.of == part.number}
-    harmed = damaged(folder, own)
-    for name in harmed:
-        print(f"{name} is missing or damaged (its checksum does not match) and is made again")
-    is_prepared = True
-    for number, tokens in unfinished(record, part, args.tokens, {number_of(name) for name in harmed}):
-        is_prepared = False
-        source = source or hub_source(args.subset, record["revision"])
-        documents = itertools.chain(*(documents_in_file(path, args.text_column) for path in source.shards[number]))
-        stream = TokenStream(tokens_in(documents, tokenizer))
-        sizes = {f"train_{number:06}.bin": tokens}
-        if number == 0:
-            sizes = {"val_000000.bin": record["val_tokens"]} | sizes
-        entries = {}
-        for name, at_most in sizes.items():
-            remove_leftovers(folder, f"{name}.")
-            entry = write_shard(folder / name, at_most, stream)
-            before = record["files"].get(name)
-            if before and "cut" not in before and entry != before:
-                raise ValueError(
-                    f"{folder / name} differs from what it was: its source has changed; take another --out"
-                )
-            if entry:
-                entries[name] = entry
-        empty = [] if f"train_{number:06}.bin" in entries else [number]
-        record.update(add_shards(folder, settings_of(args, source, tokenizer), entries, empty))
-    if is_prepared:
+    part, n_parts = args.part
+    tokenizer = named_tokenizer(args.tokenizer)
+    if tokenizer.end_of_text is None:
+        remedy = "give bytes, gpt2, or a folder that was prepared with --tokenizer=bpe"
+        raise ValueError(f"--tokenizer={args.tokenizer} has no token between documents; {remedy}")
+    if args.source:
+        source = local_source(args.source, args.shard_bytes)
+    else:
+        source = hub_source(args.subset, read_record(folder).get("revision"))
+    settings = {
+        "tokenizer": tokenizer.meta(),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "source": source.name,
+        "text_column": args.text_column,
+        "val_tokens": args.val_tokens or source.val_tokens,
+        "shards": len(source.shards),
+        "revision": source.revision,
+    }
+    record = add_shards(folder, settings, {})
+    if part >= len(source.shards):
+        raise ValueError(f"--part={part}/{n_parts}: the source makes {len(source.shards)} shards; use fewer parts")
+    to_repair = set()
+    for name, entry in tqdm(record["files"].items(), "checksums", leave=False, disable=None):
+        path = folder / name
+        if number_of(name) % n_parts == part and not (path.is_file() and file_sha256(path) == entry["sha256"]):
+            print(f"{name} is missing or damaged (its checksum does not match) and is made again")
+            to_repair.add(number_of(name))
+    if not next_shard(record, part, n_parts, args.tokens, to_repair):
         print(f"{folder}: already prepared")
+    while found := next_shard(record, part, n_parts, args.tokens, to_repair):
+        number, tokens = found
+        train = f"train_{number:06}.bin"
+        sizes = {train: tokens}
+        if number == 0:
+            sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
+        remove_leftovers(folder, *(f"{name}." for name in sizes))
+        documents = itertools.chain(*(documents_in_file(path, args.text_column) for path in source.shards[number]))
+        entries = write_shards(folder, sizes, tokens_in(documents, tokenizer))
+        for name in sizes:
+            before = record["files"].get(name)
+            if before and "cut" not in before and entries.get(name) != before:
+                raise ValueError(f"{folder / name} differs from before: its source has changed; take another --out")
+        record = add_shards(folder, settings, entries, [] if train in entries else [number])
+        to_repair.discard(number)
     return record
 
 
@@ -120,42 +126,24 @@ def number_of(name: str) -> int:
     return int(Path(name).stem.split("_")[1])
 
 
-def unfinished(record: Record, part: Part, tokens: float, harmed: Collection[int] = ()) -> Iterator[tuple[int, float]]:
-    """Yield the numbers of a part's shards that are to be made, each with the train tokens that are still wanted.
+def next_shard(
+    record: Record, part: int, n_parts: int, tokens: int, to_repair: Collection[int] = ()
+) -> tuple[int, int] | None:
+    """Return the number of the next shard that a part has to make, and the train tokens that the part still needs.
 
-    tokens: of all parts, math.inf for all there are. The caller lists a shard in record before it asks for the next.
+    Shards `part`, `part` + `n_parts`, `part` + 2 `n_parts` ... belong to the part. tokens: of all parts.
     """
-    wanted = math.ceil(tokens / part.of) if tokens < math.inf else tokens
-    for number in range(part.number, record["shards"], part.of):
+    wanted = math.ceil(tokens / n_parts)
+    for number in range(part, record["shards"], n_parts):
         if wanted <= 0:
-            return
-        name = f"train_{number:06}.bin"
-        entry = record["files"].get(name, {"tokens": 0})
-        is_missing = name not in record["files"] and number not in record["empty"]
+            break
+        entry = record["files"].get(f"train_{number:06}.bin", {"tokens": 0})
         is_short = "cut" in entry and entry["tokens"] < wanted
-        if is_missing or is_short or number in harmed:
-            yield number, wanted
-        wanted -= record["files"].get(name, {"tokens": 0})["tokens"]
-
-
-def settings_of(args: argparse.Namespace, source: Source | None, tokenizer: Tokenizer) -> Record:
-    """Return the settings that all shards of a folder share, without those of the source if it is not known."""
-    settings = {
-        "tokenizer": tokenizer.meta(),
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "source": source.name if source else f"{REPO}, {args.subset}",
-        "text_column": args.text_column,
-    }
-    if source:
-        val_tokens = VAL_TOKENS
-        if args.source:
-            n_bytes = sum(map(os.path.getsize, source.shards[0]))
-            val_tokens = max(1, min(val_tokens, n_bytes // BYTES_PER_VAL_TOKEN))
-        settings["val_tokens"] = args.val_tokens or val_tokens
-        settings["shards"] = len(source.shards)
-        settings["revision"] = source.revision
-    return settings
+        is_made = entry["tokens"] or number in record["empty"]
+        if is_short or not is_made or number in to_repair:
+            return number, wanted
+        wanted -= entry["tokens"]
+    return None
 
 
 def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty: Collection[int] = ()) -> Record:
@@ -165,7 +153,8 @@ def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty:
     """
     with locked(folder, wait_s=WAIT_S):
         record = read_record(folder)
-        if not record.get("files"):  # settings that made no shard do not count
+        is_new = not record.get("files")  # settings that made no shard do not count
+        if is_new:
             record = settings | {"files": {}, "empty": []}
         for key, wanted in settings.items():
             found = record.get(key)
@@ -175,9 +164,9 @@ def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty:
                 remedy = "choose another --out, or delete the folder"
                 raise ValueError(f"{folder} was made with {key} {found}, not {wanted}; {remedy}")
         record["files"] = dict(sorted((record["files"] | entries).items()))
-        remove_leftovers(folder, "meta.json.")
         record["empty"] = sorted({*record["empty"], *empty})
-        if entries or empty or not record["files"]:
+        if is_new or entries or empty:
+            remove_leftovers(folder, "meta.json.")
             write_meta(folder, record)
     return record
 
@@ -186,21 +175,19 @@ def local_source(paths: list[Path], shard_bytes: int) -> Source:
     """Return a source of these files, of folders all readable ones in name order. Raises ValueError."""
     files = expanded(paths, FORMATS)
     shards: list[list[str]] = []
-    n_bytes = total = 0
+    sizes: list[int] = []  # bytes of each shard's files
     for path in files:
-        if not path.exists():
-            raise ValueError(f"--source {path} does not exist")
-        if not path.name.lower().endswith(FORMATS):
-            raise ValueError(f"--source {path} is not a *.parquet, *.jsonl or *.txt file (the latter also packed)")
-        if not shards or n_bytes >= shard_bytes:
+        if not path.is_file() or not path.name.lower().endswith(FORMATS):
+            raise ValueError(f"--source {path} is not a file *.parquet, *.jsonl or *.txt (the latter also packed)")
+        if not shards or sizes[-1] >= shard_bytes:
             shards.append([])
-            n_bytes = 0
+            sizes.append(0)
         shards[-1].append(os.path.abspath(path))
-        n_bytes += path.stat().st_size
-        total += path.stat().st_size
+        sizes[-1] += path.stat().st_size
     names = ", ".join(path.name for path in files[:3])
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return Source(f"{names}{more} ({total:,} bytes)", shards)
+    val_tokens = max(1, min(VAL_TOKENS, sizes[0] // BYTES_PER_VAL_TOKEN))
+    return Source(f"{names}{more} ({sum(sizes):,} bytes)", shards, val_tokens)
 
 
 def hub_source(subset: str, revision: str | None) -> Source:
@@ -211,7 +198,7 @@ def hub_source(subset: str, revision: str | None) -> Source:
         info = HfApi().dataset_info(REPO, revision=revision)
     except Exception as e:  # the errors of the hub and of its HTTP client share no class
         advice = "is there a network? --source FILE reads local files"
-        raise ValueError(f"the hub does not give {REPO} ({first_line(e)}); {advice}") from None
+        raise ValueError(f"the hub does not give {REPO} ({reason(e)}); {advice}") from None
     folder = f"data/{subset}/"
     if subset == "default":
         folder = "data/"
@@ -222,31 +209,30 @@ def hub_source(subset: str, revision: str | None) -> Source:
     if not files:
         raise ValueError(f"--subset {subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}")
     urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
-    return Source(f"{REPO}, {subset}", [[url] for url in urls], info.sha)
+    return Source(f"{REPO}, {subset}", [[url] for url in urls], VAL_TOKENS, info.sha)
 
 
-def print_totals(folder: Path, meta: Record) -> None:
+def print_totals(folder: Path, record: Record) -> None:
     """Print what folder holds. Raises ValueError if the source left no tokens for train."""
     tokens = {"train": 0, "val": 0}
-    for name, entry in meta["files"].items():
+    for name, entry in record["files"].items():
         tokens[name.partition("_")[0]] += entry["tokens"]
     if not tokens["train"]:
-        remedy = f"try another --out with --val_tokens={tokens['val'] // 10 or 1}, or another --text_column"
-        raise ValueError(f"{meta['source']} has {tokens['val']:,} tokens, and all of them went into val; {remedy}")
-    print(f"{tokens['train']:,} train and {tokens['val']:,} val tokens in {len(meta['files'])} shards")
+        remedy = "try another --out with fewer --val_tokens, or another --text_column"
+        raise ValueError(f"{record['source']} has {tokens['val']:,} tokens, and all of them went into val; {remedy}")
+    print(f"{tokens['train']:,} train and {tokens['val']:,} val tokens in {len(record['files'])} shards")
     print(f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}")
 
 
 # ---- command line --------------------------------------------------------------------------------------------
 
 
-def i_of_n(text: str) -> Part:
-    """Return part i of n, from i/n. Raises ValueError."""
-    number, _, of = text.partition("/")
-    part = Part(int(number), int(of))
-    if not 0 <= part.number < part.of > 1:
+def i_of_n(text: str) -> tuple[int, int]:
+    """Return (i, n) from i/n. Raises ValueError."""
+    i, n = map(int, text.split("/"))
+    if not 0 <= i < n:
         raise ValueError
-    return part
+    return i, n
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -257,10 +243,15 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     of("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
     add("--text_column", default="text", help="column, or key of a jsonl line, with the text (default: text)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
-    add("--tokens", type=whole_number, default=math.inf, help="to make for train, such as 3e9 (default: all there are)")
+    add(
+        "--tokens",
+        type=whole_number,
+        default=ALL_TOKENS,
+        help="to make for train, such as 3e9 (default: all there are)",
+    )
     add("--val_tokens", type=whole_number, help="(default: 1e8; of --source a tenth of the first shard at most)")
     add("--shard_bytes", type=whole_number, default=400_000_000, help="of --source files per shard (default: 4e8)")
-    add("--part", type=i_of_n, default=Part(), metavar="I/N", help="make only shards I, I + N, I + 2N ...")
+    add("--part", type=i_of_n, default=(0, 1), metavar="I/N", help="make only shards I, I + N, I + 2N ...")
     add_folder(parser, Path(__file__).resolve().parent)
     return parser.parse_args(argv)
 

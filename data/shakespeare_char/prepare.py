@@ -23,44 +23,33 @@ from deskgpt.system.files import sha256, write_atomically
 DATA = Path(__file__).resolve().parents[1]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-SOURCE = "tiny Shakespeare"  # as meta.json names it
 TIMEOUT_S = 20
 
 
 def download(url: str, path: Path, checksum: str) -> None:
     """Fetch url to path, completely or not at all. Raises ValueError for any fault of the network or the content."""
-    remedy = f"save the text as {path} or give it with --input FILE"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # raises on a status of 400 and more
             content = response.read()
+        if sha256(content) != checksum:
+            raise ValueError("its checksum is not that of the text")
     except (OSError, http.client.HTTPException, ValueError) as e:  # URLError, time-outs and TLS faults are OSErrors
+        remedy = f"save the text as {path} or give it with --input FILE"
         raise ValueError(f"cannot download {url} ({e}); {remedy}") from None
-    if sha256(content) != checksum:
-        found = sha256(content)[:12]
-        raise ValueError(f"{url} did not send the expected text (its checksum is {found}...); {remedy}")
     write_atomically(path, content)
 
 
-def shakespeare(input_file: Path | None) -> str:
-    """Return the text in input_file, else in input.txt, which is downloaded. Raises ValueError, OSError."""
-    path = input_file or DATA / "shakespeare_char" / "input.txt"
-    if not input_file and not path.exists():
-        download(URL, path, SHA256)
-    text = read_text(path)
-    if sha256(text.encode()) != SHA256:
-        print(f"note: {path} is not the usual text of 1,115,394 characters; figures for it do not apply")
-    return text
-
-
 def main(name: str, tokenizer: str) -> None:
-    parser = OneLineParser(
-        f"Makes data/{name}/train.bin and val.bin.\n\n    python data/{name}/prepare.py --input FILE"
-    )
+    """Prepare the text of --input, else of input.txt, which is downloaded, in the folder data/`name`."""
+    parser = OneLineParser(f"Make data/{name}/train.bin and val.bin.\n\n    python data/{name}/prepare.py --input FILE")
     parser.add_argument("--input", metavar="FILE", type=Path, help="the text, instead of downloading it")
     add_folder(parser, DATA / name)
     with one_line_errors():
         args = parser.parse_args()
-        prepare(shakespeare(args.input), args.out, tokenizer, SOURCE)
+        path = args.input or DATA / "shakespeare_char" / "input.txt"
+        if not args.input and not path.exists():
+            download(URL, path, SHA256)
+        prepare(read_text(path), args.out, tokenizer, "tiny Shakespeare")
 
 
 if __name__ == "__main__":

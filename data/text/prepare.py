@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.prepared import named_tokenizer, write_dataset
-from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, next_document, read_text
+from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, names_of, next_document, read_text
 from data.tokenizer import (
     END_OF_TEXT,
     LONGEST_TOKEN,
@@ -33,7 +33,6 @@ from data.tokenizer import (
     CharTokenizer,
     Tokenizer,
     encoded_document,
-    from_meta,
     of_merges,
 )
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
@@ -41,7 +40,6 @@ from deskgpt.system.files import sha256
 
 DATA = Path(__file__).resolve().parents[1]
 TRAIN_SHARE = 0.9  # of the characters; the rest is val
-NAMED_FILES = 10  # in the source that meta.json names
 
 # A byte-pair encoding that is trained on the text. The trainer takes up to 140 times the size of the different words,
 # which are nearly all of a text without spaces.
@@ -56,7 +54,6 @@ STRUCTURED = {"{": "JSON", "[": "JSON", "<": "HTML or XML"}
 
 def main(args: argparse.Namespace) -> None:
     paths = expanded(args.files, TEXTS)
-    source = ", ".join(path.name for path in paths[:NAMED_FILES])
     texts = [read_text(path) for path in paths]
     for path, text in zip(paths, texts, strict=True):
         if kind := STRUCTURED.get(text.lstrip()[:1]):
@@ -67,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
             break
     if len(texts) > 1:
         texts = [text if text.endswith("\n") else text + "\n" for text in texts]
-    prepare("".join(texts), args.out, args.tokenizer, source, args.vocab_size)
+    prepare("".join(texts), args.out, args.tokenizer, names_of(paths), args.vocab_size)
 
 
 def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
@@ -85,7 +82,7 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
     else:
-        tokenizer = from_meta(named_tokenizer(tokenizer_name))
+        tokenizer = named_tokenizer(tokenizer_name)
     name = tokenizer.meta()["name"]
     end_of_text = None
     if SEPARATOR.search(text):

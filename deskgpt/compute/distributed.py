@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.system import hardware
+from deskgpt.system.limits import allow_open_files
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,6 @@ OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
 WAIT_S = 10.0  # how long ranks may wait for each other without a word
-MOST_OPEN_FILES = 1 << 16
 
 
 class DistEnv(NamedTuple):
@@ -129,19 +128,6 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
             "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
     return DistEnv(rank, world, int(found["LOCAL_RANK"]), int(found["LOCAL_WORLD_SIZE"]), distributed=True)
-
-
-def allow_open_files() -> None:
-    """Raise this process's limit of open files, 1,024 on Linux: gloo connects every rank with every other one."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
-    if 0 <= soft < most:  # -1: no limit
-        with suppress(ValueError, OSError):  # macOS may allow less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:

@@ -215,7 +215,7 @@ def batching_of(config: Config, dist: DistContext) -> Batching:
     """Return how the settings cut a step and an evaluation into micro-batches and ranks."""
     c = config
     cut = (c.batch_size, c.gradient_accumulation_steps, c.block_size, c.eval_iters, c.eval_tokens)
-    return Batching.of(*cut, dist.rank, dist.world)
+    return Batching(*cut, dist.rank, dist.world)
 
 
 def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState:

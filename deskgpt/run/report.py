@@ -216,7 +216,7 @@ class Report:
             train_s=self.timer.train_s(),
             eval_s=eval_s,
             eval_windows=val.windows,
-            eval_digest=self.data.eval_digest(self.state.batching)[1],
+            eval_digest=self.data.eval_digest(self.state.batching),
             val_batches=val.batch_losses,
         )
         if texts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ MEMORY_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
 )
 CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+MOST_OPEN_FILES = 10_240  # macOS allows no more
 
 
 def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Iterator[str]:
@@ -59,3 +61,16 @@ def usable_cores() -> int:
         if quota not in ("max", "-1"):
             cores = min(cores, int(quota) / int(period))
     return max(1, int(cores))
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, 1,024 on Linux: of many shards, and of gloo, which connects ranks."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if 0 <= soft < most:  # -1: no limit
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
