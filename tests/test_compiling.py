@@ -17,14 +17,14 @@ def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path,
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
     compiler = tmp_path / "g++"
-    for version, needed in (("12.2.0", True), ("13.3.0", True), ("14.2.0", False), ("", False)):
+    for version, needed in (("13.3.0", True), ("14.2.0", False), ("", False)):
         compiler.write_text(f"#!/bin/sh\n[ -n '{version}' ] && echo {version}\n")
         compiler.chmod(0o755)
         with inductor_config.patch(
             {"cpp.cxx": (None, str(compiler)), "cpp.enable_floating_point_contract_flag": "off"}
         ):
-            assert compiling.work_around_gcc() == needed
-            assert compiling.work_around_gcc() == needed  # a second time changes nothing
+            for _ in range(2):  # a second time changes nothing
+                assert compiling.work_around_gcc() == needed
             flags = inductor_config.cpp.enable_floating_point_contract_flag
             assert flags == ("off -mno-align-stringops" if needed else "off")
 
@@ -74,7 +74,6 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
     ("error", "remedy"),
     [
         ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "xcode-select"),
-        ("RuntimeError: Failed to find C compiler. Please specify via CC", "apt install g++"),
         ("Command '['/usr/bin/gcc', '/tmp/x/cuda_utils.c']' returned non-zero exit status 1.", "Python.h"),
         ("Cannot find a working triton installation. Either the package", "pip install triton"),
         ("something\n  else", "something else"),
@@ -82,10 +81,3 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
 )
 def test_missing_compiler_is_named_with_its_package(error, remedy):
     assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
-
-
-def test_folder_in_place_of_a_compiler_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", str(tmp_path))
-    with pytest.raises(RuntimeError) as e:
-        compiling.set_up_inductor()
-    assert_one_line(compiling.why_not_compiled(e.value), f"CXX='{tmp_path}'", "C++")

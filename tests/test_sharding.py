@@ -95,8 +95,8 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(optimizer
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"dp_shard": 3}, ["dp_shard=3", "8", "--dp_shard=2"]),
-        ({"dp_shard": 0}, ["dp_shard=0", "8", "--dp_shard=1"]),
+        ({"dp_shard": 3}, ["dp_shard=3", "8", "--dp_shard=-1"]),
+        ({"dp_shard": 0}, ["dp_shard=0", "8"]),
         ({"dp_shard": 8, "dtype": "float16"}, ["dtype=float16", "dp_shard=8", "--dtype=bfloat16"]),
         ({"dp_shard": 2, "sample_interval": 1}, ["sample_interval=1", "dp_shard=2", "sample.py"]),
     ],

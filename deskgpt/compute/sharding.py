@@ -26,9 +26,7 @@ def shards_of(dp_shard: int, world: int) -> int:
     """Return how many ranks share one copy: dp_shard, or all for -1. Raises ValueError if it is no divisor."""
     n = world if dp_shard == -1 else dp_shard
     if n < 1 or world % n:
-        divisors = [d for d in range(1, world + 1) if world % d == 0]
-        nearest = min(divisors, key=lambda d: abs(d - n))
-        raise ValueError(f"dp_shard={dp_shard} does not divide the number of ranks, {world}; try --dp_shard={nearest}")
+        raise ValueError(f"dp_shard={dp_shard} does not divide the number of ranks, {world}; try --dp_shard=-1")
     return n
 
 
