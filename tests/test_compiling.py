@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from conftest import assert_one_line, shell
+from conftest import assert_one_line
 from torch._dynamo.testing import CompileCounter
 
 from deskgpt.compute import compiling
-
-CPU = torch.device("cpu")
 
 
 def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path, monkeypatch):
@@ -27,27 +23,6 @@ def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path,
                 assert compiling.work_around_gcc() == needed
             flags = inductor_config.cpp.enable_floating_point_contract_flag
             assert flags == ("off -mno-align-stringops" if needed else "off")
-
-
-GRAPH_IS_RIGHT = """
-import torch
-import torch._inductor.config as inductor
-from deskgpt.compute import compiling
-compiling.set_up_inductor()
-inductor.cpp_cache_precompile_headers = False  # for one kernel they take longer than they save
-x = torch.arange(1000.0)
-print(torch.equal(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor with one kind of vectors")
-def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
-    """Inductor would take the graph of the first process for the second, and write beyond the tensor."""
-    for capability in ("avx2", "avx512"):
-        env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = shell("python", "-c", GRAPH_IS_RIGHT, env=env)
-        assert done.stdout == "True\n", done.stderr
 
 
 class Scaled(torch.nn.Module):
