@@ -45,8 +45,9 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a job in the background; the scripts would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-_cache = tempfile.TemporaryDirectory()  # goes when the tests end
-os.environ["XDG_CACHE_HOME"] = _cache.name  # for what runs remember: the user's own files are left alone
+if "PYTEST_XDIST_WORKER" not in os.environ:  # whose workers share it, and the kernels that one of them compiles
+    _cache = tempfile.TemporaryDirectory()  # goes when the tests end
+    os.environ["XDG_CACHE_HOME"] = _cache.name  # for what runs remember: the user's own files are left alone
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 

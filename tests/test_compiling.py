@@ -34,6 +34,7 @@ class Scaled(torch.nn.Module):
         return x + self.n
 
 
+@pytest.mark.slow
 def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
     """More than torch's limit of eight, after which it would continue uncompiled."""
     counter = CompileCounter()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, flags
+from conftest import TINY, assert_one_line, flags, raises_one_line
 
 from deskgpt.system import hardware, limits, wheels
 from deskgpt.system.wheels import Gpu
@@ -28,9 +28,8 @@ def test_ranks_never_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert hardware.resolve_device("auto", 1, 2) == torch.device("cuda:1")
     for device, local_ranks, remedy in (("auto", 3, "--nproc_per_node=2"), ("cuda:1", 2, "--device=cuda")):
-        with pytest.raises(ValueError, match=f"{local_ranks} ranks") as error:
+        with raises_one_line(f"{local_ranks} ranks", remedy):
             hardware.resolve_device(device, 0, local_ranks)
-        assert_one_line(error.value, remedy)
 
 
 # ---- which build of torch ------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
     assert found == [found[0]] * world
 
 
+@pytest.mark.slow
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
     def work(ranks: DistContext) -> str:
         for i in range(9):

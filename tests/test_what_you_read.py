@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import math
 import re
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import ROOT, TINY, assert_equal, assert_one_line, events, tiny, trajectory, weights
+from conftest import ROOT, TINY, assert_equal, events, raises_one_line, tiny, trajectory, weights
 from gloo import resumed, run
 from test_loop import plain_loop
 from torch import Tensor
@@ -275,7 +274,7 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, t
     settings = {"max_iters": 4, "eval_interval": 2}
     usual = run_of(train, chars, tmp_path / "usual", **settings)
     assert usual[1][0]["iter"] == 1
-    for i, j in itertools.combinations(range(len(lines)), 2):
+    for i, j in ((0, 1), (1, 2), (2, 3), (0, 3)):
         swapped = list(lines)
         swapped[i], swapped[j] = lines[j], lines[i]
         module = edited_train(tmp_path / f"code{i}{j}", monkeypatch, ("".join(lines), "".join(swapped)))
@@ -288,9 +287,8 @@ def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path,
     main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
     rate = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)))
-    with pytest.raises(ValueError, match="learning rate at step 3") as e:
+    with raises_one_line("learning rate at step 3", "resume_changed=True"):
         main(resumed(tmp_path, max_iters=6))
-    assert_one_line(e.value, "resume_changed=True")
 
 
 # ---- settings ------------------------------------------------------------------------------------------------
