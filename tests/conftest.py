@@ -27,6 +27,7 @@ from warm_python import warm_python
 
 from data.text.prepare import prepare
 from deskgpt.checkpoint import store
+from deskgpt.kernels import cpu_kernels
 from deskgpt.run.log import read_events
 from deskgpt.run.stopping import SIGNALS
 from train import TrainConfig
@@ -102,6 +103,17 @@ def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:
 
 def flags(**settings: Any) -> list[str]:
     return [f"--{k}={v}" for k, v in settings.items()]
+
+
+@pytest.fixture(params=["torch", "C++"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels of a run: torch's, and ours."""
+    if request.param == "C++":
+        if not cpu_kernels.may_exist():
+            pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
+        cpu_kernels.load()
+    yield
+    cpu_kernels.unload()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from deskgpt.kernels import chunked_cross_entropy, cpu_kernels, loss
+from deskgpt.kernels import chunked_cross_entropy, loss
 
 B, T, C, V = 3, 20, 8, 50
 
@@ -27,20 +27,6 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_ON_CPU", 16 * V)
     monkeypatch.setattr(loss, "BYTES_WITH_KERNEL", 16 * V * 4)
     monkeypatch.setattr(loss, "WHOLE_TILES", 1)
-
-
-@pytest.fixture(params=["kernel", "torch"])
-def softmax(request, monkeypatch):
-    """The softmax in C++, and torch's."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_kernels, "_dtypes", ())
-        yield
-        return
-    if not cpu_kernels.may_exist():
-        pytest.skip("the kernels are for Linux on a processor with AVX2 or AVX-512")
-    cpu_kernels.load()
-    yield
-    cpu_kernels.unload()
 
 
 class Net(nn.Module):
@@ -153,7 +139,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], dtype: str = "floa
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", HEADS)
-def test_loss_in_chunks_is_the_plain_one_with_all_gradients(head, dtype, softmax):
+def test_loss_in_chunks_is_the_plain_one_with_all_gradients(head, dtype, kernels):
     whole, parts = Net(HEADS[head]), Net(HEADS[head])
     expected = results(whole, plain, dtype=dtype)
     found = results(parts, chunked, dtype=dtype)
@@ -161,7 +147,7 @@ def test_loss_in_chunks_is_the_plain_one_with_all_gradients(head, dtype, softmax
     assert parts.calls >= 3 * 2 or head in AT_ONCE
 
 
-def test_loss_of_no_targets_is_zero_and_so_are_its_gradients(softmax):
+def test_loss_of_no_targets_is_zero_and_so_are_its_gradients(kernels):
     assert not any(x.any() for x in results(Net(HEADS["mlp"]), chunked, "none"))
 
 
@@ -171,7 +157,7 @@ def test_small_loss_is_the_plain_one_bit_for_bit(monkeypatch):
         assert torch.equal(a, b)
 
 
-def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(softmax):
+def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(kernels):
     net = Net(keeping)
     results(net, chunked)
     idx, _ = a_batch()

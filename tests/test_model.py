@@ -15,22 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.export.gpt2_weights import load_gpt2
-from deskgpt.kernels import cpu_kernels
 from deskgpt.system import hardware
 from model import GPT, GPTConfig, rotate
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=["torch", "C++"])
-def kernels(request):
-    """The kernels of a run: torch's, and ours."""
-    if request.param == "C++":
-        if not cpu_kernels.may_exist():
-            pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
-        cpu_kernels.load()
-    yield request.param
-    cpu_kernels.unload()
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
