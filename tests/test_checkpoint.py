@@ -244,6 +244,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS",)),
     (b"safetensors, perhaps", ("torch.save",)),
     ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
+    ({"shards": {}, "model": {"w": torch.ones(1, device="meta")}}, ("older version", "export.py --to=ckpt.pt")),
     (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
     (partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22), ("absurd size",)),
     *[({name: value}, ()) for name, values in WRONG.items() for value in values],

@@ -64,14 +64,13 @@ def refuse_odd_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
     RecursionError if content holds itself.
     """
     for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
-        is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
+        if x.is_meta:
+            raise ValueError("its numbers are in shards of an older version, whose export.py --to=ckpt.pt joins them")
+        is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         if is_dense and type(x) in PLAIN:
             is_dense = x.nbytes <= x.untyped_storage().nbytes()  # no number that is expanded to many
         if not is_dense or (plain and type(x) not in plain):
-            raise ValueError(
-                "it holds a tensor that is sparse, nested, quantized, expanded or without numbers, as those of sharded "
-                "runs once were: make one file of these with that version's export.py --to=ckpt.pt"
-            )
+            raise ValueError("it holds a tensor that is sparse, nested, quantized, expanded or sharded")
 
 
 def load(path: Path, checksums: bool = True, numbers: bool = True) -> Any:
