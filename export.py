@@ -2,13 +2,11 @@
 
     python export.py --out_dir=out-shakespeare-char --to=my-model
     python export.py --out_dir=out/ckpt_best.pt --to=my-model.gguf
-    python export.py --out_dir=out-sharded --to=ckpt.pt
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
 (how to load it), and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with transformers or
 llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on text. If they
-differ, as after a change of model.py, nothing is exported. A name that ends in .pt makes one file of a sharded run's
-checkpoint.
+differ, as after a change of model.py, nothing is exported.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from torch import Tensor
 from configurator import configure
 from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt.checkpoint import store
 from deskgpt.export import gguf_format, hugging_face
 from deskgpt.export.hugging_face import MODELING_FILE
 from deskgpt.generate.trained import Trained, load
@@ -45,31 +42,21 @@ from model import GPT
 class ExportConfig:
     init_from: FilePath = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
     out_dir: FilePath = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
-    to: FilePath = ""  # the new folder; or a file whose name ends in .gguf, or in .pt: the checkpoint as one file
+    to: FilePath = ""  # the new folder; or a file whose name ends in .gguf
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.to:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
 
-    @property
-    def kind(self) -> str:
-        """Return the ending of the name: .gguf, .pt, or a folder's."""
-        return Path(self.to).suffix.lower()
-
 
 def main(c: ExportConfig) -> None:
     """Write c.to. Raises ValueError and OSError; nothing half-written is left."""
     to = Path(c.to)
     check_unused(to)
-    if c.kind == ".pt":
-        saved = store.load(c.out_dir if c.init_from == "resume" else c.init_from, print)
-        store.write_file(saved, to)
-        print(f"{to}: step {saved.iter_num}, {len(saved.model)} weights and the optimizer's state")
-        return
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
     model = without_embedding_norm(trained.model)
-    write = write_gguf if c.kind == ".gguf" else write_folder
+    write = write_gguf if to.suffix.lower() == ".gguf" else write_folder
     loaded_by, compared = write(trained, model, to)
     size = millions(sum(p.numel() for p in trained.model.parameters()))
     print(f"{to}: {size} parameters, tokenizer {trained.tokenizer.meta()['name']}, {loaded_by}")

@@ -27,14 +27,9 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left_colu
 
 
 def about(*starts: dict[str, Any]) -> str:
-    """Today's date, machine, versions, compilers and commit of some runs, from their logs' start events.
-
-    The compilers are those of all runs, everything else is the first run's.
-    """
+    """Today's date, and machine, versions and commit of the first of some runs, from its log's start event."""
     first = starts[0]
-    compilers = dict.fromkeys(f", {start['compiler']}" for start in starts if start.get("compiler"))
-    software = f"{first['versions']}{''.join(compilers)}, commit {first['git_commit']}"
-    return f"{time.strftime('%Y-%m-%d')}, {first['device']}; {software}"
+    return f"{time.strftime('%Y-%m-%d')}, {first['device']}; {first['versions']}, commit {first['git_commit']}"
 
 
 def command_line(script: str) -> str:

@@ -14,6 +14,7 @@ ran out of time.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import signal
@@ -37,7 +38,6 @@ import train
 from bench import output
 from bench.speed import ROOT, write_data
 from configurator import build, read_settings
-from deskgpt.compute import compiling
 from deskgpt.compute.check import check_model
 from deskgpt.compute.variant import Variant
 from deskgpt.run.log import git_commit, versions
@@ -118,7 +118,7 @@ def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
 def facts(s: Session) -> None:
     """Print what the card is, and with which driver, libraries and kernels torch uses it."""
     print(f"{hardware.device_name(s.device)}, {in_gib(hardware.memory_bytes(s.device))} GiB")
-    print(f"{versions()}, commit {git_commit()}, compiler {compiling.compiler_name(s.device)}")
+    print(f"{versions()}, commit {git_commit()}")
     if s.device.type == "cuda":
         print(torch.cuda.get_device_properties(s.device), f"cuDNN {torch.backends.cudnn.version()}")
         print(answer("nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"))
@@ -154,7 +154,9 @@ def check_variants(s: Session) -> None:
                     problems = [reason(e)]
                 n_wrong += bool(problems)
                 print(f"{name}, {variant}: {'; '.join(problems) or 'right'}", flush=True)
-                hardware.release_memory(s.device)
+                gc.collect()
+                torch.compiler.reset()
+                hardware.forget_peak(s.device)
     sys.exit(n_wrong > 0)
 
 

@@ -55,7 +55,6 @@ def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path) -> li
     """Return what `work` returns on each rank, or the message of the ValueError or RuntimeError that it raises."""
     # Import these once, not once in each rank.
     import torch._dynamo
-    import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.testing._internal.distributed.fake_pg
 

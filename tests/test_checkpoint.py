@@ -5,7 +5,6 @@ import json
 import math
 import os
 import random
-import shutil
 import stat
 import zipfile
 from contextlib import suppress
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_equal, assert_one_line, corrupted, raises_one_line
-from tiny_models import save_sharded, state_of
+from tiny_models import state_of
 
 from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.export.gpt2_weights import load_gpt2
@@ -60,8 +59,7 @@ def test_head_with_weights_of_its_own_is_not_tied(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's names of open files")
-@pytest.mark.parametrize("save", [store.save, save_sharded])
-def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_ends(save, tmp_path, monkeypatch):
+def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_ends(tmp_path, monkeypatch):
     calls: list[tuple[str, str]] = []
     real_fsync = os.fsync
     real_replace = os.replace
@@ -76,18 +74,12 @@ def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace_file)
-    if save is save_sharded:
-        save_sharded(tmp_path, 1, best=False)
-    else:
-        store.save(state_of(), tmp_path, best=True)
-    shards = list(tmp_path.glob("shards-*/*"))
+    store.save(state_of(), tmp_path, best=True)
     renames = [i for i, call in enumerate(calls) if call[0] != "fsync"]
-    assert len(renames) == (1 if shards else 2)
+    assert len(renames) == 2
     for i in renames:
-        durable = {name for call, name in calls[:i] if call == "fsync"}
-        assert durable >= {calls[i][0], *map(str, shards), *(str(shard.parent) for shard in shards)}
-        if not shards:
-            assert calls[i + 1] == ("fsync", str(tmp_path))
+        assert ("fsync", calls[i][0]) in calls[:i]
+        assert calls[i + 1] == ("fsync", str(tmp_path))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows opens no folders")
@@ -107,52 +99,33 @@ def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_wri
     assert_one_line(capsys.readouterr().err.strip(), tmp_path, "cannot flush folders")
 
 
-DAMAGES = 40  # random ones, besides each byte of a checksum
+DAMAGES = 40  # random ones
 
 
-@pytest.mark.parametrize("kind", ["file", "shards"])
-def test_damage_is_found_and_the_best_checkpoint_is_used(kind, tmp_path):
+def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
+    """Also in a file without a checksum of ours, by those of its archive."""
     draw = random.Random(3)
-    intact = tmp_path / "intact"
-    intact.mkdir()
     for step in (1, 2):
-        if kind == "file":
-            store.save(state_of(step), intact, best=step == 1)
-        else:
-            save_sharded(intact, step, best=step == 1)
-    last_folder = store.load(intact).folder
-    n_checksum = ckpt_file.COMMENT_BYTES + 4 if kind == "file" else 0  # each of these bytes counts
-    for n in range(DAMAGES + n_checksum):
-        out = Path(shutil.copytree(intact, tmp_path / str(n)))
-        last = out / "ckpt.pt"
-        path = last
-        if last_folder is not None and n % 2:
-            path = next((out / last_folder.name).iterdir())
-        content = bytearray(path.read_bytes())
-        if n >= DAMAGES:
-            content[DAMAGES - n - 1] ^= 1
-            path.write_bytes(content)
-        elif n % 6 or path == last:
-            path.write_bytes(corrupted(bytes(content), draw))
-        else:
-            path.unlink()
+        store.save(state_of(step), tmp_path, best=step == 1)
+    last = tmp_path / "ckpt.pt"
+    content = last.read_bytes()
+    damages = [corrupted(content, draw) for _ in range(DAMAGES)]
+    for i in range(1, ckpt_file.COMMENT_BYTES + 4, 3):  # of the checksum itself
+        damages.append(content[:-i] + bytes([content[-i] ^ 1]) + content[len(content) - i + 1 :])
+    for damaged in damages:
+        last.write_bytes(damaged)
         lines: list[str] = []
-        assert store.load(out, lines.append).iter_num == 1
+        assert store.load(tmp_path, lines.append).iter_num == 1
         assert_one_line(*lines, last, "step 1")
         with raises_one_line("checkpoint", last.name):
             store.load(last)  # named, it is not exchanged for another
-
-
-def test_damage_to_a_file_without_a_checksum_is_found_by_the_archives_own(tmp_path):
-    draw = random.Random(1)
-    path = tmp_path / "ckpt.pt"
-    torch.save(vars(state_of()), path)
-    content = path.read_bytes()
-    expected = store.load(tmp_path).model
-    for _ in range(100):
-        path.write_bytes(corrupted(content, draw))
+    torch.save(vars(state_of(2)), last)
+    content = last.read_bytes()
+    expected = store.load(last).model
+    for _ in range(DAMAGES):
+        last.write_bytes(corrupted(content, draw))
         with suppress(ValueError):
-            assert_equal(store.load(tmp_path).model, expected)
+            assert_equal(store.load(last).model, expected)
 
 
 def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_named(tmp_path):
@@ -189,18 +162,14 @@ def test_missing_checkpoint_and_folder_of_an_older_version_are_named(tmp_path):
         store.load(tmp_path / "out")
     (tmp_path / "ckpt-00000100").mkdir()
     (tmp_path / "ckpt-00000100" / "manifest.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "ckpt-00000100"):
-        with raises_one_line("older version", path, "export.py --to=ckpt.pt"):
-            store.load(path)
+    with raises_one_line("older version", tmp_path, "export.py --to=ckpt.pt"):
+        store.load(tmp_path)
 
 
 def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path):
-    save_sharded(tmp_path, 4, best=True)
-    save_sharded(tmp_path, 5, best=False)
-    shards = {step: next(tmp_path.glob(f"shards-*{step}-*")) for step in (4, 5)}
-    (shards[4] / "shard-00001-model-00001-of-00001.safetensors").write_text("damaged")
+    store.save(replace(state_of(5), progress={"evaluations": [[5, 3.0, 3.0, 0.1]]}), tmp_path, best=False)
+    (tmp_path / "ckpt_best.pt").write_text("damaged")
     (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
-    (tmp_path / "shards-00000006-0123abcd").mkdir()
     (tmp_path / "notes.tmp").write_text("the user's")
     (tmp_path / "elsewhere").mkdir()
     if os.name != "nt":
@@ -209,11 +178,8 @@ def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(
     store.take_over(tmp_path, lines.append)
     assert_one_line(*lines, tmp_path / "ckpt_best.pt", "previous-1")
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5  # a copy of ckpt.pt
-    store.save(state_of(6), tmp_path, best=False)
-    left = {"ckpt.pt", "ckpt_best.pt", "notes.tmp", "elsewhere", "previous-1", shards[5].name}
-    assert {p.name for p in tmp_path.iterdir()} == left
-    aside = {p.name for p in (tmp_path / "previous-1").iterdir()}
-    assert aside == {"ckpt_best.pt", shards[4].name, "shards-00000006-0123abcd"}
+    assert {p.name for p in tmp_path.iterdir()} == {"ckpt.pt", "ckpt_best.pt", "notes.tmp", "elsewhere", "previous-1"}
+    assert [p.name for p in (tmp_path / "previous-1").iterdir()] == ["ckpt_best.pt"]
 
 
 @pytest.mark.parametrize(("step", "loss"), [(5, 3.5), (7, math.inf)])
@@ -268,11 +234,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
     "optimizer": (3, *({"x": odd} for odd in ODD[1:])),
     "progress": (3, {"evaluations": 3}, {"evaluations": [[1, 1.0, 10**400, 0]]}),
-    "shards": (
-        3,
-        {"folder": "../shards-00000001-0123abcd", "files": {}, "tied": {}},
-        {"folder": "shards-00000001-0123abcd", "files": {"a": [1, ""]}, "tied": {}},
-    ),
     "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
     **dict.fromkeys(("config", "scaler", "wandb_run_id", "tokenizer", "extra_state"), (3, HOLDS_ITSELF)),
 }
@@ -283,6 +244,7 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS",)),
     (b"safetensors, perhaps", ("torch.save",)),
     ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
+    ({"shards": {}, "model": {"w": torch.ones(1, device="meta")}}, ("older version", "export.py --to=ckpt.pt")),
     (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
     (partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22), ("absurd size",)),
     *[({name: value}, ()) for name, values in WRONG.items() for value in values],
@@ -316,9 +278,7 @@ GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positio
         (None, "no config.json"),
         (GPT2 | {"model_type": "llama"}, "model_type"),
         (GPT2 | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
-        (GPT2 | {"n_inner": 12}, "n_inner"),
         ([3], "damaged"),
-        ({"n_layer": 1}, "n_head"),
         (GPT2, "model.safetensors"),
     ],
 )

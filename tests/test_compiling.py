@@ -1,53 +1,28 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from conftest import assert_one_line, shell
+from conftest import assert_one_line
 from torch._dynamo.testing import CompileCounter
 
 from deskgpt.compute import compiling
-
-CPU = torch.device("cpu")
 
 
 def test_gcc_before_14_is_called_without_the_copies_that_it_gets_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
     compiler = tmp_path / "g++"
-    for version, needed in (("12.2.0", True), ("13.3.0", True), ("14.2.0", False), ("", False)):
+    for version, needed in (("13.3.0", True), ("14.2.0", False), ("", False)):
         compiler.write_text(f"#!/bin/sh\n[ -n '{version}' ] && echo {version}\n")
         compiler.chmod(0o755)
         with inductor_config.patch(
             {"cpp.cxx": (None, str(compiler)), "cpp.enable_floating_point_contract_flag": "off"}
         ):
-            assert compiling.work_around_gcc() == needed
-            assert compiling.work_around_gcc() == needed  # a second time changes nothing
+            for _ in range(2):  # a second time changes nothing
+                assert compiling.work_around_gcc() == needed
             flags = inductor_config.cpp.enable_floating_point_contract_flag
             assert flags == ("off -mno-align-stringops" if needed else "off")
-
-
-GRAPH_IS_RIGHT = """
-import torch
-import torch._inductor.config as inductor
-from deskgpt.compute import compiling
-compiling.set_up_inductor()
-inductor.cpp_cache_precompile_headers = False  # for one kernel they take longer than they save
-x = torch.arange(1000.0)
-print(torch.equal(torch.compile(lambda x: x * 2 + 1)(x), x * 2 + 1))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="a processor with one kind of vectors")
-def test_graphs_cached_on_another_processor_are_compiled_again(tmp_path):
-    """Inductor would take the graph of the first process for the second, and write beyond the tensor."""
-    for capability in ("avx2", "avx512"):
-        env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = shell("python", "-c", GRAPH_IS_RIGHT, env=env)
-        assert done.stdout == "True\n", done.stderr
 
 
 class Scaled(torch.nn.Module):
@@ -59,6 +34,7 @@ class Scaled(torch.nn.Module):
         return x + self.n
 
 
+@pytest.mark.slow
 def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
     """More than torch's limit of eight, after which it would continue uncompiled."""
     counter = CompileCounter()
@@ -74,7 +50,6 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
     ("error", "remedy"),
     [
         ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "xcode-select"),
-        ("RuntimeError: Failed to find C compiler. Please specify via CC", "apt install g++"),
         ("Command '['/usr/bin/gcc', '/tmp/x/cuda_utils.c']' returned non-zero exit status 1.", "Python.h"),
         ("Cannot find a working triton installation. Either the package", "pip install triton"),
         ("something\n  else", "something else"),
@@ -82,10 +57,3 @@ def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
 )
 def test_missing_compiler_is_named_with_its_package(error, remedy):
     assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
-
-
-def test_folder_in_place_of_a_compiler_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", str(tmp_path))
-    with pytest.raises(RuntimeError) as e:
-        compiling.set_up_inductor()
-    assert_one_line(compiling.why_not_compiled(e.value), f"CXX='{tmp_path}'", "C++")

@@ -11,7 +11,7 @@ from conftest import assert_equal, raises_one_line
 
 from deskgpt.checkpoint import ckpt_file
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.compute.optimizer import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite, step_unless
+from deskgpt.compute.optimizer import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
@@ -76,8 +76,7 @@ def test_orthogonalized_matrix_is_that_of_newton_schulz_in_double_precision(rows
     torch.manual_seed(1)
     falling = torch.linspace(0, 1, 64)
     first = (torch.arange(64) < 1).float()
-    spectra = [torch.ones(64), 10 ** (-2 * falling), 10 ** (-8 * falling), first, 1 + 99 * first]
-    for singular in spectra:
+    for singular in (torch.ones(64), 10 ** (-8 * falling), 1 + 99 * first):
         u = torch.linalg.qr(torch.randn(rows, 64, dtype=torch.float64))[0]
         v = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64))[0]
         x = (u * singular) @ v.mT
@@ -95,7 +94,8 @@ def test_orthogonalized_matrix_is_that_of_newton_schulz_in_double_precision(rows
 def take_step(optimizer: torch.optim.AdamW, norm: torch.Tensor, how: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "with a loss scale")
     if how == "as CUDA does":
-        step_unless(optimizer, ~norm.isfinite())
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
         return
     if scaler.is_enabled():
         scaler.scale(torch.zeros(()))
@@ -128,26 +128,11 @@ def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_ar
 # ---- optimizers of a user's own ------------------------------------------------------------------------------
 
 
-class InGroups(torch.optim.Optimizer):
-    """SGD with momentum, which it keeps in its groups."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__(model.parameters(), {"lr": 0.1, "slow": None, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["steps"] += 1
-            group["slow"] = group["slow"] or [torch.zeros_like(p) for p in group["params"]]
-            for p, slow in zip(group["params"], group["slow"], strict=True):
-                p.sub_(slow.lerp_(p.grad, 0.1), alpha=group["lr"] / group["steps"])
-
-
-class Counting(torch.optim.Optimizer):
-    """SGD whose steps shorten with a count in an attribute."""
+class Own(torch.optim.Optimizer):
+    """SGD with momentum, which it keeps in its groups, and a count in an attribute."""
 
     def __init__(self, model: GPT, held: Any = 0) -> None:
-        super().__init__(model.parameters(), {"lr": 0.1})
+        super().__init__(model.parameters(), {"lr": 0.1, "slow": None})
         self.held = held
         self.steps = 0
 
@@ -157,27 +142,21 @@ class Counting(torch.optim.Optimizer):
         if self.held == "an array in the first step":
             self.held = np.ones(2)
         for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"] / self.steps)
+            group["slow"] = group["slow"] or [torch.zeros_like(p) for p in group["params"]]
+            for p, slow in zip(group["params"], group["slow"], strict=True):
+                p.sub_(slow.lerp_(p.grad, 0.1), alpha=group["lr"] / self.steps)
 
 
-class WithStateDict(Counting):
+class WithStateDict(Own):
     def state_dict(self) -> dict[str, Any]:
         return {"held": self.held}
 
 
-OWN: dict[str, Any] = {
-    "with a state of each parameter": lambda model: torch.optim.NAdam(model.parameters()),
-    "in groups": InGroups,
-    "in an attribute": Counting,
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_optimizer_of_a_users_own_rewinds_and_resumes_exactly(name, tmp_path):
+@pytest.mark.parametrize("kind", [Own, lambda model: torch.optim.NAdam(model.parameters())])
+def test_optimizer_of_a_users_own_rewinds_and_resumes_exactly(kind, tmp_path):
     def start() -> tuple[GPT, Any, OptimizerState]:
         model = model_with_gradients()
-        optimizer = OWN[name](model)
+        optimizer = kind(model)
         return model, optimizer, OptimizerState(optimizer, model)
 
     def steps(model: GPT, optimizer: Any, first: int, last: int) -> None:
@@ -215,14 +194,11 @@ def after_a_step(optimizer: torch.optim.Optimizer, model: GPT) -> OptimizerState
     return kept
 
 
-HELD = [torch.ones(2), [3], {}, np.ones(1), torch.Generator(), torch.optim.SGD([torch.ones(1)]), object()]
-
-
-@pytest.mark.parametrize("held", [*HELD, "an array in the first step"])
+@pytest.mark.parametrize("held", [torch.ones(2), np.ones(1), object(), "an array in the first step"])
 def test_optimizer_that_hides_state_is_refused_at_the_start_or_in_the_step_that_hides_it(held):
     model = model_with_gradients()
-    with raises_one_line("Counting", "held", "`state`"):
-        after_a_step(Counting(model, held), model)
+    with raises_one_line("Own", "held", "`state`"):
+        after_a_step(Own(model, held), model)
     with raises_one_line("WithStateDict", "state_dict of its own"):
         OptimizerState(WithStateDict(model), model)
 
@@ -239,9 +215,7 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
         {"state": None},
         {"state": moments | {99: moments[0]}},
         {"state": moments | {0: moments[0] | {"exp_avg": torch.zeros(3)}}},
-        {"state": moments | {0: moments[0] | {"more": 3}}},
         {"param_groups": [3, 3]},
-        {"param_groups": others},
         {"param_groups": [first | {"params": [0]}, *others]},
     ]
     for entry in wrong:

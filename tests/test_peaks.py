@@ -33,12 +33,10 @@ def test_figures_of_a_card_agree_with_each_other():
 @pytest.mark.parametrize(
     ("name", "number", "card", "gb"),
     [
-        ("RTX 4060 Ti", 1, "GeForce RTX 4060 Ti", 8),
         ("NVIDIA GeForce RTX 4070", 1, "GeForce RTX 4070", 12),
         ("geforce-rtx-3060-12gb", 1, "GeForce RTX 3060", 12),
         ("NVIDIA H100 80GB HBM3", 1, "H100 HBM3", 80),
         ("rtx pro 6000", 1, "RTX PRO 6000 Blackwell Workstation Edition", 96),
-        ("8x H100", 8, "H100 HBM3", 80),
         ("16 x A100 80GB", 16, "A100-SXM4", 80),
     ],
 )
@@ -47,20 +45,11 @@ def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_si
     assert (found, of_name.name, of_name.memory_gb) == (number, card, gb)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA GeForce RTX 4070 Laptop GPU",
-        "NVIDIA H200 MIG 1g.18gb",
-        "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads",
-        "RTX 6000",  # Quadro, Ada or PRO
-        "0x H100",
-        "",
-    ],
-)
-def test_name_that_only_looks_like_a_card_is_none(name):
-    with pytest.raises(ValueError, match="is not a known card"):
-        peaks.find_cards(name)
+def test_name_that_only_looks_like_a_card_is_none():
+    laptop, slice_of_a_card, quadro = "NVIDIA GeForce RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000"
+    for name in (laptop, slice_of_a_card, quadro, "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads", "0x H100", ""):
+        with pytest.raises(ValueError, match="is not a known card"):
+            peaks.find_cards(name)
 
 
 # ---- a device's peak -----------------------------------------------------------------------------------------
@@ -69,9 +58,8 @@ def test_name_that_only_looks_like_a_card_is_none(name):
 @pytest.mark.parametrize(
     ("name", "dtype", "measured", "peak", "printed"),
     [
-        ("NVIDIA H200", "bfloat16", 745e12, 989e12, ["NVIDIA data sheet, bfloat16", "745 TFLOP/s (75%)"]),
         # The published peak stays if a faster matmul was measured.
-        ("NVIDIA H200", "bfloat16", 1100e12, 989e12, ["(111%)"]),
+        ("NVIDIA H200", "bfloat16", 1100e12, 989e12, ["NVIDIA data sheet, bfloat16", "1100 TFLOP/s (111%)"]),
         # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
         ("NVIDIA H200", "float32", 400e12, 494.5e12, ["TF32"]),
         ("AMD Instinct MI300X", "float32", 100e12, 163.4e12, ["float32"]),

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import assert_equal, assert_one_line, files_of_at_most
 from tiny_models import state_of
 
@@ -127,7 +126,7 @@ def prepare_folder(out_dir: Path, before: str) -> None:
         os.truncate(out_dir / store.NAME, 1000)
 
 
-def save_all(out_dir: Path, in_background: bool, sharded: bool, killed_before: int, report: int) -> None:
+def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int) -> None:
     """Save as a run does that is killed before this call in out_dir. report: a file descriptor for its progress."""
     calls = 0
 
@@ -139,19 +138,15 @@ def save_all(out_dir: Path, in_background: bool, sharded: bool, killed_before: i
         if event not in CHANGES or not str(arguments[0]).startswith(str(out_dir)):
             return
         is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if is_write and not str(arguments[0]).endswith((TEMPORARY, ".safetensors")):  # no checkpoint names shards yet
+        if is_write and not str(arguments[0]).endswith(TEMPORARY):
             write_report("in-place", arguments[0])
         calls += 1
         if calls == killed_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    group = None
-    if sharded:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = dist.new_group(backend="gloo")
     sys.addaudithook(hook)
     setattr(saver_module, "has_room_for", lambda checkpoint: in_background)  # noqa: B010
-    saver = Saver(out_dir, silent, math.inf, group)
+    saver = Saver(out_dir, silent, math.inf)
     for state, best in STATES:
         saver.save(state, best)
         write_report("begun", state.iter_num)
@@ -183,11 +178,8 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
-@pytest.mark.parametrize(
-    ("before", "in_background", "sharded"),
-    [("nothing", False, False), ("one file", True, False), ("damaged", True, False), ("one file", True, True)],
-)
-def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before, in_background, sharded):
+@pytest.mark.parametrize(("before", "in_background"), [("nothing", False), ("one file", True), ("damaged", True)])
+def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before, in_background):
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where waiting for the disk takes no time
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         for call in itertools.count(1):
@@ -198,7 +190,7 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
             if child == 0:
                 status = 1
                 try:
-                    save_all(out_dir, in_background, sharded, call, writer)
+                    save_all(out_dir, in_background, call, writer)
                     status = 0
                 finally:
                     os._exit(status)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import raises_one_line, tiny
+from conftest import raises_one_line
 from gloo import on_ranks
 from tiny_models import distance
 
@@ -92,25 +92,15 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(optimizer
     assert on_ranks(work, 2, tmp_path) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"dp_shard": 3}, ["dp_shard=3", "8", "--dp_shard=2"]),
-        ({"dp_shard": 0}, ["dp_shard=0", "8", "--dp_shard=1"]),
-        ({"dp_shard": 8, "dtype": "float16"}, ["dtype=float16", "dp_shard=8", "--dtype=bfloat16"]),
-        ({"dp_shard": 2, "sample_interval": 1}, ["sample_interval=1", "dp_shard=2", "sample.py"]),
-    ],
-)
-def test_settings_that_sharded_weights_cannot_have_are_refused(tmp_path, settings, named):
-    c = tiny(tmp_path, tmp_path, **settings)
-    with raises_one_line(*named):
-        sharding.check_sharding(c.dp_shard, 8, c.dtype, c.sample_interval)
-    sharding.check_sharding(1, 8, c.dtype, c.sample_interval)
-    sharding.check_sharding(-1, 1, c.dtype, c.sample_interval)
-
-
-def test_parameter_that_two_blocks_share_is_named():
-    sharding.refuse_shared(GPT(CONFIG))
+def test_what_sharded_weights_cannot_have_is_refused():
+    for settings, named in (
+        ((3, 8, "float32", 0), ["dp_shard=3", "8", "--dp_shard=-1"]),
+        ((8, 8, "float16", 0), ["dtype=float16", "dp_shard=8", "--dtype=bfloat16"]),
+        ((2, 8, "float32", 1), ["sample_interval=1", "dp_shard=2", "sample.py"]),
+    ):
+        with raises_one_line(*named):
+            sharding.check_sharding(*settings)
+    sharding.check_sharding(1, 8, "float16", 1)
     tied = GPT(CONFIG)
     tied.transformer.h[1] = tied.transformer.h[0]
     with raises_one_line("dp_shard", "transformer.h.0.", "transformer.h.1."):
@@ -135,6 +125,7 @@ def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
     assert found == [found[0]] * world
 
 
+@pytest.mark.slow
 def test_run_ends_though_a_thread_of_gloo_still_holds_a_tensor(tmp_path):
     def work(ranks: DistContext) -> str:
         for i in range(9):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_one_line, events, tiny
+from conftest import events, raises_one_line, tiny
 
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import COMPILE_FROM_S, Variant, apply_variant, choose_variant, saved_variant
@@ -55,9 +55,8 @@ def test_cpu_compiles_only_if_asked():
     ],
 )
 def test_what_cannot_be_had_is_named_with_the_remedy(settings, named, capsys):
-    with pytest.raises(ValueError, match="=") as e:
+    with raises_one_line(*named):
         chosen(CPU, **settings)
-    assert_one_line(e.value, *named)
 
 
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device():
@@ -66,9 +65,7 @@ def test_resumed_run_computes_as_before_on_the_same_kind_of_device():
     assert saved_variant(earlier, CPU) == {}
     old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}  # as b3fc854 wrote it
     assert saved_variant(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
-    odd_values: list[Any] = [None, [], {"dtype": "int4", "compiled": 1}, {"dtype": None}]
-    for odd in odd_values:
-        assert saved_variant(odd, CPU) == {}
+    assert saved_variant(None, CPU) == saved_variant({"dtype": "int4", "compiled": 1}, CPU) == {}
 
 
 def test_variant_is_what_the_model_computes_in():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import math
 import re
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import ROOT, TINY, assert_equal, assert_one_line, events, tiny, trajectory, weights
+from conftest import ROOT, TINY, assert_equal, events, raises_one_line, tiny, trajectory, weights
 from gloo import resumed, run
 from test_loop import plain_loop
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch._dynamo.testing import CompileCounter
 import model as definition
 import train
 from deskgpt.checkpoint import store
-from deskgpt.run.settings import NOT_LEARNING, SCHEDULE, changes_between, learning_settings
+from deskgpt.run.settings import NOT_LEARNING, SCHEDULE
 from model import GPT, Block, GPTConfig, Transformer
 from train import TrainConfig, main
 
@@ -139,21 +138,13 @@ def test_changed_model_trains_as_a_plain_loop_trains_it(change, chars, tmp_path,
 
 def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_path, monkeypatch):
     passes = {True: 0, False: 0}  # in training mode, and in evaluations
-    scores: dict[str, list[float]] = {"largest": []}
-    attention = definition.attention
 
     def count(model: GPT, idx: Tensor) -> None:
         passes[model.training] += 1
 
-    def logging(q: Tensor, *more: Any) -> Tensor:
-        scores["largest"].append(q.max().item())
-        return attention(q, *more)
-
     around_forward(monkeypatch, count)
-    monkeypatch.setattr(definition, "attention", logging)
     main(tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True))
     assert passes == {True: 6 * 2, False: 3 * 2 * 2}  # evaluations at 0, 3 and 6 read 2 batches of 2 splits
-    assert len(scores["largest"]) == 2 * sum(passes.values())
 
 
 class ParallelBlock(nn.Module):
@@ -192,20 +183,6 @@ def test_block_of_a_new_class_is_compiled(chars, tmp_path, monkeypatch):
     assert counter.frame_count >= 1
     assert counter.op_count > 10
     assert events(tmp_path, "start")[0]["compiled"] is True
-
-
-@pytest.mark.slow
-def test_compiled_run_of_a_new_block_trains_as_the_eager_one(chars, tmp_path, monkeypatch):
-    monkeypatch.setattr(definition, "Block", ParallelBlock)
-    for compile in (True, False):
-        try:
-            main(tiny(chars, tmp_path / str(compile), compile=compile, n_layer=1))
-        except Exception as e:
-            if "compiler" in str(e).lower():
-                pytest.skip("no working C++ compiler here")
-            raise
-    losses = [[e["loss"] for e in events(tmp_path / name, "iter")] for name in ("True", "False")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
@@ -272,10 +249,9 @@ def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> An
     return trajectory(out_dir), events(out_dir, "bad_step")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backward_as_everyone_types_it_trains_and_logs_right(dtype, chars, tmp_path, monkeypatch):
+def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, monkeypatch):
     edit = ("scaler.scale(total).backward()", "total.backward()")
-    settings = {"dtype": dtype, "gradient_accumulation_steps": 2, "max_iters": 3}
+    settings = {"dtype": "bfloat16", "gradient_accumulation_steps": 2, "max_iters": 3}
     usual = run_of(train, chars, tmp_path / "usual", **settings)
     module = edited_train(tmp_path / "code", monkeypatch, edit)
     assert run_of(module, chars, tmp_path / "typed", **settings) == usual
@@ -298,7 +274,7 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, t
     settings = {"max_iters": 4, "eval_interval": 2}
     usual = run_of(train, chars, tmp_path / "usual", **settings)
     assert usual[1][0]["iter"] == 1
-    for i, j in itertools.combinations(range(len(lines)), 2):
+    for i, j in ((0, 1), (1, 2), (2, 3), (0, 3)):
         swapped = list(lines)
         swapped[i], swapped[j] = lines[j], lines[i]
         module = edited_train(tmp_path / f"code{i}{j}", monkeypatch, ("".join(lines), "".join(swapped)))
@@ -311,9 +287,8 @@ def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path,
     main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
     rate = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)))
-    with pytest.raises(ValueError, match="learning rate at step 3") as e:
+    with raises_one_line("learning rate at step 3", "resume_changed=True"):
         main(resumed(tmp_path, max_iters=6))
-    assert_one_line(e.value, "resume_changed=True")
 
 
 # ---- settings ------------------------------------------------------------------------------------------------
@@ -331,22 +306,3 @@ def test_each_setting_is_of_learning_or_listed_as_one_that_is_not():
     names = {f.name for f in dataclasses.fields(TrainConfig)}
     assert names - NOT_LEARNING == OF_LEARNING
     assert names > NOT_LEARNING
-
-
-@pytest.mark.parametrize("name", sorted(OF_LEARNING - {*SCHEDULE}))
-def test_change_of_any_setting_of_learning_is_seen(name):
-    others = {
-        "position": "rope",
-        "norm": "rms",
-        "activation": "relu2",
-        "optimizer": "muon",
-        "dropout": 0.1,
-        "n_head": 6,
-    }
-    c: Any = TrainConfig(optimizer="muon" if name == "momentum" else "adamw")
-    value = getattr(c, name)
-    if name not in others:
-        others[name] = not value if isinstance(value, bool) else type(value)(value / 2)
-    changed = dataclasses.replace(c, **{name: others[name]})
-    found = changes_between(learning_settings(c), learning_settings(changed))
-    assert [change.name for change in found] == [name]

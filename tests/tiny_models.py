@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.optimizer import make_optimizer
@@ -64,11 +61,3 @@ def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
         config={"dataset": "x", "device": "cuda", "learning_rate": 0.1},
         tokenizer={"name": "bytes"},
     )
-
-
-def save_sharded(out_dir: Path, step: int, best: bool, loss: float = 2.5) -> None:
-    """Save a checkpoint as a sharded run does, by one process."""
-    content = store.with_shards(store.content_of(state_of(step, loss)), out_dir, None)
-    ckpt_file.write(content | {"format": store.FORMAT}, out_dir / store.NAME)
-    if best:
-        shutil.copy(out_dir / store.NAME, out_dir / store.BEST)

@@ -23,7 +23,7 @@ NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the devic
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 # Fields of a log's first event that describe the run: numbers, and texts or booleans.
 COUNTS = {"parameters", "flops_per_token", "tokens_per_step", "world_size", "peak_flops", "warm_up_s", "train_tokens"}
-DESCRIPTIONS = {"tokenizer", "val_sha256", "device", "dtype", "residual_dtype", "cpu_kernels", "compiled", "compiler"}
+DESCRIPTIONS = {"tokenizer", "val_sha256", "device", "dtype", "residual_dtype", "cpu_kernels", "compiled"}
 DESCRIPTIONS |= {"git_commit", "peak_source"}
 NOT_NEGATIVE = COUNTS | {"time_ms", "mfu", "tokens", "train_s", "eval_s", "val_se", "peak_memory_bytes"}
 MOST_STEPS = 10**15

@@ -15,7 +15,7 @@ from bench.asking.statistics import alpha_of_each, interval, welch
 from deskgpt.run.settings import NOT_LEARNING
 from deskgpt.system.terminal import clock, in_gib
 
-WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled", "compiler"]
+WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled"]
 WHAT_RAN += ["versions", "git_commit", "tokenizer", "train_tokens", "val_sha256"]
 # Settings that a resumed run does not compare, or compares by what follows from them, and that count for runs beside
 # each other. The data count by train_tokens and val_sha256.

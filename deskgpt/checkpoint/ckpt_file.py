@@ -61,17 +61,16 @@ def refuse_unreadable(content: Any) -> None:
 def refuse_odd_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
     """Raise ValueError for a tensor that is not dense numbers, or not of a `plain` class if any are given.
 
-    Tensors without numbers are in the files of sharded runs only. RecursionError if content holds itself.
+    RecursionError if content holds itself.
     """
-    is_sharded = isinstance(content, dict) and content.get("shards")
     for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
+        if x.is_meta:
+            raise ValueError("its numbers are in shards of an older version, whose export.py --to=ckpt.pt joins them")
         is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
-        if is_dense and type(x) in PLAIN and not x.is_meta:
+        if is_dense and type(x) in PLAIN:
             is_dense = x.nbytes <= x.untyped_storage().nbytes()  # no number that is expanded to many
-        if not is_dense or (x.is_meta and not is_sharded) or (plain and type(x) not in plain):
-            raise ValueError(
-                "it holds a tensor that is sparse, nested, quantized, expanded, sharded or without numbers"
-            )
+        if not is_dense or (plain and type(x) not in plain):
+            raise ValueError("it holds a tensor that is sparse, nested, quantized, expanded or sharded")
 
 
 def load(path: Path, checksums: bool = True, numbers: bool = True) -> Any:

@@ -7,16 +7,14 @@ is refused. AdamW and Muon take hyperparameters from the settings, others from t
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deskgpt.checkpoint.folders import fill
 from deskgpt.compute.optimizer import Muon
+from deskgpt.compute.sharding import is_dtensor, sharded_as
 from deskgpt.system.terminal import reason
 from model import GPT
 
@@ -49,18 +47,17 @@ class OptimizerState:
             "attributes": attributes(self.optimizer),
         }
 
-    def load(self, state: dict[str, Any] | None, source: str, folder: Path | None = None) -> None:
-        """Take back what `state` has given.
+    def load(self, state: dict[str, Any] | None, source: str) -> None:
+        """Take back what `state` has given; full tensors of rank 0 if the model is sharded, on all ranks at once.
 
-        folder: Checkpoint.folder. If the model is sharded, each rank loads its rows. Raises ValueError, naming
-        `source`, if the state does not belong to the model or the optimizer.
+        Raises ValueError, naming `source`, if the state does not belong to the model or the optimizer.
         """
         if not state:
             raise ValueError(f"{source} has no optimizer state: begin a new run with its weights: --init_from={source}")
         try:
             theirs = state.get("class") or ("Muon" if "momentum" in state["param_groups"][-1] else "AdamW")
             if theirs == type(self.optimizer).__name__:
-                self._load(state, folder)
+                self._load(state)
                 return
         except Exception as e:  # an untrusted state can raise nearly anything
             raise ValueError(f"{source}: the optimizer state does not fit the model ({reason(e)})") from None
@@ -70,7 +67,7 @@ class OptimizerState:
             f"weights: --init_from={source}"
         )
 
-    def _load(self, state: dict[str, Any], folder: Path | None) -> None:
+    def _load(self, state: dict[str, Any]) -> None:
         own = self.optimizer.param_groups
         theirs = state["param_groups"]
         if state.get("names", self.names) != self.names:
@@ -87,30 +84,12 @@ class OptimizerState:
             groups.append(tree_map_only(Tensor, lambda x: x.to(self.params[0].device), saved | kept))
         known = attributes(self.optimizer)
         vars(self.optimizer).update({k: v for k, v in state.get("attributes", {}).items() if k in known})
-        self.optimizer.load_state_dict(
-            {"state": self._laid_out(state["state"], numbers, folder), "param_groups": groups}
-        )
-
-    def _laid_out(self, state: dict[Any, Any], numbers: list[int], folder: Path | None) -> dict[Any, Any]:
-        """Return copies of the tensors in `state`, which may still be in shards, sharded as the parameters are.
-
-        numbers: of the parameters in it.
-        """
-        saved = {}
-        tensors = {}
-        laid_out = {number: copy.copy(values) for number, values in state.items()}
-        for number, p, name in zip(numbers, self.params, self.names, strict=True):
-            for kind, value in state.get(number, {}).items():
+        for number, p in zip(numbers, self.params, strict=True):
+            values = state["state"].get(number, {}) if is_dtensor(p) else {}
+            for kind, value in values.items():
                 if isinstance(value, Tensor) and value.dim():
-                    like: Tensor = p if value.shape == p.shape else value
-                    mine = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
-                    saved[f"{kind}.{name}"] = value
-                    tensors[f"{kind}.{name}"] = mine
-                    laid_out[number][kind] = mine
-                elif isinstance(value, Tensor):
-                    laid_out[number][kind] = value.clone()
-        fill(tensors, saved, folder)
-        return laid_out
+                    values[kind] = sharded_as(value, p)  # in place, so that full ones are freed one by one
+        self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
 
 
 def attributes(optimizer: torch.optim.Optimizer, *_: Any) -> dict[str, Any]:

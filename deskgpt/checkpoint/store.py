@@ -1,8 +1,8 @@
 """The checkpoints of a run's folder: ckpt.pt, the last one, and ckpt_best.pt, the best one by its val loss.
 
-A checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it, in one file (ckpt_file.py). If the model
-is sharded, the file names a folder of shards beside it, which has the tensors (folders.py). A crash at any moment
-leaves an intact checkpoint. nanoGPT's own checkpoints are read too.
+A checkpoint is nanoGPT's dictionary with what an exact resume needs beyond it, in one file (ckpt_file.py), also of a
+sharded run: each layout resumes from any other. torch.distributed.checkpoint's own format has a pickle, and no folder
+is replaced in one step. A crash at any moment leaves an intact checkpoint. nanoGPT's own checkpoints are read too.
 """
 
 from __future__ import annotations
@@ -10,24 +10,20 @@ from __future__ import annotations
 import math
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
-from torch.distributed import ProcessGroup
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deskgpt.checkpoint import ckpt_file, folders
-from deskgpt.checkpoint.folders import agreed, fill
+from deskgpt.checkpoint import ckpt_file
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.sharding import local
+from deskgpt.compute.sharding import copy_full, is_sharded
 from deskgpt.system.files import TEMPORARY, Fields, check_record, copy, is_number, sync_folder
 from model import GPT, GPTConfig
 
@@ -62,13 +58,7 @@ class Checkpoint:
     progress: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
     metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
     extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
-    shards: dict[str, Any] | None = None  # of a sharded run: the folder with its tensors, and the files in it
     path: Path | None = None  # that it was loaded from; not saved
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of shards; then tensors here have shapes and no numbers, until weights_of or fill read them."""
-        return self.path.parent / self.shards["folder"] if self.path and self.shards else None
 
 
 def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -79,100 +69,39 @@ def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-def save(checkpoint: Checkpoint, out_dir: Path, best: bool, group: ProcessGroup | None = None) -> None:
+def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     """Write out_dir/ckpt.pt; with `best`, first the same as out_dir/ckpt_best.pt, a file of its own.
 
-    With a group of ranks, which all call this with their rows, the tensors go into a folder of shards. Each file is
-    durable before the next one is begun, and its predecessor is kept until then: one checkpoint's size must be free.
-    Raises OSError if one cannot be written, ValueError if it should not be. The checkpoints before are then unharmed,
-    and ckpt_best.pt may be the new one.
+    Each file is durable before the next one is begun, and its predecessor is kept until then: one checkpoint's size
+    must be free. Raises OSError if one cannot be written, ValueError if it should not be. The checkpoints before are
+    then unharmed, and ckpt_best.pt may be the new one.
     """
     path = out_dir / NAME
     before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
     content = content_of(checkpoint)
-
-    def check() -> None:
-        try:
-            ckpt_file.refuse_unreadable(content)
-            if not math.isfinite(magnitude(content)):
-                raise ValueError("weights or moments hold NaN or infinity")
-            if magnitude(checkpoint.model) > LARGEST_WEIGHT:
-                raise ValueError(f"there are weights above {LARGEST_WEIGHT:g}, which no step can mend")
-        except ValueError as e:
-            raise ValueError(f"{path} is not written: {e}{before}") from None
-
-    def write() -> None:
-        if group is not None and distributed.get_rank(group) > 0:
-            return
+    try:
+        ckpt_file.refuse_unreadable(content)
+        if not math.isfinite(magnitude(content)):
+            raise ValueError("weights or moments hold NaN or infinity")
+        if magnitude(checkpoint.model) > LARGEST_WEIGHT:
+            raise ValueError(f"there are weights above {LARGEST_WEIGHT:g}, which no step can mend")
+    except ValueError as e:
+        raise ValueError(f"{path} is not written: {e}{before}") from None
+    try:
         ckpt_file.write(content | {"format": FORMAT}, out_dir / BEST if best else path)
         sync_folder(out_dir)
         if best:
             copy(out_dir / BEST, path)
             sync_folder(out_dir)
-
-    agreed(group, check)
-    try:
-        if group is not None:
-            content = with_shards(content, out_dir, group)
-        agreed(group, write)
     except OSError as e:
         raise OSError(
             f"cannot write {path}: {e.strerror or e}; free some disk space or choose another --out_dir{before}"
         ) from None
-    finally:
-        if group is None or distributed.get_rank(group) == 0:
-            for folder in unused_shards(out_dir):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def with_shards(content: dict[str, Any], out_dir: Path, group: ProcessGroup | None) -> dict[str, Any]:
-    """Write the tensors of a checkpoint's content into a folder of shards, and return what is left for its file."""
-    folder = f"shards-{content['iter_num']:08}-{secrets.token_hex(4)}"
-    # Rank 0 decides: others have drawn another name, and may have no rows to compare.
-    folder, tied = agreed(group, lambda: (folder, tied_names(content["model"])))[0]
-    tensors: dict[str, Tensor] = {}
-
-    def without_numbers(name: str, tensor: Tensor) -> Tensor:
-        tensors.setdefault(name, tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    content = replaced(content | {"shards": {"folder": folder, "tied": tied}}, without_numbers)
-    content["shards"]["files"] = folders.write(tensors, out_dir / folder, group)
-    return content
-
-
-def tied_names(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return the first name of each weight that shares its numbers with one before it, such as a tied head."""
-    first: dict[tuple[int, torch.Size], str] = {}
-    names = {name: first.setdefault((local(w).data_ptr(), w.shape), name) for name, w in weights.items()}
-    return {name: other for name, other in names.items() if name != other}
-
-
-def replaced(content: dict[str, Any], call: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Return content with call(name, tensor) in place of each tensor of the weights and the optimizer's state.
-
-    name: in shards, such as transformer.wte.weight (for lm_head.weight too if it is tied) or exp_avg.lm_head.weight.
-    """
-    tied = content["shards"]["tied"]
-    model = {name: call(tied.get(name, name), w) for name, w in content["model"].items()}
-    optimizer = content["optimizer"] or {"state": {}}
-    state: dict[Any, Any] = {}
-    for number, values in optimizer["state"].items():
-        state[number] = dict(values)
-        for kind, value in values.items():
-            if isinstance(value, Tensor) and value.dim():
-                state[number][kind] = call(f"{kind}.{optimizer['names'][number]}", value)
-    return content | {"model": model, "optimizer": optimizer | {"state": state}}
-
-
-def write_file(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a checkpoint as one file, which nanoGPT reads. Raises ValueError or OSError."""
-    ckpt_file.write(content_of(full(checkpoint)) | {"format": FORMAT}, path)
 
 
 def magnitude(value: Any) -> float:
     """Return the sum of the largest numbers of each tensor in value; NaN or infinite if one of all numbers is."""
-    tensors = [local(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
     tensors = [x if x.itemsize > 1 else x.float() for x in tensors if x.numel() and not x.is_meta]
     return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
 
@@ -201,22 +130,10 @@ def leftovers(out_dir: Path) -> list[Path]:
     return [path for path in found if path.is_symlink() or not path.is_dir()]
 
 
-def unused_shards(out_dir: Path, besides: tuple[str, ...] = ()) -> list[Path]:
-    """Return the folders of shards that no checkpoint names, besides those of these names. [] if one is unreadable."""
-    found = [path for path in out_dir.glob("shards-*") if folders.NAME.fullmatch(path.name) and not path.is_symlink()]
-    used = set()
-    with suppress(ValueError):
-        for path in candidates(out_dir) if found else []:
-            if path.name not in besides:
-                used.add(read(path, checksums=False, numbers=False).folder)
-        return [folder for folder in found if folder not in used]
-    return []
-
-
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
     """Make out_dir, and move these files of an earlier run into its new folder previous-N, which it returns.
 
-    Their shards go with them. None without such files. Raises OSError if out_dir cannot be written.
+    None without such files. Raises OSError if out_dir cannot be written.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -228,7 +145,7 @@ def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
             n += 1
         folder = out_dir / f"previous-{n}"
         folder.mkdir()
-        for path in (*unused_shards(out_dir, names), *found):
+        for path in found:
             os.replace(path, folder / path.name)
     except OSError as e:
         raise OSError(f"out_dir={out_dir} cannot be written: {e.strerror}; choose another --out_dir") from None
@@ -277,7 +194,8 @@ def load(
     """Return the last good checkpoint of the folder out_dir, or the one at the path of a .pt file.
 
     print0 is told of a damaged one. dist: all ranks call this and find the same; the first one compares checksums.
-    checksums: False leaves them out, and tensors have shapes alone. Raises ValueError if there is no good one.
+    checksums: False leaves them out, and tensors have shapes alone, as on the other ranks of a sharded run. Raises
+    ValueError if there is no good one.
     """
     path = Path(out_dir)
     found = [path] if folder_of(path) != path else candidates(path) or [path / NAME]
@@ -293,9 +211,11 @@ def load(
             saved = read(p, checksums and (dist is None or dist.is_first), numbers=checksums)
         except ValueError as e:
             damage = str(e)
-        if dist is not None and checksums and not dist.all(saved is not None):
+        if dist is not None and not dist.all(saved is not None):
             saved = None
         if saved is not None:
+            if dist is not None:  # only numbers tell whether a head is tied
+                saved.model_args = dist.gather(saved.model_args)[0]
             if damages:
                 print0(f"{damages[0]}: resuming {p.name}, step {saved.iter_num}")
             return saved
@@ -303,12 +223,17 @@ def load(
     raise ValueError(f"{', and '.join(damages)}; restore it from a copy, or name another checkpoint")
 
 
-def resume(out_dir: str | Path, print0: Callable[[str], object] = str, dist: DistContext | None = None) -> Checkpoint:
+def resume(
+    out_dir: str | Path,
+    print0: Callable[[str], object] = str,
+    dist: DistContext | None = None,
+    checksums: bool = True,
+) -> Checkpoint:
     """As load, for a run that is resumed: best_val_loss is what the best checkpoint on the disk was evaluated at.
 
     It is infinite if no checkpoint there was evaluated on the same data.
     """
-    saved = load(out_dir, print0, dist)
+    saved = load(out_dir, print0, dist, checksums)
     saved.best_val_loss = evaluated_loss(saved)
     path = best_of(folder_of(out_dir))
     if path is None or path == saved.path:
@@ -358,7 +283,7 @@ def damage_of(path: Path) -> str | None:
 
 
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
-    """Return a checkpoint, its tensors on the CPU; those of a sharded run have only shapes.
+    """Return a checkpoint, its tensors on the CPU.
 
     checksums: whether to compare those of files, and to look for numbers that are not finite.
     numbers: False leaves tensors with their shapes alone. Raises ValueError with words that follow the path.
@@ -371,7 +296,7 @@ def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint
         found = {FORMER_NAMES.get(name, name): value for name, value in found.items()}
         check_record(found, CONTENT, required=("model", "model_args"))
         saved = checkpoint_of(found, path)
-        check_content(saved, checksums)
+        check_content(saved)
         if checksums and not math.isfinite(magnitude(found)):
             raise ValueError("weights or moments hold NaN or infinity")
     except Exception as e:  # an untrusted content can raise nearly anything
@@ -400,24 +325,16 @@ def checkpoint_of(found: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
-    """Return the full weights of a loaded checkpoint, on the CPU. Raises ValueError if they cannot be read."""
-    return full(replace(saved, optimizer=None)).model
-
-
-def full(saved: Checkpoint) -> Checkpoint:
-    """Return a loaded checkpoint with its tensors on the CPU. Raises ValueError if they cannot be read."""
-    if saved.folder is None:
-        return saved
-    tensors: dict[str, Tensor] = {}
-    content = replaced(content_of(saved), lambda name, x: tensors.setdefault(name, torch.empty_like(x, device="cpu")))
-    folders.read(tensors, saved.folder)
-    return Checkpoint(**content | {"shards": None})
+    """Return the weights of a loaded checkpoint, on the CPU."""
+    return saved.model
 
 
 def restore_weights(model: GPT, saved: Checkpoint) -> None:
-    """Copy the weights of a loaded checkpoint into a model of its shape, full or sharded. Raises ValueError."""
-    tied = saved.shards["tied"] if saved.shards else {}
-    fill({tied.get(name, name): w.detach() for name, w in model.state_dict().items()}, saved.model, saved.folder)
+    """Copy the weights of a loaded checkpoint into a model of its shape; rank 0's into a sharded one, on all ranks."""
+    if is_sharded(model):
+        copy_full(saved.model, model.state_dict())
+    else:
+        model.load_state_dict(saved.model)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------
@@ -433,23 +350,16 @@ def is_loss(value: Any) -> bool:
 
 
 CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), lambda value: isinstance(value, dict))
-OPTIONAL = ("optimizer", "scaler", "tokenizer", "variant", "progress", "metadata", "extra_state", "shards")
+OPTIONAL = ("optimizer", "scaler", "tokenizer", "variant", "progress", "metadata", "extra_state")
 CONTENT |= dict.fromkeys(OPTIONAL, lambda value: isinstance(value, dict | None))
 CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), lambda value: isinstance(value, str | None))
 CONTENT |= {"best_val_loss": is_loss, "iter_num": lambda x: is_number(x) and x < MOST_STEPS}
 
 
-def check_content(saved: Checkpoint, checksums: bool) -> None:
+def check_content(saved: Checkpoint) -> None:
     """Raise ValueError, or an error of a wrong type, if a checkpoint does not hold what it should."""
     for name, w in saved.model.items():
         if not (isinstance(name, str) and isinstance(w, Tensor) and not w.is_complex()):
             raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of numbers")
     GPTConfig.from_args(saved.model_args, "its model")
     evaluated_loss(saved)
-    if saved.folder is not None and saved.shards is not None:
-        if not folders.NAME.fullmatch(saved.shards["folder"]):
-            raise ValueError("its shards are not beside it")
-        sizes: dict[str, int] = {}
-        replaced(content_of(saved), lambda name, x: torch.empty(0 * sizes.setdefault(name, x.nbytes)))
-        if sum(sizes.values()) > folders.check(saved.folder, saved.shards["files"], checksums):
-            raise ValueError("its tensors are larger than its shards")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.system import hardware
-from deskgpt.system.limits import allow_open_files
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,8 @@ class DistContext:
 
 # Variables in which srun, and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH, tell a process how many there are.
 OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
-WAIT_S = 10.0  # how long ranks may wait for each other without a word
 
 
 class DistEnv(NamedTuple):
@@ -98,8 +95,7 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
     Raises ValueError if another launcher started several processes, each of which would train the whole run, or if
     variables are left over from something else.
     """
-    found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    found |= {name: value for name, value in environ.items() if value}
+    found = {name: value for name, value in environ.items() if value}
     if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
         for name in OTHER_LAUNCHERS:
             if found.get(name, "1") != "1":
@@ -108,26 +104,25 @@ def dist_env(environ: Mapping[str, str]) -> DistEnv:
                     f"by itself: start one; {USE_TORCHRUN}"
                 )
         return DistEnv()
-    there = " and ".join(f"{name}={found[name]}" for name in NEEDED if name in found)
-    for name in NEEDED:
-        if name not in found:
-            raise ValueError(
-                f"{there} are set, but {name} is not: unset RANK and WORLD_SIZE to train in one process; {USE_TORCHRUN}"
-            )
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        if not found[name].isdecimal():
-            raise ValueError(f"{name}={found[name]} is not a number: unset RANK and WORLD_SIZE to train in one process")
-    rank = int(found["RANK"])
-    world = int(found["WORLD_SIZE"])
-    if rank >= world:
-        raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}; {USE_TORCHRUN}")
+    try:
+        rank = int(found["RANK"])
+        world = int(found["WORLD_SIZE"])
+        local_rank = int(found.get("LOCAL_RANK", 0))
+        local_world = int(found.get("LOCAL_WORLD_SIZE", 1))
+        has_address = bool(found["MASTER_ADDR"]) and found["MASTER_PORT"].isdecimal()
+        is_complete = has_address and min(rank, local_rank) >= 0 and rank < world
+    except (KeyError, ValueError):
+        is_complete = False
+    if not is_complete:
+        there = " ".join(f"{name}={found.get(name, '')}" for name in FROM_TORCHRUN)
+        raise ValueError(f"{there} are not of torchrun: unset RANK and WORLD_SIZE to train alone; {USE_TORCHRUN}")
     restarts = found.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
             f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses of ended ones (PyTorch's "
             "issue 167288); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
         )
-    return DistEnv(rank, world, int(found["LOCAL_RANK"]), int(found["LOCAL_WORLD_SIZE"]), distributed=True)
+    return DistEnv(rank, world, local_rank, local_world, distributed=True)
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
@@ -145,7 +140,6 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux sends SIGTERM when torchrun is killed
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if dist.distributed:
-        allow_open_files()
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":
@@ -153,21 +147,14 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         if backend == "nccl":
             backend = "cpu:gloo,cuda:nccl"  # gloo for what the ranks agree on, such as when to stop
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-        waiting = (
-            f"rank {env.rank} of {env.world} is waiting for the others at {address}; to train alone, unset RANK and "
-            f"WORLD_SIZE; {USE_TORCHRUN}"
-        )
-        notice = threading.Timer(WAIT_S, print, (waiting,), {"flush": True})
-        notice.daemon = True
-        if env.local_rank == 0:
-            notice.start()
         try:
             torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:  # the port is taken, the host is unknown, or a rank has not come in time
             why = str(e).splitlines()[0]
-            raise OSError(f"cannot meet the other {env.world - 1} ranks at {address}: {why}") from None
-        finally:
-            notice.cancel()
+            raise OSError(
+                f"cannot meet the other {env.world - 1} ranks at {address}: {why}; to train alone, unset RANK and "
+                "WORLD_SIZE"
+            ) from None
     if device_name == "auto" and device.type == "cpu" and dist.is_first:
         reason = hardware.unused_gpu()
         if reason:
@@ -187,9 +174,7 @@ def data_parallel(model: nn.Module, dist: DistContext) -> nn.Module:
     device_ids = [dist.device.index] if dist.device.type == "cuda" else None
     # Which parameters get a gradient may depend on the text, as with experts. Without find_unused_parameters, a run
     # would end at the first step in which one of them has none.
-    net = DDP(model, device_ids=device_ids, find_unused_parameters=True)
-    silence_first_forward(net)
-    return net
+    return DDP(model, device_ids=device_ids, find_unused_parameters=True)
 
 
 def leave_ranks(net: nn.Module, dist: DistContext) -> None:
@@ -206,24 +191,6 @@ def leave_ranks(net: nn.Module, dist: DistContext) -> None:
 def gradients_exchanged(net: nn.Module, now: bool) -> AbstractContextManager:
     """Return a context for a backward pass after which ranks exchange gradients only if now. FSDP does at each."""
     return net.no_sync() if isinstance(net, DDP) and not now else nullcontext()
-
-
-def silence_first_forward(net: nn.Module) -> None:
-    """Drop what the first forward pass writes to stderr: DDP warns there that all parameters have gradients."""
-    kept = os.dup(2)
-
-    def begin(*_: Any) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-        os.close(null)
-
-    def end(*_: Any) -> None:
-        os.dup2(kept, 2)
-        os.close(kept)
-        for handle in handles:
-            handle.remove()
-
-    handles = [net.register_forward_pre_hook(begin), net.register_forward_hook(end, always_call=True)]
 
 
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:

@@ -63,13 +63,15 @@ def make_optimizer(
 def step_if_finite(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
     """Take a step of any optimizer, unless the norm of the gradients is not finite: then nothing changes.
 
-    On CUDA, only an optimizer that skips by itself need not wait for the device.
+    On CUDA, an optimizer that skips by itself is told as GradScaler tells it, and nothing waits for the device.
     """
     if scaler.is_enabled():  # it has looked at the gradients itself
         scaler.step(optimizer)
         scaler.update()
     elif grad_norm.device.type == "cuda" and skips_by_itself(optimizer):
-        step_unless(optimizer, ~grad_norm.isfinite())
+        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
     elif grad_norm.isfinite():
         optimizer.step()
 
@@ -82,16 +84,6 @@ def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     step = type(optimizer).step
     is_known = step.__module__ == __name__ or step.__module__.startswith("torch.optim.")
     return is_known and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def step_unless(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Take a step of an optimizer that skips by itself, unless `skipped` () is true on the device; nothing waits.
-
-    The kernels are told as GradScaler tells them.
-    """
-    optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
-    optimizer.step()
-    del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 class Muon(torch.optim.AdamW):

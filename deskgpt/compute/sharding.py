@@ -26,9 +26,7 @@ def shards_of(dp_shard: int, world: int) -> int:
     """Return how many ranks share one copy: dp_shard, or all for -1. Raises ValueError if it is no divisor."""
     n = world if dp_shard == -1 else dp_shard
     if n < 1 or world % n:
-        divisors = [d for d in range(1, world + 1) if world % d == 0]
-        nearest = min(divisors, key=lambda d: abs(d - n))
-        raise ValueError(f"dp_shard={dp_shard} does not divide the number of ranks, {world}; try --dp_shard={nearest}")
+        raise ValueError(f"dp_shard={dp_shard} does not divide the number of ranks, {world}; try --dp_shard=-1")
     return n
 
 
@@ -104,8 +102,6 @@ def names_of_shared(model: GPT) -> list[list[str]]:
 
 def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str = "float32") -> GPT:
     """Return the model sharded on the device, with rank 0's weights. Other ranks' model may be on the meta device."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     copy = GPT.without_storage(model.config)
     shard(copy, mesh, dtype)
     shared = names_of_shared(copy)
@@ -114,24 +110,13 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str 
         for name in others:
             module, _, attribute = name.rpartition(".")
             setattr(copy.get_submodule(module), attribute, copy.get_parameter(first))
-    is_first = torch.distributed.get_rank() == 0
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(copy, model.state_dict() if is_first else {}, options=options)
-    buffers = dict(model.named_buffers())
-    for name, buffer in copy.named_buffers():  # also those that a state_dict leaves out
-        if is_first:
-            buffer.copy_(buffers[name])
-        torch.distributed.broadcast(buffer, 0)
+    copy_full(dict(model.named_parameters()), dict(copy.named_parameters()))
+    copy_full(dict(model.named_buffers()), dict(copy.named_buffers()))  # also those that a state_dict leaves out
     return copy
 
 
 def is_sharded(model: GPT) -> bool:
     return hasattr(model, "reshard")  # after a forward pass, parameters of the root's unit are no DTensors for a while
-
-
-def group_for_saves(timeout_s: float) -> torch.distributed.ProcessGroup:
-    """Return a second group of all ranks, so that saves during training do not mix with what training sends."""
-    return torch.distributed.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
 
 
 def free_gathered(model: GPT) -> None:
@@ -169,3 +154,25 @@ def rows_of(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return local(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))
+
+
+def sharded_as(full: Tensor, like: Any) -> Tensor:
+    """Return rank 0's full tensor, sharded as `like` is if it has the same shape. All ranks call this.
+
+    On other ranks `full` may be without numbers.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    is_first = torch.distributed.get_rank() == 0
+    source = full.to(like.device) if is_first else torch.empty(full.shape, dtype=full.dtype, device=like.device)
+    if is_dtensor(like) and full.shape == like.shape:
+        return distribute_tensor(source, like.device_mesh, like.placements)
+    torch.distributed.broadcast(source, 0)
+    return source
+
+
+@torch.no_grad()
+def copy_full(full: dict[str, Tensor], to: dict[str, Tensor]) -> None:
+    """Copy rank 0's full tensors into those of the same names of a sharded model. All ranks call this."""
+    for name, tensor in to.items():
+        local(tensor).copy_(local(sharded_as(full[name].detach(), tensor)))

@@ -28,7 +28,8 @@ def refuse_beyond_memory(
     """
     model = GPT.without_storage(config)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    needed_on = {torch.device("cpu"): float(builds * weights)}
+    gathers = trains and shards > 1  # weights and two moments, for a checkpoint
+    needed_on = {torch.device("cpu"): float(builds * weights * (3 if gathers else 1))}
     needed_on[device] = max((3 if trains else 1) * weights / shards, needed_on.get(device, 0.0))
     for each, needed in needed_on.items():
         if needed > hardware.usable_memory_bytes(each):

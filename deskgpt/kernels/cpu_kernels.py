@@ -15,13 +15,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from deskgpt.system import cache
@@ -35,22 +33,12 @@ ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 # GCC up to 13 deletes stores without the last flag (compute/compiling.py). Rows of bfloat16 are moved as wider words:
 # -fno-strict-aliasing allows that.
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing", "-mno-align-stringops")
-COMPILE_S = 300  # compiling takes 5 s; after this time the compiler, or another process that compiles, hangs
-UNUSED_S = 30 * 86400  # libraries that nobody has loaded for so long are deleted
+COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 
 FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax_in_place")  # of the library
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 ATTENTION = "deskgpt.causal_attention.default"  # the operator's name
-
-SELF_TEST = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from deskgpt.kernels import cpu_kernels, self_test
-cpu_kernels.open_library(Path(sys.argv[2]))
-self_test.main()
-"""
 
 _library: ctypes.CDLL | None = None  # set by load
 _dtypes: tuple[torch.dtype, ...] = ()  # that `takes` admits: set by load, emptied by unload
@@ -77,17 +65,12 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
         return
     try:
         library = path()
-        # filelock's own fallback, a file that exists, would outlive a crash.
-        with FileLock(library.with_suffix(".lock"), timeout=COMPILE_S, fallback_to_soft=False):
-            if not is_intact(library):
-                print0("compiling kernels for this processor, once")
-                compile_to(library)
-            if not is_intact(library):
-                raise RuntimeError(f"others can write in {library.parent}: set XDG_CACHE_HOME to a folder of your own")
-            open_library(library)
-            os.utime(library)
-    except Timeout:
-        raise Unavailable(f"another process has been compiling them for {COMPILE_S} s") from None
+        if not is_intact(library):
+            print0("compiling kernels for this processor, once")
+            compile_to(library)
+        if not is_intact(library):
+            raise RuntimeError(f"others can write in {library.parent}: set XDG_CACHE_HOME to a folder of your own")
+        open_library(library)
     except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as e:
         raise Unavailable(" ".join(str(e).split())[:200]) from None
 
@@ -161,10 +144,13 @@ def is_intact(library: Path) -> bool:
 
 
 def compile_to(library: Path) -> None:
-    """Compile the kernels. A run that is killed leaves no part of a library under this name. Raises RuntimeError."""
+    """Compile the kernels. Several processes may, and one that is killed leaves no part of a library under this name.
+
+    Raises RuntimeError.
+    """
     command = compiler_command()
     torch_folder = Path(torch.__file__).parent
-    unfinished = library.with_suffix(".tmp")
+    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     words = [*command, *flags(), f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(unfinished)]
     words += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
@@ -179,9 +165,6 @@ def compile_to(library: Path) -> None:
     with replacing(library) as file:
         os.fchmod(file.fileno(), 0o700)
         file.write(content + hashlib.sha256(content).digest())
-    for other in library.parent.glob("cpu_kernels-*.so"):
-        if other.lstat().st_mtime < time.time() - UNUSED_S:
-            other.unlink()
 
 
 def check_results(library: Path) -> None:
@@ -189,8 +172,7 @@ def check_results(library: Path) -> None:
 
     Compilers have been wrong before (bench/results/2026-11-22-gcc-dse.md).
     """
-    root = str(SOURCE.parents[2])
-    words = [sys.executable, "-c", SELF_TEST, root, str(library)]
+    words = [sys.executable, str(Path(__file__).with_name("self_test.py")), str(library)]
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=COMPILE_S)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -285,20 +267,12 @@ def attention_backward(
     return outputs
 
 
-def activation(x: Tensor, name: str) -> Tensor:
-    """One of ACTIVATIONS, elementwise."""
-    assert takes(x)
+def activation(x: Tensor, name: str, g: Tensor | None = None) -> Tensor:
+    """Return one of ACTIVATIONS, elementwise; with g, the gradient by its result, return the gradient by x."""
     x = x.contiguous()
-    y = torch.empty_like(x)
-    call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(None), pointer(y), x.numel())
-    return y
-
-
-def activation_backward(g: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return the gradient by x; g: that by activation(x, name)."""
-    g = g.to(x.dtype).contiguous()
-    x = x.contiguous()
-    assert takes(x, g)
+    if g is not None:
+        g = g.to(x.dtype).contiguous()
+    assert takes(x, x if g is None else g)
     y = torch.empty_like(x)
     call("activation", x.dtype, ACTIVATIONS.index(name), pointer(x), pointer(g), pointer(y), x.numel())
     return y
@@ -321,44 +295,45 @@ def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
 # ---- operators -----------------------------------------------------------------------------------------------
 
 
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator of torch. fake: returns tensors of the shapes that the function returns, for torch.compile."""
+    name = f"deskgpt::{schema.partition('(')[0]}"
+    torch.library.define(name, schema[schema.index("(") :])
+    torch.library.impl(name, "CPU", function)
+    torch.library.register_fake(name, fake)
+
+
 @functools.cache
 def register_operators() -> None:
     """torch.ops.deskgpt.causal_attention and deskgpt.activation, with their gradients. Later calls do nothing."""
-    library = torch.library
-    library.define("deskgpt::causal_attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
-    library.impl("deskgpt::causal_attention", "CPU", attention_forward)
-    library.register_fake(
-        "deskgpt::causal_attention",
+    define(
+        "causal_attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)",
+        attention_forward,
         lambda q, k, v: (empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
     )
-    library.define(
-        "deskgpt::causal_attention_backward",
-        "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) -> (Tensor, Tensor, Tensor)",
-    )
-    library.impl("deskgpt::causal_attention_backward", "CPU", attention_backward)
-    library.register_fake(
-        "deskgpt::causal_attention_backward",
+    define(
+        "causal_attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse)"
+        " -> (Tensor, Tensor, Tensor)",
+        attention_backward,
         lambda g, q, k, v, o, lse: (empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)),
     )
-    library.register_autograd(
+    torch.library.register_autograd(
         "deskgpt::causal_attention",
         lambda ctx, g, _: torch.ops.deskgpt.causal_attention_backward(g, *ctx.saved_tensors),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
     )
 
-    library.define("deskgpt::activation", "(Tensor x, str name) -> Tensor")
-    library.impl("deskgpt::activation", "CPU", activation)
-    library.register_fake("deskgpt::activation", lambda x, name: x.new_empty(x.shape))
-    library.define("deskgpt::activation_backward", "(Tensor g, Tensor x, str name) -> Tensor")
-    library.impl("deskgpt::activation_backward", "CPU", activation_backward)
-    library.register_fake("deskgpt::activation_backward", lambda g, x, name: x.new_empty(x.shape))
+    def empty(x: Tensor, name: str, g: Tensor | None = None) -> Tensor:
+        return x.new_empty(x.shape)
 
     def keep_input(ctx: Any, inputs: Any, output: Any) -> None:
         x, ctx.name = inputs
         ctx.save_for_backward(x)
 
-    library.register_autograd(
+    define("activation(Tensor x, str name) -> Tensor", activation, empty)
+    define("activation_backward(Tensor x, str name, Tensor g) -> Tensor", activation, empty)
+    torch.library.register_autograd(
         "deskgpt::activation",
-        lambda ctx, g: (torch.ops.deskgpt.activation_backward(g, *ctx.saved_tensors, ctx.name), None),
+        lambda ctx, g: (torch.ops.deskgpt.activation_backward(*ctx.saved_tensors, ctx.name, g), None),
         setup_context=keep_input,
     )

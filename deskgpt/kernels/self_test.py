@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +20,9 @@ SHAPES = ((2, 3, 64, 32), (1, 2, 129, 64), (1, 1, 1, 16), (1, 2, 37, 20))  # (B,
 ROWS = ((7, 65), (33, 1000))  # of logits (N, V)
 
 
-def main() -> None:
-    """Raises SystemExit, naming the kernel and how far it is off, unless all agree with torch."""
+def main(library: Path) -> None:
+    """Raise SystemExit, naming the kernel and how far it is off, unless all of this library agree with torch."""
+    cpu_kernels.open_library(library)
     for what, error, limit in errors():
         if not error <= limit:
             raise SystemExit(f"{what} is off by {error:.2g}, allowed {limit:g}")
@@ -29,9 +35,8 @@ def errors() -> list[tuple[str, float, float]]:
     for dtype in cpu_kernels.dtypes():
         for shape in SHAPES:
             q, k, v = (torch.randn(shape, generator=draw).to(dtype) for _ in range(3))
-            found.append(
-                (f"attention of {shape} in {dtype}", error_of(our_attention, torch_attention, (q, k, v)), LIMIT[dtype])
-            )
+            error = error_of(our_attention, torch_attention, (q, k, v))
+            found.append((f"attention of {shape} in {dtype}", error, LIMIT[dtype]))
             x = 3 * torch.randn(shape, generator=draw).to(dtype)
             for name, expected in (("gelu_tanh", torch_gelu), ("relu2", torch_relu2)):
                 error = error_of(lambda x, name=name: torch.ops.deskgpt.activation(x, name), expected, (x,))
@@ -78,3 +83,7 @@ def distance(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
     """|found - expected| / |expected|, or by `least` if that is larger; NaN counts as infinite."""
     error = (found.double() - expected).norm() / expected.norm().clamp(min=least)
     return error.nan_to_num(torch.inf).item()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -153,7 +153,7 @@ class InitState:
         builds = dist.is_first or shards == 1
         refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
         with nullcontext() if builds else torch.device("meta"):
-            model = self._build(config.block_size, reads=builds)
+            model = self._build(config.block_size)
         if shards == 1:
             model = model.to(dist.device)
         else:
@@ -178,14 +178,11 @@ class InitState:
             f"gradients reach all parameters; {variant} agrees with eager float32"
         )
 
-    def _build(self, block_size: int, reads: bool = True) -> GPT:
-        """Return the model on the CPU, with its context shortened to block_size. Raises ValueError.
-
-        reads: read the numbers of a checkpoint's folder; of a sharded model not every rank needs them.
-        """
+    def _build(self, block_size: int) -> GPT:
+        """Return the model on the CPU, with its context shortened to block_size. Raises ValueError."""
         weights = self.weights
         if self.checkpoint is not None:
-            weights = store.weights_of(self.checkpoint) if reads else self.checkpoint.model
+            weights = store.weights_of(self.checkpoint)
         if weights is None:
             model = GPT(self.model_config)
         else:
@@ -260,9 +257,10 @@ def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitStat
     """
     is_resumed = config.init_from == "resume"
     source = config.out_dir if is_resumed else config.init_from
+    reads = dist.is_first or sharding.shards_of(config.dp_shard, dist.world) == 1  # other ranks get theirs from rank 0
     earlier = None
     if is_resumed:
-        saved = store.resume(source, dist.print0, dist)
+        saved = store.resume(source, dist.print0, dist, checksums=reads)
         if saved.iter_num > config.max_iters and writes:
             raise ValueError(
                 f"{source} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
@@ -277,7 +275,7 @@ def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitStat
                 f"init_from={source} is where the new run would write, too: choose another --out_dir, or resume that "
                 "run: --init_from=resume"
             )
-        saved = store.load(source, dist=dist)
+        saved = store.load(source, dist=dist, checksums=reads)
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
     init = InitState(source, model_config, None, saved, saved.tokenizer, is_resumed, earlier)
     if is_resumed:

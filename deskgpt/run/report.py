@@ -70,15 +70,13 @@ class Report:
         device = self.dist.device
         variant = state.variant
         batching = state.batching
-        compiler = compiling.compiler_name(device) if variant.compiled else None
-        by = f" by {compiler}" if compiler else ""
         name = hardware.device_name(device)
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
         parameters = millions(state.model.num_params())
         self.print0(f"number of parameters: {parameters}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
-        self.print0(f"device: {self.dist.world} x {name}, {variant}{by}{shards}")
+        self.print0(f"device: {self.dist.world} x {name}, {variant}{shards}")
         peak = f"{self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})"
         self.warm_up_s = time.perf_counter() - started
         self.print0(f"mfu refers to {peak}; warm-up took {self.warm_up_s:.1f}s")
@@ -101,7 +99,6 @@ class Report:
             compiled=variant.compiled,
             cpu_kernels=variant.cpu_kernels,
             fp8=variant.fp8,
-            compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
             measured_flops=self.measured_flops,

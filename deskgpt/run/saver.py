@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deskgpt.checkpoint import store
-from deskgpt.checkpoint.folders import agreed
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.sharding import group_for_saves, is_dtensor, is_sharded, local
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.sharding import is_dtensor, is_sharded, local, unsharded
 from deskgpt.run.report import Report
 from deskgpt.run.schedule import Config
 from deskgpt.run.train_state import TrainState
@@ -48,14 +48,14 @@ class Kept(NamedTuple):
 class Saver:
     """Writes the checkpoints of a run into out_dir, one after the other, and knows the latest and the best one there.
 
-    A save that fails is printed, and the run continues. With a group, which is for saves alone, its ranks write their
-    shards together, at the same step: a save succeeds or fails for all.
+    A save that fails is printed, and the run continues. Of a sharded run all ranks give their rows to rank 0, which
+    writes: what is saved and what is the best is decided there.
     """
 
     out_dir: Path
     print0: Callable[[str], None]
     best_val_loss: float  # of the best checkpoint on the disk; the thread that writes sets it, once the file is durable
-    group: distributed.ProcessGroup | None = None
+    sharing: DistContext | None = None  # the ranks of a sharded run
     kept: Kept | None = None  # the latest checkpoint; at first the one from which the run resumes
     is_trained_elsewhere: bool = False  # weights that can stay the best: they are saved at step 0, too
 
@@ -70,11 +70,11 @@ class Saver:
     @classmethod
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
         """Return the saver of a run. best_val_loss: of the best checkpoint in its folder."""
-        group = group_for_saves(config.dist_timeout_s) if is_sharded(state.model) else None
+        sharing = state.dist if is_sharded(state.model) else None
         kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
         is_trained_elsewhere = config.init_from not in ("scratch", "resume")
         out_dir = store.folder_of(config.out_dir)
-        return cls(out_dir, state.dist.print0, best_val_loss, group, kept, is_trained_elsewhere)
+        return cls(out_dir, state.dist.print0, best_val_loss, sharing, kept, is_trained_elsewhere)
 
     # ---- in a run ----------------------------------------------------------------------------------------
 
@@ -84,16 +84,20 @@ class Saver:
         Random weights are never the best: they are not worth a file.
         """
         self.wait()
-        return val_loss < self.best_val_loss and (step > 0 or self.is_trained_elsewhere)
+        is_best = val_loss < self.best_val_loss and (step > 0 or self.is_trained_elsewhere)
+        return self.sharing.gather(is_best)[0] if self.sharing else is_best
 
     def save_if_new(self, state: TrainState, report: Report, best_val_loss: float | None = None) -> None:
         """Save the run as it is now, unless its step was saved already. All ranks call this.
 
         best_val_loss: the model's, if it is_best.
         """
-        if state.step == self.latest_step and best_val_loss is None:
+        is_saved = state.step == self.latest_step and best_val_loss is None
+        if self.sharing:
+            is_saved = self.sharing.gather(is_saved)[0]  # rank 0 alone knows of a save that failed
+        if is_saved:
             return
-        if state.dist.is_first or self.group is not None:
+        if state.dist.is_first or self.sharing:
             self.print0(f"saving checkpoint to {self.out_dir}")
             with report.timer.spent_on("saving"):
                 self.wait()
@@ -140,7 +144,8 @@ class Saver:
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
                     f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
                 )
-            state.rewind(store.load(kept.path, dist=state.dist), kept.path, position)
+            reads = self.sharing is None or self.sharing.is_first
+            state.rewind(store.load(kept.path, dist=state.dist, checksums=reads), kept.path, position)
             state.dist.all(True)  # no rank replaces the file while another reads it
         text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
         report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
@@ -161,9 +166,11 @@ class Saver:
         """Begin to write, after the save before has ended. What it holds may change afterwards."""
         self.wait()
         self.last = Saved(checkpoint.iter_num, best)
-        if has_room_for(checkpoint):
-            # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
+        if self.sharing or has_room_for(checkpoint):
             copy = snapshot(checkpoint)
+            if self.sharing and not self.sharing.is_first:
+                return self.last
+            # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
             self._thread = threading.Thread(target=self._write, args=(copy, self.last), name="saver")
             self._thread.start()
             return self.last
@@ -175,9 +182,9 @@ class Saver:
         t0 = time.perf_counter()
         try:
             if not self._has_taken_over:
-                agreed(self.group, self._take_over)
+                store.take_over(self.out_dir, self.print0)
                 self._has_taken_over = True
-            store.save(checkpoint, self.out_dir, saved.best, self.group)
+            store.save(checkpoint, self.out_dir, saved.best)
             self.kept = Kept(self.out_dir / store.NAME, saved.step)
             if saved.best:
                 self.best_val_loss = checkpoint.best_val_loss
@@ -188,10 +195,6 @@ class Saver:
         saved.write_s = time.perf_counter() - t0
         if isinstance(saved.error, OSError | ValueError):
             self.print0(f"{saved.error}; the run continues and tries again at the next save")
-
-    def _take_over(self) -> None:
-        if self.group is None or distributed.get_rank(self.group) == 0:
-            store.take_over(self.out_dir, self.print0)
 
     def wait(self) -> None:
         """Return when the last save has ended."""
@@ -206,17 +209,22 @@ class Saver:
 
 
 def snapshot(state: Checkpoint) -> Checkpoint:
-    """Return a copy in the machine's memory. Tensors that share their numbers share them in it too."""
-    copies: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    """Return a copy in the machine's memory. Tensors that share their numbers share them in it too.
+
+    Of sharded tensors rank 0 gets full ones. All ranks that share them call this.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    gathered: dict[int, Tensor] = {}
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
     def copied(tensor: Tensor) -> Tensor:
+        storage = local(tensor).untyped_storage()
+        key = storage._cdata  # of rows also where there are none, so that all ranks gather the same
         if is_dtensor(tensor):
-            # DTensor.from_local would move the copy back to the GPU.
-            names, frame = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": copied(local(tensor))}
-            return type(tensor).__tensor_unflatten__(inner, frame, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
-        storage = tensor.untyped_storage()
-        key = (tensor.device, storage.data_ptr())
+            if key not in gathered:
+                full = unsharded(tensor)
+                gathered[key] = full.cpu() if is_first else torch.empty(0)
+            return gathered[key]
         if key not in copies:
             copies[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
         made = torch.empty(0, dtype=tensor.dtype)
@@ -228,7 +236,7 @@ def snapshot(state: Checkpoint) -> Checkpoint:
 
 def has_room_for(state: Checkpoint) -> bool:
     """Return whether the memory for a snapshot is free, as far as the system tells."""
-    tensors = [local(x) for x in tree_leaves(vars(state)) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(vars(state)) if isinstance(x, Tensor)]
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     free_bytes = hardware.free_memory_bytes()
     return free_bytes is None or MEMORY_FACTOR * sum(storages.values()) < free_bytes

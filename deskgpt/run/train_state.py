@@ -157,7 +157,7 @@ class TrainState:
 
     def _restore(self, saved: Checkpoint, source: str, trains: bool) -> None:
         if trains:
-            self.optimizer_state.load(saved.optimizer, source, saved.folder)
+            self.optimizer_state.load(saved.optimizer, source)
         self.step = saved.iter_num
         self._saved_extra = saved.extra_state or {}
         for name in self._extra:

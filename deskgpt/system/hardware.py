@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 import os
 import platform
@@ -182,13 +181,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
     return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
-
-
-def release_memory(device: torch.device) -> None:
-    """Free torch's reserved memory and compiled code, and forget the peak, after memory has run out."""
-    gc.collect()
-    torch.compiler.reset()
-    forget_peak(device)
 
 
 def forget_peak(device: torch.device) -> None:

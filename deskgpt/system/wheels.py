@@ -25,19 +25,13 @@ class Gpu(NamedTuple):
 
 
 def nvidia_gpu() -> Gpu | None:
-    """Return the first NVIDIA card that nvidia-smi lists; None if there is none, or no driver."""
-    name = re.search(r"^GPU 0: (.+?)(?: \(UUID.*)?$", answer("nvidia-smi", "-L"), re.M)
-    if name is None:
-        return None
+    """Return the first NVIDIA card that nvidia-smi lists; None if there is none, or its driver does not describe it."""
+    listed = answer("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+    card = re.match(r"(.+), (\d+)\.(\d+)", listed)
     cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", answer("nvidia-smi"))
-    # Drivers too old to print the capability are too old for each of these builds.
-    capability = re.match(r"(\d+)\.(\d+)", answer("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"))
-    return Gpu(name[1], pair(cuda, (0, 0)), pair(capability, (7, 5)))
-
-
-def pair(found: re.Match[str] | None, otherwise: tuple[int, int]) -> tuple[int, int]:
-    """Return the two numbers that a pattern has found."""
-    return (int(found[1]), int(found[2])) if found else otherwise
+    if card is None or cuda is None:
+        return None
+    return Gpu(card[1], (int(cuda[1]), int(cuda[2])), (int(card[2]), int(card[3])))
 
 
 def answer(*command: str) -> str:
@@ -54,10 +48,7 @@ def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[str, str]:
     if platform == "darwin":
         return "cpu", "macOS: torch's only build, which computes on Apple's GPU too"
     if gpu is None:
-        return (
-            "cpu",
-            "nvidia-smi lists no card: torch's build for the CPU (AMD: PIP_EXTRA_INDEX_URL=ROCm's index)",
-        )
+        return "cpu", "nvidia-smi lists no card: torch's build for the CPU (AMD: PIP_EXTRA_INDEX_URL=ROCm's index)"
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     if gpu.cuda >= (13, 0) and gpu.capability >= (7, 5):  # GTX 16, RTX 20 and newer
         return "cu130", f"{card}: torch's build for CUDA 13.0"
