@@ -207,7 +207,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
-            if spike and saver.rewind(state, report, spike.step, spike.position):
+            if spike and saver.rewind(state, report, spike):
                 health.forget()
                 loader.seek(state.position)
                 continue

@@ -124,8 +124,8 @@ class Saver:
         self.wait()
         self.report_ended(report)
 
-    def rewind(self, state: TrainState, report: Report, step: int, position: int) -> bool:
-        """Return the state to the latest checkpoint, to continue after the batch of a step, which is at `position`.
+    def rewind(self, state: TrainState, report: Report, step: int) -> bool:
+        """Return the state to the latest checkpoint, to continue with the batch after that of a step.
 
         All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
         """
@@ -140,7 +140,7 @@ class Saver:
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
                     f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
                 )
-            state.rewind(store.load(kept.path, dist=state.dist), kept.path, position)
+            state.rewind(store.load(kept.path, dist=state.dist), kept.path, step)
             state.dist.all(True)  # no rank replaces the file while another reads it
         text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
         report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)

@@ -146,8 +146,9 @@ class TrainState:
         self.wandb_run_id = saved.wandb_run_id
         self._restore(saved, source, trains)
 
-    def rewind(self, saved: Checkpoint, source: Path, position: int) -> None:
-        """Return to a checkpoint of this run, to continue with the batch after the one at `position`."""
+    def rewind(self, saved: Checkpoint, source: Path, step: int) -> None:
+        """Return to a checkpoint of this run, to continue with the batch after that of this step."""
+        position = step + self.skipped_batches
         rewinds = self.rewinds_there if saved.iter_num == self.rewound_to else 0
         restore_weights(self.model, saved)
         self._restore(saved, str(source), trains=True)
@@ -188,7 +189,6 @@ class TrainState:
         """Return what is under "progress" in a checkpoint, as plain values."""
         return {name: getattr(self, name) for name in REWINDS} | {
             "losses": list(self.spikes.losses),
-            "steps_since_spike": self.spikes.steps_since_spike,
             "evaluations": [list(e) for e in self.evaluations],
         }
 
@@ -198,7 +198,6 @@ class TrainState:
         for name in REWINDS:
             setattr(self, name, count(saved[name]))
         self.spikes.losses.extend(map(float, saved["losses"]))
-        self.spikes.steps_since_spike = count(saved["steps_since_spike"])
         for step, train_loss, val_loss, error in saved["evaluations"]:
             error = None if error is None else float(error)
             self.evaluations.append(EvalRecord(count(step), float(train_loss), float(val_loss), error))
