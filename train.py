@@ -216,7 +216,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             is_best = False
             if evaluates and not stops.reason:
                 report.warn(data.changes())
-                with report.evaluating():
+                with report.timer.spent_on("evaluation"):
                     train_batches = eval_batches(data.train, state.batching, dist.device)
                     train = evaluate(model, variant, stops.until_signal(train_batches), dist)
                     val_batches = eval_batches(data.val, state.batching, dist.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ class Saved:
     save_s: float = 0.0  # what it cost the training loop
     write_s: float | None = None  # until the files were durable; None while it is written
     error: BaseException | None = None
+    is_reported: bool = False
 
 
 class Kept(NamedTuple):
@@ -63,9 +65,9 @@ class Saver:
         first_step = self.kept.step if self.kept else 0
         self.latest_step = -1 if self.is_trained_elsewhere else first_step  # saved, or that the run began with
         self.last: Saved | None = None
-        self._reported: Saved | None = None
         self._thread: threading.Thread | None = None
         self._has_taken_over = False
+        self._rewinds: Counter[int] = Counter()  # of this process, by the step of the checkpoint
 
     @classmethod
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
@@ -106,16 +108,16 @@ class Saver:
     def report_ended(self, report: Report) -> None:
         """Report the last save, once, when it has ended."""
         saved = self.last
-        if saved is None or saved.write_s is None or saved is self._reported:
+        if saved is None or saved.write_s is None or saved.is_reported:
             return
-        self._reported = saved
+        saved.is_reported = True
         if saved.error is None:
             times = {"save_s": saved.save_s, "write_s": saved.write_s}
-            report.event("save", "", iter=saved.step, best=saved.best, **times)
-            return
-        if not isinstance(saved.error, OSError | ValueError):  # a defect, not the user's
+            report.log.write("save", iter=saved.step, best=saved.best, **times)
+        elif isinstance(saved.error, OSError | ValueError):
+            self.latest_step = -1  # so that the same step is tried again
+        else:  # a defect, not the user's
             raise saved.error
-        self.latest_step = -1  # so that the same step is tried again
 
     def finish(self, state: TrainState, report: Report, saves: bool) -> None:
         """End: save what was not saved yet, if the run is to be resumed, and wait for the last save."""
@@ -135,7 +137,8 @@ class Saver:
             self.print0("on_spike=rewind: no checkpoint was saved yet, so the run continues")
             return False
         with report.timer.spent_on("saving"):
-            if state.rewound_to == kept.step and state.rewinds_there >= MAX_REWINDS:
+            self._rewinds[kept.step] += 1
+            if self._rewinds[kept.step] > MAX_REWINDS:
                 raise ValueError(
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
                     f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
@@ -228,7 +231,6 @@ def snapshot(state: Checkpoint) -> Checkpoint:
 
 def has_room_for(state: Checkpoint) -> bool:
     """Return whether the memory for a snapshot is free, as far as the system tells."""
-    tensors = [local(x) for x in tree_leaves(vars(state)) if isinstance(x, Tensor)]
-    storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    copy_bytes = sum(local(x).nbytes for x in tree_leaves(vars(state)) if isinstance(x, Tensor))
     free_bytes = hardware.free_memory_bytes()
-    return free_bytes is None or MEMORY_FACTOR * sum(storages.values()) < free_bytes
+    return free_bytes is None or MEMORY_FACTOR * copy_bytes < free_bytes

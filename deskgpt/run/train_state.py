@@ -25,7 +25,6 @@ from deskgpt.system.files import is_number
 from deskgpt.system.terminal import reason
 from model import GPT
 
-REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "progress" in a checkpoint
 RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps, by which a resumed run is compared
 
 
@@ -71,8 +70,6 @@ class TrainState:
         self.evaluations: list[EvalRecord] = []
         self.spikes = SpikeDetector()
         self.skipped_batches = 0  # by rewinds
-        self.rewound_to = 0  # the step of the checkpoint that the last rewind went to
-        self.rewinds_there = 0
         self._extra: dict[str, Any] = {}  # see register_state
         self._saved_extra: dict[str, Any] = {}
         if not settings["eval_only"]:
@@ -149,11 +146,8 @@ class TrainState:
     def rewind(self, saved: Checkpoint, source: Path, step: int) -> None:
         """Return to a checkpoint of this run, to continue with the batch after that of this step."""
         position = step + self.skipped_batches
-        rewinds = self.rewinds_there if saved.iter_num == self.rewound_to else 0
         restore_weights(self.model, saved)
         self._restore(saved, str(source), trains=True)
-        self.rewound_to = self.step
-        self.rewinds_there = rewinds + 1
         self.skipped_batches = position + 1 - self.step
 
     def _restore(self, saved: Checkpoint, source: str, trains: bool) -> None:
@@ -187,7 +181,8 @@ class TrainState:
 
     def _progress(self) -> dict[str, Any]:
         """Return what is under "progress" in a checkpoint, as plain values."""
-        return {name: getattr(self, name) for name in REWINDS} | {
+        return {
+            "skipped_batches": self.skipped_batches,
             "losses": list(self.spikes.losses),
             "evaluations": [list(e) for e in self.evaluations],
         }
@@ -195,8 +190,7 @@ class TrainState:
     def _restore_progress(self, saved: dict[str, Any]) -> None:
         if not saved:  # nanoGPT's
             return
-        for name in REWINDS:
-            setattr(self, name, count(saved[name]))
+        self.skipped_batches = count(saved["skipped_batches"])
         self.spikes.losses.extend(map(float, saved["losses"]))
         for step, train_loss, val_loss, error in saved["evaluations"]:
             error = None if error is None else float(error)
