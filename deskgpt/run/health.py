@@ -109,7 +109,7 @@ class Health:
     # ---- spikes ------------------------------------------------------------------------------------------
 
     def must_rewind(self) -> int | None:
-        """Return the step whose loss spiked and whose batch must be skipped, once. Raises ValueError if the run ends."""
+        """Return the step whose loss spiked and whose batch must be skipped, once. Raises ValueError to end."""
         spike, self._spike = self._spike, None
         if spike is None or self.on_spike == "go":
             return None
@@ -140,4 +140,6 @@ class Health:
         if self.good_norms and step != state.first_step:
             return f"{seen}; try " + ", then ".join(["a lower --learning_rate", *tries])
         tries += ["other data or weights to start from"]
-        return f"{seen}; no update of this run came before, so it is not the learning rate: try " + ", then ".join(tries)
+        return f"{seen}; no update of this run came before, so it is not the learning rate: try " + ", then ".join(
+            tries
+        )

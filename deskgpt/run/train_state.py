@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class TrainState:
         """Return the settings with the micro-batch and the schedule that the run has found."""
         asked = (self.settings["batch_size"], self.settings["eval_tokens"])
         is_as_asked = asked == (self.batching.batch_size, self.batching.eval_tokens)
-        return self.settings | ({} if is_as_asked else self.batching.settings()) | self.schedule.settings()
+        return self.settings | ({} if is_as_asked else self.batching.settings()) | asdict(self.schedule)
 
     def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
         """Add an evaluation of this step. One that is repeated, after a resume or a rewind, replaces the first."""
@@ -171,8 +172,6 @@ class TrainState:
     def _restore_extra(self, name: str) -> None:
         """Give a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
         if name not in self._saved_extra:
-            if self.step > 0:
-                self.dist.print0(f"{name}: the checkpoint of step {self.step} has none, so it starts anew")
             return
         try:
             self._extra[name].load_state_dict(self._saved_extra[name])
