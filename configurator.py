@@ -16,11 +16,9 @@ import inspect
 import os
 import re
 import runpy
-import shutil
 import sys
-import textwrap
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType, NoneType
@@ -129,9 +127,7 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
     """
     known = settings_of(cls)
     if not Path(path).is_file():
-        similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
-        hint = f"did you mean {similar[0]}?" if similar else "settings are written --key=value"
-        raise ConfigError(f"{path!r} is not a config file; {hint}")
+        raise ConfigError(f"{path!r} is not a config file; settings are written --key=value")
     line_of = {}  # the last assignment to each name
     try:
         tree = ast.parse(Path(path).read_bytes())
@@ -185,39 +181,21 @@ def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
 def help_text(cls: type) -> str:
     """Return the script's docstring, and every setting with its type, default and comment from the source.
 
-    Settings that `cls` inherits come first: those of the model. Lines are as long as the terminal is wide.
+    Settings that `cls` inherits come first: those of the model.
     """
     settings = settings_of(cls)
-    width = max(60, shutil.get_terminal_size((120, 24)).columns - 1)
     lines = [
         inspect.getdoc(sys.modules[cls.__module__]) or "",
         "",
         "settings, each as --name=value or in a config file:",
     ]
-    heading = ""
     for base in filter(is_dataclass, reversed(cls.__mro__)):
-        for group, name, comment in settings_in_source(base):
-            if name not in settings:  # a class attribute
-                continue
-            if group != heading:
-                lines += ["", f"  {group}"]
-                heading = group
-            left = f"    --{name} {settings[name].type_name} = {settings[name].default!r}"
-            if len(left) < 46 and len(comment) < width - 48:
-                lines.append(f"{left:<46}  {comment}".rstrip())
-            else:
-                lines += [left, *textwrap.wrap(comment, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+        for line in inspect.getsource(base).splitlines():
+            if heading := re.fullmatch(r" {4}# (.*)", line):
+                lines += ["", f"  {heading[1]}"]
+            declared = re.fullmatch(r" {4}(\w+): [^#]*(?:# (.*))?", line)
+            if declared and declared[1] in settings:  # no class attribute
+                setting = settings[declared[1]]
+                left = f"    --{setting.name} {setting.type_name} = {setting.default!r}"
+                lines.append(f"{left:<46}  {declared[2] or ''}")
     return "\n".join(lines)
-
-
-def settings_in_source(cls: type) -> Iterator[tuple[str, str, str]]:
-    """Yield (heading of its group, name, comment) of each setting that the source of `cls` declares, one a line.
-
-    A comment line before a setting is the heading of a group.
-    """
-    heading = ""
-    for line in inspect.getsource(cls).splitlines():
-        if found := re.fullmatch(r" {4}# (.*)", line):
-            heading = found[1]
-        elif found := re.fullmatch(r" {4}(\w+): [^#]*(?:# (.*))?", line):
-            yield heading, found[1], found[2] or ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -179,16 +180,13 @@ def rates_of(rate: Callable[[int], float], done: int) -> dict[str, float]:
 
 
 def changed_rate(before: Any, rate: Callable[[int], float]) -> list[Change]:
-    """Return where today's learning rate differs most from those of the steps done (rates_of), or nothing."""
-    apart: dict[str, float] = {}
+    """Return the first of the steps done (rates_of) that has another learning rate today, or nothing."""
     for step, old in before.items() if isinstance(before, dict) else ():
         if isinstance(step, str) and step.isdecimal() and isinstance(old, float):
             now = rate(int(step))
-            apart[step] = abs(old - now) / max(abs(old), abs(now), 1e-30)
-    worst = max(apart, key=apart.__getitem__, default=None)
-    if worst is None or apart[worst] <= 1e-9:
-        return []
-    return [Change(f"learning rate at step {int(worst):,}", f"{before[worst]:.6g}", f"{rate(int(worst)):.6g}")]
+            if not math.isclose(old, now):
+                return [Change(f"learning rate at step {int(step):,}", f"{old:.6g}", f"{now:.6g}")]
+    return []
 
 
 def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dist: DistContext) -> None:

@@ -22,7 +22,7 @@ from deskgpt.compute.variant import Variant
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import rates_of
-from deskgpt.system.files import is_number
+from deskgpt.system.files import check_record, is_number
 from deskgpt.system.terminal import reason
 from model import GPT
 
@@ -120,7 +120,11 @@ class TrainState:
             chat=self.data.chat,
             variant=self.variant.saved(self.dist.device),
             wandb_run_id=wandb_run_id,
-            progress=self._progress(),
+            progress={
+                "skipped_batches": self.skipped_batches,
+                "losses": list(self.spikes.losses),
+                "evaluations": [list(e) for e in self.evaluations],
+            },
             metadata=self.metadata | {RATES: rates},
             extra_state={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
@@ -165,7 +169,13 @@ class TrainState:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
                     raise ValueError
                 self.scaler.load_state_dict(saved.scaler)
-            self._restore_progress(saved.progress or {})
+            if saved.progress:  # nanoGPT's has none
+                check_record(saved.progress, {"skipped_batches": is_number}, required=("skipped_batches",))
+                self.skipped_batches = saved.progress["skipped_batches"]
+                self.spikes.losses.extend(map(float, saved.progress["losses"]))
+                for step, train_loss, val_loss, error in saved.progress["evaluations"]:
+                    error = None if error is None else float(error)
+                    self.evaluations.append(EvalRecord(int(step), float(train_loss), float(val_loss), error))
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(f"{source}: its loss scale, or its record of past losses, is damaged") from None
 
@@ -177,27 +187,3 @@ class TrainState:
             self._extra[name].load_state_dict(self._saved_extra[name])
         except Exception as e:  # whatever that class raises
             raise ValueError(f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})") from None
-
-    def _progress(self) -> dict[str, Any]:
-        """Return what is under "progress" in a checkpoint, as plain values."""
-        return {
-            "skipped_batches": self.skipped_batches,
-            "losses": list(self.spikes.losses),
-            "evaluations": [list(e) for e in self.evaluations],
-        }
-
-    def _restore_progress(self, saved: dict[str, Any]) -> None:
-        if not saved:  # nanoGPT's
-            return
-        self.skipped_batches = count(saved["skipped_batches"])
-        self.spikes.losses.extend(map(float, saved["losses"]))
-        for step, train_loss, val_loss, error in saved["evaluations"]:
-            error = None if error is None else float(error)
-            self.evaluations.append(EvalRecord(count(step), float(train_loss), float(val_loss), error))
-
-
-def count(value: Any) -> int:
-    """Return a count of at least 0. Raises ValueError for anything else in its place."""
-    if not is_number(value):
-        raise ValueError
-    return int(value)
