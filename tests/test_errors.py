@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, files_of_at_most, shell
+from conftest import assert_one_line, shell
 
 from deskgpt.system import cache
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.system.files import replacing, write_atomically
 
 
 @pytest.mark.parametrize(
@@ -42,12 +41,6 @@ OUT_OF_SHARED_MEMORY = "OutOfResources: out of resource: shared memory, Required
 def test_defect_keeps_its_traceback(error):
     with pytest.raises(type(error)), one_line_errors():
         raise error
-
-
-def test_command_line_that_lacks_something_is_one_line_with_an_example(script):
-    done = script("data/text/prepare.py", "novel.txt")
-    assert done.code == 2
-    assert_one_line(done.err, "--name", "python data/text/prepare.py novel.txt")
 
 
 def test_tilde_in_an_option_means_the_home_folder(monkeypatch):
@@ -100,22 +93,6 @@ def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):
     captured = capfdbinary.readouterr()
     assert captured.out == rb"name\x1b]0;owned\x07\x9b31m" + b"\tand\n\x1b[Aa bar\r\n"
     assert captured.err == rb"\x1b[8mhidden, " + b"\x1b[34mblue\x1b[0m\n"  # colours are W&B's
-
-
-# ---- files ---------------------------------------------------------------------------------------------------
-
-
-def test_block_or_disk_that_fails_leaves_the_old_content_and_nothing_else(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:  # noqa: PT012 (the block is what fails)
-        file.write(b"new")
-        raise KeyboardInterrupt
-    with files_of_at_most(kib=1), pytest.raises(OSError, match=r"a\.bin") as e:
-        write_atomically(path, bytes(2000))
-    assert_one_line(e.value, path, "free some disk space")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------

@@ -69,13 +69,6 @@ def test_killed_run_resumes_as_if_nothing_had_happened(chars, tmp_path, script, 
     assert_same_run(tmp_path / "full", out_dir)
 
 
-def test_finished_run_only_evaluates_when_resumed(half, out):
-    before = (out / "ckpt.pt").read_bytes()
-    main(second_half(half, out, max_iters=4))
-    assert (out / "ckpt.pt").read_bytes() == before
-    assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]
-
-
 def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_file(out, tmp_path):
     """As in nanoGPT."""
     (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
