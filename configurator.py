@@ -127,7 +127,9 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
     """
     known = settings_of(cls)
     if not Path(path).is_file():
-        raise ConfigError(f"{path!r} is not a config file; settings are written --key=value")
+        similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "settings are written --key=value"
+        raise ConfigError(f"{path!r} is not a config file; {hint}")
     line_of = {}  # the last assignment to each name
     try:
         tree = ast.parse(Path(path).read_bytes())

@@ -218,7 +218,6 @@ def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"out_dir": "{half}/out/../out"}, ("--out_dir", "--init_from=resume")),
         ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
         ({"block_size": 32}, ("block_size=32", "16")),
         ({"dataset": "{tmp}/bytes"}, ("256", "tokenizer bytes", "64")),

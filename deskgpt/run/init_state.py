@@ -37,7 +37,7 @@ from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
-OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS, "block_size"}
+OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS}
 OF_CODE = ("code", "versions", "device", "variant")  # in a checkpoint's metadata: a change is printed
 Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
@@ -52,7 +52,7 @@ class InitState:
     checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     is_resumed: bool = False
-    earlier: Config | None = None  # the settings of the resumed run, if its checkpoint has them
+    earlier: Config | None = None  # the settings of the resumed run
     step: int = 0  # at which the run starts
     best_val_loss: float = math.inf  # of the best checkpoint in out_dir, which a resumed run must beat
     forgets_best: bool = False  # earlier val losses are those of another evaluation
@@ -197,8 +197,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
 
     Raises ValueError if the settings describe another model than the source has.
     """
-    writes = not config.eval_only and not config.plans
-    if config.init_from != "resume" and writes and store.is_name(Path(config.out_dir).name):
+    if config.init_from != "resume" and store.is_name(Path(config.out_dir).name):
         raise ValueError(
             f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
         )
@@ -206,7 +205,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
         return InitState("scratch", GPTConfig.from_settings(config, data.vocab_size))
     given = RESUMED_SETTINGS
     if config.init_from == "resume" or store.is_checkpoint(config.init_from):
-        init = from_checkpoint(config, writes, dist)
+        init = from_checkpoint(config, dist)
     else:
         from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 
@@ -227,26 +226,15 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
     return init
 
 
-def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitState:
-    """Return the last good checkpoint of the run that is resumed, or the weights of another run's.
-
-    Raises ValueError if a new run would overwrite the other.
-    """
+def from_checkpoint(config: Config, dist: DistContext) -> InitState:
+    """Return the last good checkpoint of the run that is resumed, or another run's weights. Raises ValueError."""
     is_resumed = config.init_from == "resume"
     source = config.out_dir if is_resumed else config.init_from
-    if is_resumed:
-        saved = store.resume(source, dist.print0, dist)
-        dist.print0(f"resuming {source} at step {saved.iter_num}")
-    else:
-        if writes and store.folder_of(source).resolve() == store.folder_of(config.out_dir).resolve():
-            raise ValueError(
-                f"init_from={source} is where the new run would write, too: choose another --out_dir, or resume that "
-                "run: --init_from=resume"
-            )
-        saved = store.load(source, dist=dist)
+    saved = store.resume(source, dist.print0, dist) if is_resumed else store.load(source, dist=dist)
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
     init = InitState(source, model_config, None, saved, saved.tokenizer, is_resumed)
     if is_resumed:
+        dist.print0(f"resuming {source} at step {saved.iter_num}")
         # nanoGPT's checkpoint has fewer settings; one that came later has its default.
         known = known_settings(type(config), saved.config) | settings_of_model(saved.model_args, source)
         init.earlier = type(config)(**known)

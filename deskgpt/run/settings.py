@@ -126,11 +126,12 @@ def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     wandb_log sends data away, and Windows logs in to the host that a path names.
     """
-    is_risky = {
-        "wandb_log": settings.get("wandb_log", False) is not False,
-        "dataset": isinstance(settings.get("dataset"), str) and not is_local(settings["dataset"]),
-    }
-    return {name: settings[name] for name, risky in is_risky.items() if risky}
+    risky = {}
+    if settings.get("wandb_log", False) is not False:
+        risky["wandb_log"] = settings["wandb_log"]
+    if not is_local(settings.get("dataset", "")):
+        risky["dataset"] = settings["dataset"]
+    return risky
 
 
 # ---- differences between the resumed run and this one --------------------------------------------------------
