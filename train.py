@@ -236,7 +236,6 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if save_is_due and not health.bad_in_a_row and not config.eval_only:
                 saver.save_if_new(state, report, val.loss if is_best else None)
                 stops.saved()
-            saver.report_ended(report)
             if is_last or stops.reason:
                 break
 

@@ -127,6 +127,7 @@ class Report:
         step_s, tokens_per_s, data_wait = self.timer.end_window()
         mean_loss = self._mean(loss)
         norms, self._grad_norms = torch.stack(self._grad_norms).tolist(), []
+        limit = self.config.grad_clip
         own = {name: self._mean(value) for name, value in numbers.items()}
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
@@ -145,7 +146,7 @@ class Report:
             data_wait=data_wait,
             lr=lr,
             grad_norm=norms[-1],
-            clip_rate=share_above(self.config.grad_clip, norms),
+            clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
             tokens=(step + 1) * self.state.batching.tokens_per_step,
             train_s=self.timer.train_s(),
             peak_memory_bytes=hardware.peak_memory_bytes(self.dist.device),
@@ -240,14 +241,6 @@ class Report:
         if self.dist.is_first:
             print_next_commands(self.config, state, stop)
         return best_val_loss
-
-
-def share_above(limit: float, norms: list[float]) -> float | None:
-    """Return the share of the finite gradient norms that were clipped; None without any, or without a limit (0)."""
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    if not finite or not limit:
-        return None
-    return sum(norm > limit for norm in finite) / len(finite)
 
 
 def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
