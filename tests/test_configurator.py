@@ -78,9 +78,8 @@ def test_numbers_as_people_type_them():
 
 
 def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
-    a = write(tmp_path, "count = 2\nrate = 0.25\n", "a.py")
-    b = write(tmp_path, "count = count * 10\n", "b.py")
-    assert configure(Settings, [a, b]) == Settings(count=20, rate=0.25)
+    files = [write(tmp_path, "count = 2\n", "a.py"), write(tmp_path, "count = count * 10\n", "b.py")]
+    assert configure(Settings, files) == Settings(count=20)
 
 
 def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(tmp_path, capsys):
@@ -143,23 +142,12 @@ def test_ready_made_runs_parse(path):
 
 
 def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(tmp_path):
-    content = """
-import time
-
-_own_prefix = 'ft-'
-def named(what): return _own_prefix + str(what)
-out_dir = 'out-mine'
-wandb_run_name = named(time.time())
-gradient_accumulation_steps = 4 * 8
-device = 'cuda'
-dtype = 'bfloat16'
-min_lr = 6e-5
-"""
+    content = "import time\n_prefix = 'ft-'\ndef named(what): return _prefix + str(what)\n"
+    content += "wandb_run_name = named(time.time())\ngradient_accumulation_steps = 4 * 8\ndevice = 'cuda'\n"
     c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])
-    assert (c.gradient_accumulation_steps, c.device, c.dtype, c.min_lr) == (32, "cpu", "bfloat16", 6e-5)
-    assert c.wandb_run_name.startswith("ft-")
+    assert (c.gradient_accumulation_steps, c.device, c.wandb_run_name[:3]) == (32, "cpu", "ft-")
     assert configure(TrainConfig, []).wandb_run_name == TrainConfig().wandb_run_name
-    assert not any("_own_prefix" in vars(module) for module in list(sys.modules.values()))
+    assert not any("_prefix" in vars(module) for module in list(sys.modules.values()))
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])

@@ -19,9 +19,9 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     with only_run_in(out_dir):
         before = contents(out_dir)
         done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
-        assert done.code == 1
-        assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
         assert contents(out_dir) == before
+    assert done.code == 1
+    assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
     assert contents(out_dir) == {}
 
 

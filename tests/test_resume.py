@@ -172,6 +172,7 @@ def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(half, ou
     earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}
     store.save(replace(saved, metadata=saved.metadata | earlier), out, best=False)
     main(second_half(half, out, max_iters=4, dtype="bfloat16"))
+    assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]  # a finished run evaluates
     *code, versions, variant = re.findall("^changed: .*", capsys.readouterr().out, re.M)
     assert len(code) == bool(git_commit())
     assert_one_line(versions, "torch: '1.0' before", torch.__version__)
@@ -215,19 +216,15 @@ def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_pa
     assert contents(half / "out") == before
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
-        ({"block_size": 32}, ("block_size=32", "16")),
-        ({"dataset": "{tmp}/bytes"}, ("256", "tokenizer bytes", "64")),
-    ],
-)
-def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path, settings, named):
+def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path):
     ids = np.arange(4000, dtype=np.uint16) % 256
     write_dataset(tmp_path / "bytes", {"train": ids, "val": ids}, BytesTokenizer(), "x")
-    settings = {k: v.format(half=half, tmp=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
     c = tiny(half / "data", tmp_path / "out", init_from=str(half / "out" / "ckpt.pt"))
-    with raises_one_line(*named):
-        main(replace(c, **settings))
+    for settings, named in (
+        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
+        ({"block_size": 32}, ("block_size=32", "16")),
+        ({"dataset": str(tmp_path / "bytes")}, ("256", "tokenizer bytes", "64")),
+    ):
+        with raises_one_line(*named):
+            main(replace(c, **settings))
     assert not (tmp_path / "out").exists()
