@@ -85,11 +85,11 @@ class Saver:
             self.wait()
             if state.step == self.latest_step and not is_best:
                 return
-            self.latest_step = state.step
             if state.dist.is_first or self.group is not None:
                 report.event("save", f"saving checkpoint to {self.out_dir}", iter=state.step, best=is_best)
                 on_disk = best_val_loss if best_val_loss is not None else self.best_val_loss
                 self.save(state.checkpoint(on_disk, report.wandb_run_id), is_best)
+        self.latest_step = state.step
 
     def finish(self, state: TrainState, report: Report, saves: bool) -> None:
         """End: save what was not saved yet, if the run is to be resumed, and wait for the last save."""
