@@ -138,8 +138,7 @@ class Health:
         tries = ["--compile=False"] if state.variant.compiled else []
         tries += ["--dtype=float32"] if state.variant.dtype != "float32" else []
         if self.good_norms and step != state.first_step:
-            return f"{seen}; try " + ", then ".join(["a lower --learning_rate", *tries])
-        tries += ["other data or weights to start from"]
-        return f"{seen}; no update of this run came before, so it is not the learning rate: try " + ", then ".join(
-            tries
-        )
+            return f"{seen}; try {', then '.join(['a lower --learning_rate', *tries])}"
+        tries.append("other data or weights to start from")
+        why = "no update of this run came before, so it is not the learning rate"
+        return f"{seen}; {why}: try {', then '.join(tries)}"

@@ -44,11 +44,8 @@ class Report:
         self.warm_up_s = 0.0
         self.flops_per_token = state.model.estimate_flops()
         self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
-        dtype = state.variant.dtype
-        peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
-        measured = peaks.measured_matmul_flops(self.dist.device, dtype)
-        of_all_ranks = self.dist.sum(torch.tensor([peak, measured], dtype=torch.float64))
-        self.peak_flops, self.measured_flops = of_all_ranks.tolist()
+        peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
+        self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()  # of all ranks
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -94,7 +91,6 @@ class Report:
             compiler=compiler,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
-            measured_flops=self.measured_flops,
             warm_up_s=self.warm_up_s,
             versions=state.metadata["versions"],
             git_commit=state.metadata["code"],
