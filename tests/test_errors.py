@@ -64,11 +64,10 @@ def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_
 
 
 def test_error_of_one_of_several_ranks_names_it_and_its_host(monkeypatch, capsys):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as exit, one_line_errors():
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit), one_line_errors():
         raise ConfigError("x=1 must be 2")
-    assert exit.value.code == 2
     assert capsys.readouterr().err == f"error: rank 1 on {platform.node()}: x=1 must be 2\n"
 
 

@@ -114,16 +114,11 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
     assert [train.learning_rate(schedule, step) for step in rates] == pytest.approx([*rates.values()], abs=0.003)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"warmup_iters": 2000, "max_iters": 200}, ["warmup_iters=2000", "max_iters=200", "--warmup_iters=20"]),
-        ({"min_lr": 1e-3, "learning_rate": 1e-5, "warmup_iters": 0}, ["min_lr=0.001", "learning_rate=1e-05"]),
-    ],
-)
-def test_schedule_that_contradicts_itself_is_named(settings, named):
-    [line] = Schedule.of(TrainConfig(**settings)).warnings()
-    assert_one_line(line, *named)
+def test_schedule_that_contradicts_itself_is_named():
+    [warmup] = Schedule.of(TrainConfig(warmup_iters=2000, max_iters=200)).warnings()
+    assert_one_line(warmup, "warmup_iters=2000", "max_iters=200", "--warmup_iters=20")
+    [min_lr] = Schedule.of(TrainConfig(min_lr=1e-3, learning_rate=1e-5)).warnings()
+    assert_one_line(min_lr, "min_lr=0.001", "learning_rate=1e-05")
     assert Schedule.of(TrainConfig()).warnings() == []
 
 
