@@ -5,7 +5,7 @@
 A config file is Python that runs in a namespace of its own, which starts with the values so far. The names that it
 assigns are settings. Names that start with `_`, modules, functions and classes are ignored. Each value is checked by
 deskgpt/system/settings.py, as the dataclass says. Settings of earlier versions, which the dataclass lists in a class
-attribute `retired`, are taken without effect, and one line says so.
+attribute `retired`, have no effect, and one line says so.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import inspect
 import os
 import re
 import runpy
-import shutil
 import sys
-import textwrap
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType, NoneType
@@ -78,11 +76,11 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
 
 
 def is_retired(name: str, cls: type) -> bool:
-    """Return whether `cls` had this setting in an earlier version; then print once, on the first rank, what is new."""
-    retired: dict[str, str] = getattr(cls, "retired", {})
-    if name in retired and os.environ.get("RANK", "0") == "0":
-        note_once(f"{name} is no longer used: {retired[name]}")
-    return name in retired
+    """Return whether `cls` had this setting in an earlier version; then print that once, on the first rank."""
+    is_known = name in getattr(cls, "retired", ())
+    if is_known and os.environ.get("RANK", "0") == "0":
+        note_once(f"{name} is no longer used")
+    return is_known
 
 
 def read_argument(argument: str, cls: type) -> tuple[str, Any]:
@@ -185,39 +183,21 @@ def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
 def help_text(cls: type) -> str:
     """Return the script's docstring, and every setting with its type, default and comment from the source.
 
-    Settings that `cls` inherits come first: those of the model. Lines are as long as the terminal is wide.
+    Settings that `cls` inherits come first: those of the model.
     """
     settings = settings_of(cls)
-    width = max(60, shutil.get_terminal_size((120, 24)).columns - 1)
     lines = [
         inspect.getdoc(sys.modules[cls.__module__]) or "",
         "",
         "settings, each as --name=value or in a config file:",
     ]
-    heading = ""
     for base in filter(is_dataclass, reversed(cls.__mro__)):
-        for group, name, comment in settings_in_source(base):
-            if name not in settings:  # a class attribute
-                continue
-            if group != heading:
-                lines += ["", f"  {group}"]
-                heading = group
-            left = f"    --{name} {settings[name].type_name} = {settings[name].default!r}"
-            if len(left) < 46 and len(comment) < width - 48:
-                lines.append(f"{left:<46}  {comment}".rstrip())
-            else:
-                lines += [left, *textwrap.wrap(comment, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+        for line in inspect.getsource(base).splitlines():
+            if heading := re.fullmatch(r" {4}# (.*)", line):
+                lines += ["", f"  {heading[1]}"]
+            declared = re.fullmatch(r" {4}(\w+): [^#]*(?:# (.*))?", line)
+            if declared and declared[1] in settings:  # no class attribute
+                setting = settings[declared[1]]
+                left = f"    --{setting.name} {setting.type_name} = {setting.default!r}"
+                lines.append(f"{left:<46}  {declared[2] or ''}")
     return "\n".join(lines)
-
-
-def settings_in_source(cls: type) -> Iterator[tuple[str, str, str]]:
-    """Yield (heading of its group, name, comment) of each setting that the source of `cls` declares, one a line.
-
-    A comment line before a setting is the heading of a group.
-    """
-    heading = ""
-    for line in inspect.getsource(cls).splitlines():
-        if found := re.fullmatch(r" {4}# (.*)", line):
-            heading = found[1]
-        elif found := re.fullmatch(r" {4}(\w+): [^#]*(?:# (.*))?", line):
-            yield heading, found[1], found[2] or ""

@@ -81,7 +81,7 @@ MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
-    retired: ClassVar[dict[str, str]] = RETIRED  # settings of earlier versions, which old config files may have
+    retired: ClassVar[set[str]] = RETIRED  # settings of earlier versions, which old config files may have
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -182,9 +182,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config, model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
-    budget = TimeBudget(config, started, init.step, dist)
+    budget = TimeBudget(config, started, dist)
     step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
-    schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s, config.eval_interval)
+    schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s)
 
     state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
@@ -208,7 +208,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
-            if spike and saver.rewind(state, report, spike.step, spike.position):
+            if spike and saver.rewind(state, report, spike):
                 health.forget()
                 loader.seek(state.position)
                 continue
@@ -217,7 +217,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             is_best = False
             if evaluates and not stops.reason:
                 report.warn(data.changes())
-                with report.evaluating():
+                with report.timer.spent_on("evaluation"):
                     train_batches = eval_batches(data.train, state.batching, dist.device)
                     train = evaluate(model, variant, stops.until_signal(train_batches), dist)
                     val_batches = eval_batches(data.val, state.batching, dist.device)
@@ -237,7 +237,6 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if save_is_due and not health.bad_in_a_row and not config.eval_only:
                 saver.save_if_new(state, report, val.loss if is_best else None)
                 stops.saved()
-            saver.report_ended(report)
             if is_last or stops.reason:
                 break
 
@@ -280,7 +279,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             health.record(step, losses["loss"], grad_norms, grad_norm)
             report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
             state.step = step + 1
-            state.schedule = budget.replan(state.schedule, step + 1, report.timer, config.eval_interval)
+            state.schedule = budget.replan(state.schedule, step + 1, report.timer)
     except DataError as e:  # a damaged token file: the state is that of the last whole step
         stops.fail(e)
     return finish(state, saver, report, health, loader, net, stops)

@@ -112,7 +112,8 @@ def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memor
     found["config"]["batch_size"] = 1 << 20
     del found["format"]  # or its checksum would be missed
     torch.save(found, run / "ckpt.pt")
-    assert_fails(["batch_size=1048576", "1.0 GiB", "--batch_size="], "--init_from=resume", f"--out_dir={run}")
+    named = ["batch_size=1048576", "1.0 GiB", "--batch_size="]
+    assert_fails(named, "--init_from=resume", f"--out_dir={run}", "--resume_changed=True")
 
 
 @pytest.mark.slow

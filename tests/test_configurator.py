@@ -22,7 +22,7 @@ from train import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    retired: ClassVar[dict[str, str]] = {"depth": "write --count"}
+    retired: ClassVar[set[str]] = {"depth"}
     # numbers
     count: int = 1  # how many
     rate: Annotated[float, Range(-math.inf)] = 0.5  # per second
@@ -68,37 +68,32 @@ def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, 
     assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
 
 
-def test_numbers_as_people_type_them(tmp_path):
+def test_numbers_as_people_type_them():
     c = configure(Settings, ["--count=1e3", "--rate=2", "--on", "--limit=none"])
     assert (c.count, type(c.count), c.rate, type(c.rate), c.on, c.limit) == (1000, int, 2.0, float, True, None)
-    for on in ("--on=true", "--on"):
-        assert configure(Settings, [on, write(tmp_path, "count = 3\n")]) == Settings(on=True, count=3)
+    assert configure(Settings, ["--on=true"]).on is True
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
 def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
-    a = write(tmp_path, "count = 2\nrate = 0.25\n", "a.py")
-    b = write(tmp_path, "count = count * 10\n", "b.py")
-    c = configure(Settings, [a, b])
-    assert (c.count, c.rate) == (20, 0.25)
+    files = [write(tmp_path, "count = 2\n", "a.py"), write(tmp_path, "count = count * 10\n", "b.py")]
+    assert configure(Settings, files) == Settings(count=20)
 
 
 def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(tmp_path, capsys):
     for argument in ("--depth=3", write(tmp_path, "depth = 3\n")):
         note_once.cache_clear()
         assert configure(Settings, [argument, argument]) == Settings()
-        assert_one_line(capsys.readouterr().err, "depth", "no longer used", "write --count")
+        assert_one_line(capsys.readouterr().err, "depth", "no longer used")
 
 
 # A config file, or an argument, and what its error names.
 FAULTY_FILES: dict[str, list[str]] = {
     "rate = 1.0\ncount: 3\n": [":2:", "count = 3"],  # as in YAML
     "count = 1\n\nrat = 2\n": [":3:", "rat ", "rate"],
-    "qqq = 2\n": [":1:", "qqq", "--help"],
     "count = 1.5\n": [":1:", "count=1.5", "int"],
-    "on = 1\n": [":1:", "on=1", "--on=False"],
     "count = 1\nexit(3)\n": [":2:", "SystemExit: 3"],
     "\nkind = 'c'\n": [":2:", "kind='c'", "a, b"],
     "x = \n": [":1:", "SyntaxError"],
@@ -106,20 +101,17 @@ FAULTY_FILES: dict[str, list[str]] = {
 }
 FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "--cuont=3": ["--cuont", "did you mean count?"],
+    "--qqq=3": ["--qqq", "--help"],
     "--count=three": ["--count='three'", "int", "--count=1"],
     "--count": ["--count", "--count=1"],
     "--rate=1e999": ["--rate=inf", "float"],
     "--on=1": ["--on=1", "bool"],
-    "--kind=c": ["--kind='c'", "a, b"],
     "--count=-1": ["count=-1", "at least 0"],
     "--share=1": ["share=1", "below 1"],
-    "--share=None": ["share", "--share=0.9"],
     "--folder=": ["--folder", "--folder=out"],
     "--folder=~nobody-of-this-name/a": ["~nobody-of-this-name"],
-    "count=3": ["count=3", "--key=value"],
     "--count 8": ["8", "--key=value"],
     "-count=3": ["-count=3", "--key=value"],
-    "nowhere.py": ["nowhere.py", "is not a config file"],
     "config": ["config", "is not a config file"],
 }
 
@@ -135,10 +127,8 @@ def test_fault_is_one_line_which_names_its_value_and_in_a_file_its_line(tmp_path
 def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    path = write(tmp_path, "folder = '~/a'\n")
-    for arguments in (["--folder=~/a"], [path]):
-        assert configure(Settings, arguments).folder == f"{tmp_path}/a"
-    assert Settings(folder="~").folder == str(tmp_path)
+    for argument in ("--folder=~/a", write(tmp_path, "folder = '~/a'\n")):
+        assert configure(Settings, [argument]).folder == f"{tmp_path}/a"
 
 
 # ---- the scripts' own settings -------------------------------------------------------------------------------
@@ -152,36 +142,21 @@ def test_ready_made_runs_parse(path):
 
 
 def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(tmp_path):
-    content = """
-import time
-
-_own_prefix = 'ft-'
-def named(what): return _own_prefix + str(what)
-out_dir = 'out-mine'
-wandb_run_name = named(time.time())
-gradient_accumulation_steps = 4 * 8
-device = 'cuda'
-dtype = 'bfloat16'
-min_lr = 6e-5
-"""
+    content = "import time\n_prefix = 'ft-'\ndef named(what): return _prefix + str(what)\n"
+    content += "wandb_run_name = named(time.time())\ngradient_accumulation_steps = 4 * 8\ndevice = 'cuda'\n"
     c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])
-    assert (c.gradient_accumulation_steps, c.device, c.dtype, c.min_lr) == (32, "cpu", "bfloat16", 6e-5)
-    assert c.wandb_run_name.startswith("ft-")
+    assert (c.gradient_accumulation_steps, c.device, c.wandb_run_name[:3]) == (32, "cpu", "ft-")
     assert configure(TrainConfig, []).wandb_run_name == TrainConfig().wandb_run_name
-    assert not any("_own_prefix" in vars(module) for module in list(sys.modules.values()))
+    assert not any("_prefix" in vars(module) for module in list(sys.modules.values()))
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])
-@pytest.mark.parametrize("columns", [80, 200])
-def test_help_shows_every_setting_once_with_its_comment_in_the_width_of_the_terminal(cls, columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_help_shows_every_setting_once_with_its_type_default_and_comment(cls):
     shown = help_text(cls).partition("in a config file:\n")[2]
-    assert max(map(len, shown.splitlines())) < columns
-    found = re.findall(r"^    --(\w+) (\S+) = (.*(?:\n {8}.*)*)", shown, re.M)
+    found = re.findall(r"^    --(\w+) (\S+) = (.*)", shown, re.M)
     assert sorted(name for name, _, _ in found) == sorted(f.name for f in fields(cls))
     for name, kind, text in found:
         setting = settings_of(cls)[name]
         assert kind == setting.type_name
         assert text.startswith(repr(setting.default))
         assert text.removeprefix(repr(setting.default)).strip(), f"{name} has no comment"
-    assert shown.index("--n_layer") < shown.index("--batch_size") if cls is TrainConfig else True

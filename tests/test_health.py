@@ -11,7 +11,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_equal, assert_one_line, events, flags, raises_one_line, tiny
+from conftest import TINY, assert_equal, assert_one_line, events, flags, raises_one_line, tiny, weights
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,7 +80,6 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
     saved = store.load(tmp_path)
     assert saved.iter_num == 6
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
-    assert events(tmp_path, "end")[0]["bad_steps"] == 1
 
 
 @pytest.mark.parametrize("first_bad", [0, 5])
@@ -121,11 +120,8 @@ def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, mo
     run(2, tiny(chars, tmp_path, gradient_accumulation_steps=2))
     assert capfd.readouterr().out.count("gradients are not finite") == 1
     [bad] = events(tmp_path, "bad_step")
-    assert bad["iter"] == 2
-    assert_one_line(bad["which"], "15 of 15")
-    saved = store.load(tmp_path)
-    assert all(w.isfinite().all() for w in saved.model.values())
-    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
+    assert (bad["iter"], bad["which"][:8]) == (2, "15 of 15")
+    assert {int(s["step"]) for s in store.load(tmp_path).optimizer["state"].values()} == {5}
 
 
 @pytest.mark.slow
@@ -151,24 +147,18 @@ SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rat
 
 
 @pytest.mark.slow
-def test_spike_is_logged_and_the_run_continues_if_there_is_no_checkpoint(chars, tmp_path, faults, capsys):
+def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path, faults, capsys):
     faults.spikes = (45,)
-    main(tiny(chars, tmp_path, **SPIKED | {"on_spike": "rewind", "eval_interval": 1000}))
-    [spike] = events(tmp_path, "spike")
+    main(tiny(chars, tmp_path / "rewind", **SPIKED | {"on_spike": "rewind", "eval_interval": 1000}))
+    [spike] = events(tmp_path / "rewind", "spike")
     assert (spike["iter"], spike["rows"]) == (45, [180, 183])
     assert spike["loss"] > spike["median"] + 4
     assert "step 45: loss spike, " in capsys.readouterr().out
-    assert store.load(tmp_path).iter_num == 60
-    assert events(tmp_path, "end")[0]["spikes"] == 1
-    assert not events(tmp_path, "rewind")
-
-
-@pytest.mark.slow
-def test_spike_ends_a_run_with_on_spike_stop(chars, tmp_path, faults):
-    faults.spikes = (45,)
-    with raises_one_line("on_spike=stop", "step 45", tmp_path / "ckpt.pt", "step 40"):
-        main(tiny(chars, tmp_path, on_spike="stop", **SPIKED))
-    assert store.load(tmp_path).iter_num == 40
+    assert store.load(tmp_path / "rewind").iter_num == 60  # there was no checkpoint to return to
+    faults.batches.clear()
+    with raises_one_line("on_spike=stop", "step 45", tmp_path / "stop" / "ckpt.pt", "step 40"):
+        main(tiny(chars, tmp_path / "stop", on_spike="stop", **SPIKED))
+    assert store.load(tmp_path / "stop").iter_num == 40
 
 
 @pytest.mark.slow
@@ -182,11 +172,8 @@ def test_rewind_continues_after_the_spikes_batch_and_a_resumed_run_does_too(char
     assert np.array_equal(faults.batches[-20], after_spike)  # what step 40 trained on
     main(tiny(chars, tmp_path / "halves", **settings | {"max_iters": 50}))
     main(tiny(chars, tmp_path / "halves", init_from="resume", **settings))
-    full = store.load(tmp_path / "full")
-    halves = store.load(tmp_path / "halves")
-    assert_equal(full.model, halves.model)
-    assert_equal(full.optimizer, halves.optimizer)
-    assert full.iter_num == 60
+    assert_equal(weights(tmp_path / "full"), weights(tmp_path / "halves"))
+    assert_equal(store.load(tmp_path / "full").optimizer, store.load(tmp_path / "halves").optimizer)
 
 
 @pytest.mark.slow
@@ -198,13 +185,10 @@ def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, fau
 
 
 def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
-    def count(*val_losses: float, error: float | None = 0.1) -> int:
-        return without_improvement([EvalRecord(i, 0.0, loss, error) for i, loss in enumerate(val_losses)])
-
-    assert count(3.0, 2.0, 1.0) == 0
-    assert count(3.0, 2.95, 2.92) == 2
-    assert count(3.0, 2.95, 2.92, 2.89) == 0
-    assert count(3.0, 3.5, 2.95, error=None) == 0
+    losses = [3.0, 2.95, 2.92, 2.89]
+    records = [EvalRecord(i, 0.0, loss, 0.1) for i, loss in enumerate(losses)]
+    assert [without_improvement(records[:n]) for n in (1, 2, 3, 4)] == [0, 1, 2, 0]
+    assert without_improvement([r._replace(standard_error=None) for r in records]) == 0
 
 
 @pytest.mark.slow
@@ -214,7 +198,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert [e["iter"] for e in events(tmp_path / "full", "eval")] == [0, 5, 10, 15]
     assert store.load(tmp_path / "full").iter_num == 15
     out = capsys.readouterr().out
-    assert re.search("^patience=3: ", out, re.M)
+    assert "stopped by patience at step 15\n" in out
     assert re.search(r"^resume: .* --patience=0$", out, re.M)  # with the same patience nothing would be left to do
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
     main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))

@@ -19,13 +19,10 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     with only_run_in(out_dir):
         before = contents(out_dir)
         done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
-        assert done.code == 1
-        assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
         assert contents(out_dir) == before
-    for _ in range(2):
-        assert contents(out_dir) == {}
-        with only_run_in(out_dir):
-            pass
+    assert done.code == 1
+    assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
+    assert contents(out_dir) == {}
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
@@ -42,11 +39,10 @@ def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, cap
 def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_path):
     first = only_run_in(tmp_path)
     first.__enter__()
-    leaves = threading.Timer(0.2, first.__exit__, (None, None, None))
+    leaves = threading.Timer(0.1, first.__exit__, (None, None, None))
     leaves.start()
     with only_run_in(tmp_path, wait_s=20):
         assert leaves.finished.is_set()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

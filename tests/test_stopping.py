@@ -87,14 +87,16 @@ def test_run_stopped_by_each_signal_resumes_bit_for_bit(chars, full_run, tmp_pat
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_signal_ends_an_evaluation_and_the_resumed_run_repeats_it(chars, full_run, tmp_path, listening, monkeypatch):
-    step = 15
+def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
+    chars, full_run, tmp_path, listening, monkeypatch, capsys
+):
+    """The resumed run repeats the evaluation."""
     eval_batches = train.eval_batches
     batches = itertools.count(1)
 
     def signalled(*args):
         for batch in eval_batches(*args):
-            if next(batches) == 4 * (step // 5) + 2:  # two of each split and evaluation
+            if next(batches) == 4 * 3 + 2:  # two of each split and evaluation: in that of step 15
                 send(signal.SIGTERM)
             yield batch
 
@@ -102,21 +104,14 @@ def test_signal_ends_an_evaluation_and_the_resumed_run_repeats_it(chars, full_ru
         patch.setattr(train, "eval_batches", signalled)
         with pytest.raises(SystemExit):
             main(tiny(chars, tmp_path, **LONG))
-    assert store.load(tmp_path).iter_num == step
-    assert [e["iter"] for e in events(tmp_path, "eval")] == list(range(0, step, 5))
+    assert store.load(tmp_path).iter_num == 15
+    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 5, 10]
     signal_handler.install()
-    main(tiny(chars, tmp_path, init_from="resume", **LONG))
-    assert_same_run(full_run, tmp_path)
-
-
-@pytest.mark.slow
-def test_max_hours_saves_and_ends_the_run(chars, full_run, tmp_path, monkeypatch, capsys):
     now = time.perf_counter
     with monkeypatch.context() as patch:
-        at_step(patch, 11, lambda: patch.setattr(time, "perf_counter", lambda: now() + 3600))
-        main(tiny(chars, tmp_path, max_hours=1.0, always_save_checkpoint=False, **LONG))
-    assert "stopped by max_hours at step " in capsys.readouterr().out
-    assert store.load(tmp_path).iter_num == 12
+        at_step(patch, 21, lambda: patch.setattr(time, "perf_counter", lambda: now() + 3600))
+        main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG))
+    assert "stopped by max_hours at step 22\n" in capsys.readouterr().out
     main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, **LONG))
     assert_same_run(full_run, tmp_path)
 

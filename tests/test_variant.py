@@ -83,8 +83,8 @@ def test_variant_is_what_the_model_computes_in():
 def test_first_plan_of_max_minutes_follows_the_prediction_and_later_ones_the_clock(chars, tmp_path, monkeypatch):
     c = tiny(chars, tmp_path, max_minutes=1.0, max_iters=10**6, warmup_iters=10**5, eval_interval=100)
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    budget = TimeBudget(c, 0.0, 0, DistContext(CPU))
-    schedule, batching = budget.first_plan(batching_of(c, DistContext(CPU)), [800, 800], 0.1, 100)
+    budget = TimeBudget(c, 0.0, DistContext(CPU))
+    schedule, batching = budget.first_plan(batching_of(c, DistContext(CPU)), [800, 800], 0.1)
     assert 400 < schedule.max_iters <= 600
     assert schedule.warmup_iters == -(-schedule.max_iters // 10)
     n_evaluations = 2 + schedule.max_iters // 100

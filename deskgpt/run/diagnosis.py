@@ -20,11 +20,10 @@ LEAST_RISE = 0.25  # nats: with large batches 8 deviations are less than what ot
 
 
 class SpikeDetector:
-    """Finds the steps at which the loss leaps up. For WINDOW steps after a spike no other one is reported."""
+    """Finds the steps at which the loss leaps up. After a spike the losses to compare with are gathered anew."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.steps_since_spike = WINDOW
 
     def add(self, loss: float) -> float | None:
         """Add a step's loss. Return the median loss of the steps before if this one is a spike; otherwise None.
@@ -32,17 +31,15 @@ class SpikeDetector:
         A spike is above the median by LEAST_RISE and by DEVIATIONS standard deviations: 1.4826 median absolute ones,
         which outliers do not change.
         """
-        spike_over = None
-        quiet = self.steps_since_spike >= WINDOW and len(self.losses) >= FEWEST
-        if quiet and loss > max(self.losses):  # hardly ever: saves the two medians
+        if len(self.losses) >= FEWEST and loss > max(self.losses):  # hardly ever: saves the two medians
             median = statistics.median(self.losses)
             deviation = 1.4826 * statistics.median(abs(x - median) for x in self.losses)
             if loss > median + max(LEAST_RISE, DEVIATIONS * deviation):
-                spike_over = median
-        self.steps_since_spike = 0 if spike_over is not None else self.steps_since_spike + 1
+                self.losses.clear()
+                return median
         if math.isfinite(loss):
             self.losses.append(loss)
-        return spike_over
+        return None
 
 
 # ---- evaluations ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,6 @@ from deskgpt.run.train_state import TrainState
 
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 MAX_BAD_STEPS = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run
-
-
-@dataclass(frozen=True)
-class Step:
-    """The numbers of an optimizer step."""
-
-    step: int
-    position: int  # of its global batch in the order of batches
-    loss: float  # mean over all micro-batches and ranks
-    grad_norm: float  # before clipping
-    norms: list[float]  # of each parameter's gradient, in the order of the model's parameters
 
 
 class Health:
@@ -43,12 +31,12 @@ class Health:
         self.saver = saver
         self.on_spike = on_spike
         self.dist = state.dist
-        self.names = [name for name, p in state.model.named_parameters() if p.requires_grad]
-        self.good_norms: deque[float] = deque(maxlen=4)  # the last ones
-        self.bad_in_a_row: list[Step] = []  # the last steps, while their gradients were not finite
-        self._spike: Step | None = None  # that nothing was done about yet
-        # On the device: (step, position, may overflow, (2 + parameters,): loss, norm of all gradients, norm of each)
-        self._pending: list[tuple[int, int, bool, Tensor]] = []
+        self.parameters = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
+        self.good_norms: deque[float] = deque(maxlen=4)  # the last ones, of all gradients
+        self.bad_in_a_row: list[tuple[int, str]] = []  # the last steps, and which of their gradients were not finite
+        self._spike: tuple[int, float] | None = None  # (step, loss) that nothing was done about yet
+        # On the device: (step, may overflow, (2 + parameters,): loss, norm of all gradients, norm of each)
+        self._pending: list[tuple[int, bool, Tensor]] = []
 
     # ---- steps -------------------------------------------------------------------------------------------
 
@@ -61,9 +49,7 @@ class Health:
         # Above a scale of 1, float16 gradients that overflow are the scaler's normal way of finding the right scale. By
         # now it has halved the scale of such a step.
         may_overflow = scaler.is_enabled() and scaler.get_scale() >= 0.5
-        numbers = torch.cat([torch.stack([loss, grad_norm]), grad_norms])
-        position = step + self.state.skipped_batches
-        self._pending.append((step, position, may_overflow, numbers))
+        self._pending.append((step, may_overflow, torch.cat([torch.stack([loss, grad_norm]), grad_norms])))
         if self.dist.device.type == "cpu" or len(self._pending) >= KEPT_STEPS or self.report.is_due(step):
             self.flush()
 
@@ -72,48 +58,47 @@ class Health:
         pending, self._pending = self._pending, []
         if pending:
             rows = torch.stack([numbers for *_, numbers in pending])
-            rows[:, 0] = self.dist.sum(rows[:, 0])
-            for (step, position, may_overflow, _), row in zip(pending, rows.tolist(), strict=True):
-                loss, grad_norm, *norms = row
-                self._add(Step(step, position, loss / self.dist.world, grad_norm, norms), may_overflow)
-        bad = self.bad_in_a_row
-        if len(bad) >= MAX_BAD_STEPS:
-            first = bad[0].step
+            rows[:, 0] = self.dist.sum(rows[:, 0]) / self.dist.world
+            for (step, may_overflow, _), (loss, grad_norm, *norms) in zip(pending, rows.tolist(), strict=True):
+                if math.isfinite(grad_norm):
+                    self.bad_in_a_row.clear()
+                    self.good_norms.append(grad_norm)
+                elif not may_overflow:
+                    self._add_bad_step(step, loss, norms)
+                    continue
+                self._add_loss(step, loss)
+        n = len(self.bad_in_a_row)
+        if n >= MAX_BAD_STEPS:
+            first, which = self.bad_in_a_row[0]
             raise ValueError(
-                f"gradients are not finite in {len(bad)} steps in a row, {first} to {first + len(bad) - 1}: "
-                f"{self._bad_parameters(bad[0])}; {self.evidence(first)}"
+                f"gradients are not finite in {n} steps in a row, {first} to {first + n - 1}: {which}; "
+                f"{self.evidence(first)}"
             )
 
-    def _add(self, step: Step, may_overflow: bool) -> None:
-        if not math.isfinite(step.grad_norm) and not may_overflow:
-            self.bad_in_a_row.append(step)
-            scaler = self.state.scaler
-            which = self._bad_parameters(step)
-            scale = scaler.get_scale() if scaler.is_enabled() else None
-            text = f"gradients are not finite ({which}): no update"
-            self._report("bad_step", step, text, which=which, loss_scale=scale)
-            return
-        if math.isfinite(step.grad_norm):
-            self.bad_in_a_row.clear()
-            self.good_norms.append(step.grad_norm)
-        median = self.state.spikes.add(step.loss)
-        if median is not None:
-            self._report("spike", step, f"loss spike, {step.loss:.4f} after a median of {median:.4f}", median=median)
-            self._spike = self._spike or step
+    def _add_bad_step(self, step: int, loss: float, norms: list[float]) -> None:
+        """Report how many gradients are not finite, and the first of them in the order of the forward pass."""
+        bad = [name for name, norm in zip(self.parameters, norms, strict=True) if not math.isfinite(norm)]
+        first = f", {bad[0]} first" if bad else ""  # each can be finite where their norm is not
+        which = f"{len(bad)} of {len(norms)} parameters{first}"
+        self.bad_in_a_row.append((step, which))
+        scale = self.state.scaler.get_scale() if self.state.scaler.is_enabled() else None
+        text = f"gradients are not finite ({which}): no update"
+        self._report("bad_step", step, loss, text, which=which, loss_scale=scale)
 
-    def _report(self, kind: str, step: Step, text: str, **fields: Any) -> None:
+    def _add_loss(self, step: int, loss: float) -> None:
+        median = self.state.spikes.add(loss)
+        if median is not None:
+            self._report("spike", step, loss, f"loss spike, {loss:.4f} after a median of {median:.4f}", median=median)
+            self._spike = self._spike or (step, loss)
+
+    def _report(self, kind: str, step: int, loss: float, text: str, **fields: Any) -> None:
         """Log the step, its data rows, and their files and offsets."""
         n = self.state.batching.sequences
-        first = step.position * n
-        line = f"step {step.step}: {text}; its batch has rows {first:,} to {first + n - 1:,}, see log.jsonl"
-        place = {"rows": [first, first + n - 1], "windows": self.state.data.windows(n, step.position)}
-        self.report.event(kind, line, iter=step.step, loss=step.loss, **fields, **place)
-
-    def _bad_parameters(self, step: Step) -> str:
-        """Return how many gradients are not finite, and the first of them in the order of the forward pass."""
-        bad = [name for name, norm in zip(self.names, step.norms, strict=True) if not math.isfinite(norm)]
-        first = f", {bad[0]} first" if bad else ""  # each can be finite where their norm is not
-        return f"{len(bad)} of {len(self.names)} parameters{first}"
+        position = step + self.state.skipped_batches
+        rows = [position * n, position * n + n - 1]
+        line = f"step {step}: {text}; its batch has rows {rows[0]:,} to {rows[1]:,}, see log.jsonl"
+        windows = self.state.data.windows(n, position)
+        self.report.event(kind, line, iter=step, loss=loss, **fields, rows=rows, windows=windows)
 
     def check_val_loss(self, loss: float) -> None:
         """Raises ValueError if a validation loss is not finite."""
@@ -123,16 +108,15 @@ class Health:
 
     # ---- spikes ------------------------------------------------------------------------------------------
 
-    def must_rewind(self) -> Step | None:
-        """Return the loss spike before whose batch the run must rewind, once. Raises ValueError if it must end."""
+    def must_rewind(self) -> int | None:
+        """Return the step whose loss spiked and whose batch must be skipped, once. Raises ValueError to end."""
         spike, self._spike = self._spike, None
         if spike is None or self.on_spike == "go":
             return None
+        step, loss = spike
         if self.on_spike == "stop":
-            raise ValueError(
-                f"on_spike=stop: the loss leapt to {spike.loss:.4f} at step {spike.step}; {self.saver.kept_text()}"
-            )
-        return spike
+            raise ValueError(f"on_spike=stop: the loss leapt to {loss:.4f} at step {step}; {self.saver.kept_text()}")
+        return step
 
     def forget(self) -> None:
         """Drop what is known of steps that were rewound."""
@@ -146,17 +130,15 @@ class Health:
         state = self.state
         scale = f", loss scale {state.scaler.get_scale():g}" if state.scaler.is_enabled() else ""
         norms = ", ".join(f"{norm:.3g}" for norm in self.good_norms) or "none that is finite"
+        seen = f"computed in {state.variant}{scale}; gradient norms before: {norms}; {self.saver.kept_text()}"
+        is_bad = torch.stack([~local(p).isfinite().all() for p in self.parameters.values()])  # on whichever rank
+        bad = [name for name, n in zip(self.parameters, self.dist.sum(is_bad.float()).tolist(), strict=True) if n]
+        if bad:
+            return f"{seen}; the weights themselves are not finite ({bad[0]}): resume another checkpoint"
         tries = ["--compile=False"] if state.variant.compiled else []
-        if state.variant.dtype != "float32":
-            tries.append("--dtype=float32")
-        parameters = [p for p in state.model.parameters() if p.requires_grad]
-        bad = torch.stack([~local(p).isfinite().all() for p in parameters])  # on whichever rank
-        broken = [name for name, n in zip(self.names, self.dist.sum(bad.float()).tolist(), strict=True) if n]
-        if broken:
-            advice = f"the weights themselves are not finite ({broken[0]}): resume another checkpoint"
-        elif self.good_norms and step != state.first_step:
-            advice = f"try {', then '.join(['a lower --learning_rate', *tries])}"
-        else:
-            remedy = f"try {', then '.join(tries)}" if tries else "check the weights that it starts from, and the data"
-            advice = f"no update of this run came before, so it is not the learning rate: {remedy}"
-        return f"computed in {state.variant}{scale}; gradient norms before: {norms}; {self.saver.kept_text()}; {advice}"
+        tries += ["--dtype=float32"] if state.variant.dtype != "float32" else []
+        if self.good_norms and step != state.first_step:
+            return f"{seen}; try {', then '.join(['a lower --learning_rate', *tries])}"
+        tries.append("other data or weights to start from")
+        why = "no update of this run came before, so it is not the learning rate"
+        return f"{seen}; {why}: try {', then '.join(tries)}"

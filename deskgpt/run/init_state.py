@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_larg
 from deskgpt.run.schedule import Config, Schedule, predicted_step_s
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
-    Change,
     changed_rate,
     changes_between,
     check_same_on_all_hosts,
@@ -38,8 +37,8 @@ from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
-OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS, "block_size"}
-OF_CODE = ("code", "versions", "device", "variant")  # what computes: a change is printed
+OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS}
+OF_CODE = ("code", "versions", "device", "variant")  # in a checkpoint's metadata: a change is printed
 Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
@@ -53,7 +52,7 @@ class InitState:
     checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
     tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
     is_resumed: bool = False
-    earlier: Config | None = None  # the settings of the resumed run, if its checkpoint has them
+    earlier: Config | None = None  # the settings of the resumed run
     step: int = 0  # at which the run starts
     best_val_loss: float = math.inf  # of the best checkpoint in out_dir, which a resumed run must beat
     forgets_best: bool = False  # earlier val losses are those of another evaluation
@@ -65,39 +64,28 @@ class InitState:
         resume_changed.
         """
         check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {self.step}"}, dist)
-        if not self.is_resumed:
+        if self.checkpoint is None or self.earlier is None:
             return
-        assert self.checkpoint is not None
-        saved: Any = self.checkpoint.metadata or {}
-        changes = changes_between(saved, data.metadata)
-        schedule: list[Change] = []
-        if self.earlier:
-            earlier = self.earlier
-            before = learning_settings(earlier) | data.eval_metadata(batching_of(earlier, DistContext(dist.device)))
-            now = learning_settings(config) | data.eval_metadata(batching_of(config, DistContext(dist.device)))
-            changes += changes_between(before, now)
-            old, new = Schedule.of(earlier), Schedule.of(config)
-            rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), self.step)
-            changes += changed_rate(rates, lambda step: rate(new, step))
-            schedule = changes_between(asdict(old), asdict(new))
+        saved = self.checkpoint.metadata or {}
+        now = data.metadata | learning_settings(config) | data.eval_metadata(batching_of(config, dist))
+        changes = changes_between(saved | learning_settings(self.earlier), now)
+        old, new = Schedule.of(self.earlier), Schedule.of(config)
+        rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), self.step)
+        changes += changed_rate(rates, lambda step: rate(new, step))
+        of_schedule = changes_between(asdict(old), asdict(new))
         if changes and not config.resume_changed and not config.eval_only:
-            keeps_end = ""
-            if self.earlier and schedule and not config.lr_decay_iters:
-                end = self.earlier.lr_decay_iters or self.earlier.max_iters
-                keeps_end = f"; --lr_decay_iters={end} keeps the schedule's end"
             raise ValueError(
-                f"{self.source} belongs to another experiment: {'; '.join(map(str, changes + schedule))}. Continue all "
-                f"the same with --resume_changed=True, or begin a new run with its weights: "
-                f"--init_from={self.source}{keeps_end}"
+                f"{self.source} belongs to another experiment: {'; '.join(map(str, changes + of_schedule))}. Continue "
+                f"all the same with --resume_changed=True, or begin a new run with its weights: "
+                f"--init_from={self.source}"
             )
-        for change in changes + schedule:
+        for change in changes + of_schedule:
             dist.print0(f"changed: {change}")
         if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
             self.forgets_best = True
-            progress = self.checkpoint.progress
-            kept = progress and progress | {"evaluations": []}  # patience does not count across them either
-            self.checkpoint = replace(self.checkpoint, progress=kept)
             self.best_val_loss = math.inf
+            progress = self.checkpoint.progress
+            self.checkpoint.progress = progress and progress | {"evaluations": []}  # nor do they count for patience
 
     def choose_variant(self, config: Config, dist: DistContext) -> Variant:
         """Return how this run computes, by rule; a resumed run computes as before. Raises ValueError."""
@@ -152,8 +140,15 @@ class InitState:
         shards = sharding.shards_of(config.dp_shard, dist.world)
         builds = dist.is_first or shards == 1
         refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
+        weights = self.weights
+        if self.checkpoint is not None:
+            weights = self.checkpoint.model
         with nullcontext() if builds else torch.device("meta"):
-            model = self._build(config.block_size)
+            if weights is None:
+                model = GPT(self.model_config)
+            else:
+                model = GPT.from_state(self.model_config, weights, self.source)
+            model.crop_block_size(config.block_size)
         if shards == 1:
             model = model.to(dist.device)
         else:
@@ -178,30 +173,13 @@ class InitState:
             f"gradients reach all parameters; {variant} agrees with eager float32"
         )
 
-    def _build(self, block_size: int) -> GPT:
-        """Return the model on the CPU, with its context shortened to block_size. Raises ValueError."""
-        weights = self.weights
-        if self.checkpoint is not None:
-            weights = store.weights_of(self.checkpoint)
-        if weights is None:
-            model = GPT(self.model_config)
-        else:
-            model = GPT.from_state(self.model_config, weights, self.source)
-        model.crop_block_size(block_size)
-        return model
-
     def restore(self, state: TrainState, trains: bool) -> None:
         """Give a resumed run its step, optimizer and progress; free what was loaded. Raises ValueError.
 
         If something else computes now than before, a line is printed.
         """
         if self.is_resumed and self.checkpoint:
-            code = {
-                name: value
-                for name, value in state.metadata.items()
-                if name in ("code", "versions", "device", "variant")
-            }
-            for change in changes_between(self.checkpoint.metadata, code):
+            for change in changes_between(self.checkpoint.metadata, {name: state.metadata[name] for name in OF_CODE}):
                 state.dist.print0(f"changed: {change}")
             state.resume(self.checkpoint, self.source, trains)
         self.weights = None
@@ -220,8 +198,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
 
     Raises ValueError if the settings describe another model than the source has.
     """
-    writes = not config.eval_only and not config.plans
-    if config.init_from != "resume" and writes and store.is_name(Path(config.out_dir).name):
+    if config.init_from != "resume" and store.is_name(Path(config.out_dir).name):
         raise ValueError(
             f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
         )
@@ -229,7 +206,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
         return InitState("scratch", GPTConfig.from_settings(config, data.vocab_size))
     given = RESUMED_SETTINGS
     if config.init_from == "resume" or store.is_checkpoint(config.init_from):
-        init = from_checkpoint(config, writes, dist)
+        init = from_checkpoint(config, dist)
     else:
         from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 
@@ -250,35 +227,22 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
     return init
 
 
-def from_checkpoint(config: Config, writes: bool, dist: DistContext) -> InitState:
-    """Return the last good checkpoint of the run that is resumed, or the weights of another run's.
-
-    Raises ValueError if a resumed run is past max_iters, or a new one would overwrite the other.
-    """
+def from_checkpoint(config: Config, dist: DistContext) -> InitState:
+    """Return the last good checkpoint of the run that is resumed, or another run's weights. Raises ValueError."""
     is_resumed = config.init_from == "resume"
     source = config.out_dir if is_resumed else config.init_from
     reads = dist.is_first or sharding.shards_of(config.dp_shard, dist.world) == 1  # other ranks get theirs from rank 0
-    earlier = None
     if is_resumed:
         saved = store.resume(source, dist.print0, dist, checksums=reads)
-        if saved.iter_num > config.max_iters and writes:
-            raise ValueError(
-                f"{source} is at step {saved.iter_num:,}, past max_iters={config.max_iters}: raise --max_iters"
-            )
-        dist.print0(f"resuming {source} at step {saved.iter_num}")
-        known = known_settings(type(config), saved.config) | settings_of_model(saved.model_args, source)
-        if "learning_rate" in known:  # nanoGPT's has fewer; a setting that came later has its default
-            earlier = type(config)(**known)
     else:
-        if writes and store.folder_of(source).resolve() == store.folder_of(config.out_dir).resolve():
-            raise ValueError(
-                f"init_from={source} is where the new run would write, too: choose another --out_dir, or resume that "
-                "run: --init_from=resume"
-            )
         saved = store.load(source, dist=dist, checksums=reads)
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
-    init = InitState(source, model_config, None, saved, saved.tokenizer, is_resumed, earlier)
+    init = InitState(source, model_config, None, saved, saved.tokenizer, is_resumed)
     if is_resumed:
+        dist.print0(f"resuming {source} at step {saved.iter_num}")
+        # nanoGPT's checkpoint has fewer settings; one that came later has its default.
+        known = known_settings(type(config), saved.config) | settings_of_model(saved.model_args, source)
+        init.earlier = type(config)(**known)
         init.step = saved.iter_num
         init.best_val_loss = saved.best_val_loss
     return init

@@ -18,7 +18,6 @@ from deskgpt.system.terminal import reason
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
-PERCENT = ("mfu", "mfu_measured")  # nanoGPT logs percent
 
 MOST_BYTES = 1 << 30  # of a log that is read whole; a line has about 450, so these are two million steps
 
@@ -55,8 +54,9 @@ class RunLog:
                 self._has_failed = True
         if self.wandb_run and event in ("iter", "eval"):
             numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
-            numbers = {name: 100 * value if name in PERCENT else value for name, value in numbers.items()}
             metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
+            if "mfu" in metrics:
+                metrics["mfu"] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,6 @@ class Band:
 
     losses: dict[int, list[float]]  # val losses of the runs, by evaluated step
 
-    @property
-    def n_runs(self) -> int:
-        return len(next(iter(self.losses.values())))
-
     def limits(self, step: int) -> tuple[float, float]:
         """Return (lowest, highest) usual val loss at one of its steps: the interval that decides."""
         runs = self.losses[step]
@@ -46,32 +42,33 @@ class Band:
         half = max(LEAST, DEVIATIONS * statistics.stdev(runs))
         return mean - half, mean + half
 
+    def is_usual(self, step: int, val_loss: float) -> bool:
+        """Return whether a val loss is within the limits of its step."""
+        low, high = self.limits(step)
+        return low <= val_loss <= high
+
     def verdict(self, val_losses: Mapping[int, float]) -> str:
         """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
         "" if they share no step.
         """
-        word = "as usual"
-        at = None
-        for step in sorted(self.losses.keys() & val_losses.keys()):
-            at = step
-            low, high = self.limits(step)
-            if not low <= val_losses[step] <= high:
-                word = "unusual"
-                break
-        if at is None:
+        steps = sorted(self.losses.keys() & val_losses.keys())
+        if not steps:
             return ""
-        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {self.n_runs} runs with other seeds"
+        outside = [step for step in steps if not self.is_usual(step, val_losses[step])]
+        word = "unusual" if outside else "as usual"
+        at = outside[0] if outside else steps[-1]
+        low, high = self.limits(at)
+        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(self.losses[at])} runs with other seeds"
         return f"{word}: val loss {val_losses[at]:.4f}, {expected}"
 
 
-def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
+def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
     """Return what runs have in common that differ only in their seed, variant and machine, as plain values.
 
-    config: the settings of a run, or a log's by name. val_sha256: Split.fingerprint of the val data; train_tokens: of
-    the train data. None if that is not known, and for runs that do not begin with new weights.
+    settings: of a run or a log. val_sha256: Split.fingerprint of the val data; train_tokens: of the train data. None if
+    that is not known, and for runs that do not begin with new weights.
     """
-    settings: Mapping[str, Any] = asdict(config) if is_dataclass(config) else config  # type: ignore[arg-type]
     if settings.get("init_from") not in ("scratch", "resume"):
         return None
     try:
@@ -84,9 +81,9 @@ def experiment(config: Any, val_sha256: Any, train_tokens: Any) -> dict[str, Any
     return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
 
 
-def band_of(config: Any, val_sha256: Any, train_tokens: Any) -> Band | None:
+def band_of(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> Band | None:
     """Return the band that a run belongs to, if there is one. The arguments are those of `experiment`."""
-    own = experiment(config, val_sha256, train_tokens)
+    own = experiment(settings, val_sha256, train_tokens)
     for path in sorted(FOLDER.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         if own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default

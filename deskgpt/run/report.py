@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +15,6 @@ from torch import Tensor
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
-from deskgpt.run.diagnosis import without_improvement
 from deskgpt.run.log import RunLog, start_wandb
 from deskgpt.run.loss_band import band_of
 from deskgpt.run.schedule import Config
@@ -28,7 +22,7 @@ from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
-from deskgpt.system.terminal import clock, millions
+from deskgpt.system.terminal import clock, in_gib, millions
 
 
 class Report:
@@ -47,15 +41,11 @@ class Report:
         self.print0 = state.dist.print0
         self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
         self.log = open_log(config, state, forgets_best)
-        self.counts = dict.fromkeys(("bad_step", "spike", "rewind"), 0)  # in this process, for the end of the run
         self.warm_up_s = 0.0
         self.flops_per_token = state.model.estimate_flops()
         self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
-        dtype = state.variant.dtype
-        peak, self.peak_source = peaks.peak_flops(self.dist.device, dtype)
-        measured = peaks.measured_matmul_flops(self.dist.device, dtype)
-        of_all_ranks = self.dist.sum(torch.tensor([peak, measured], dtype=torch.float64))
-        self.peak_flops, self.measured_flops = of_all_ranks.tolist()
+        peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
+        self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()  # of all ranks
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -81,8 +71,6 @@ class Report:
         self.warm_up_s = time.perf_counter() - started
         self.print0(f"mfu refers to {peak}; warm-up took {self.warm_up_s:.1f}s")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
-        for line in state.schedule.warnings():
-            self.print0(f"warning: {line}")
         self.log.write(
             "start",
             settings=state.settings_now(),
@@ -101,12 +89,16 @@ class Report:
             fp8=variant.fp8,
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
-            measured_flops=self.measured_flops,
             warm_up_s=self.warm_up_s,
             versions=state.metadata["versions"],
             git_commit=state.metadata["code"],
         )
+        self.warn(state.schedule.warnings())
         self.timer.start()
+
+    def warn(self, lines: list[str]) -> None:
+        for line in lines:
+            self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     # ---- steps -------------------------------------------------------------------------------------------
 
@@ -129,35 +121,31 @@ class Report:
         step_s, tokens_per_s, data_wait = self.timer.end_window()
         mean_loss = self._mean(loss)
         norms, self._grad_norms = torch.stack(self._grad_norms).tolist(), []
+        limit = self.config.grad_clip
         own = {name: self._mean(value) for name, value in numbers.items()}
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
-        mfu_measured = tokens_per_s * self.flops_per_token / self.measured_flops
-        has_two_peaks = math.isfinite(self.measured_flops) and self.measured_flops != self.peak_flops
-        on_measured = f"mfu_measured {mfu_measured * 100:.2f}%, " if has_two_peaks else ""
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
         self.print0(
             f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, {on_measured}lr {lr:.3e}, grad_norm {norms[-1]:.3f}, "
+            f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {norms[-1]:.3f}, "
             f"data wait {data_wait * 100:.1f}%, eta {clock(self._left_s(step, step_s))}{more}"
         )
-        known = {
-            "iter": step,
-            "loss": mean_loss,
-            "time_ms": step_s * 1e3,
-            "mfu": mfu,
-            "mfu_measured": mfu_measured,
-            "tokens_per_s": tokens_per_s,
-            "data_wait": data_wait,
-            "lr": lr,
-            "grad_norm": norms[-1],
-            "clip_rate": share_above(self.config.grad_clip, norms),
-            "tokens": (step + 1) * self.state.batching.tokens_per_step,
-            "train_s": self.timer.train_s(),
-            "peak_memory_bytes": hardware.peak_memory_bytes(self.dist.device),
-        }
-        for name in own.keys() & known.keys():
-            raise ValueError(f"the log has a number {name!r} already: give yours another name in report.step")
-        self.log.write("iter", **own, **known)
+        self.log.write(
+            "iter",
+            iter=step,
+            loss=mean_loss,
+            time_ms=step_s * 1e3,
+            mfu=mfu,
+            tokens_per_s=tokens_per_s,
+            data_wait=data_wait,
+            lr=lr,
+            grad_norm=norms[-1],
+            clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
+            tokens=(step + 1) * self.state.batching.tokens_per_step,
+            train_s=self.timer.train_s(),
+            peak_memory_bytes=hardware.peak_memory_bytes(self.dist.device),
+            **own,
+        )
 
     def _mean(self, value: Tensor | float) -> float:
         """Return a tensor's mean over the ranks; a float as it is."""
@@ -174,24 +162,11 @@ class Report:
         return (end - step - 1) * step_s + evaluations * between_s
 
     def event(self, kind: str, text: str, /, **fields: Any) -> None:
-        """Print a line, if there is a text, and log an event of this kind, such as a spike."""
-        if text:
-            self.print0(text)
+        """Print a line and log an event of this kind, such as a spike."""
+        self.print0(text)
         self.log.write(kind, **fields)
-        if kind in self.counts:
-            self.counts[kind] += 1
 
     # ---- evaluations and saves ---------------------------------------------------------------------------
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Time an evaluation."""
-        with self.timer.spent_on("evaluation"):
-            yield
-
-    def warn(self, lines: list[str]) -> None:
-        for line in lines:
-            self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
         """Print and log an evaluation. texts: samples of the model."""
@@ -226,32 +201,23 @@ class Report:
 
         stop: why the run ends before max_iters, such as a signal's name.
         """
-        config, state, timer = self.config, self.state, self.timer
-        bad, spikes, rewinds = self.counts["bad_step"], self.counts["spike"], self.counts["rewind"]
+        state, timer = self.state, self.timer
         best = min(state.evaluations, key=lambda e: e.val_loss, default=None)
         best_val_loss = best.val_loss if best else math.inf
-        if config.eval_only:
+        if self.config.eval_only:
             return best_val_loss
-        if stop == "patience":
-            n = without_improvement(state.evaluations)
-            at = best.step if best else 0
-            self.print0(
-                f"patience={config.patience}: the last {n} evaluations improved by no more than the standard error; "
-                f"the lowest val loss was {best_val_loss:.4f} at step {at}"
-            )
-        elif stop and state.step > 0:
+        if stop and state.step > 0:
             self.print0(f"stopped by {stop} at step {state.step}")
         memory = hardware.peak_memory_bytes(self.dist.device)
-        memory_gib = "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"
         self.print0(
             f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training ({clock(timer.wait_s)} "
             f"waiting for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} "
-            f"of saving; warm-up {clock(self.warm_up_s)}; peak memory {memory_gib}; best val loss "
+            f"of saving; warm-up {clock(self.warm_up_s)}; peak memory {in_gib(memory)} GiB; best val loss "
             f"{best_val_loss:.4f}"
         )
-        if bad or spikes:
-            self.print0(f"{bad} steps without an update, {spikes} loss spikes, {rewinds} rewinds")
-        verdict = compare_with_band(state)
+        data = state.metadata
+        band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
+        verdict = band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
         if verdict:
             self.print0(verdict)
         self.log.write(
@@ -265,21 +231,10 @@ class Report:
             peak_memory_bytes=memory,
             best_val_loss=best_val_loss,
             best_iter=best.step if best else None,
-            bad_steps=bad,
-            spikes=spikes,
-            rewinds=rewinds,
         )
         if self.dist.is_first:
-            print_next_commands(config, state)
+            print_next_commands(self.config, state, stop)
         return best_val_loss
-
-
-def share_above(limit: float, norms: list[float]) -> float | None:
-    """Return the share of the finite gradient norms that were clipped; None without any, or without a limit (0)."""
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    if not finite or not limit:
-        return None
-    return sum(norm > limit for norm in finite) / len(finite)
 
 
 def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
@@ -297,59 +252,37 @@ def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
     elif forgets_best:
-        best = store.best_of(out_dir)
-        is_last = store.candidates(out_dir) == [out_dir / store.BEST]  # from which the run resumes
-        old = store.set_aside(out_dir, (store.BEST,)) if best and not is_last else None
+        # A run that has resumed ckpt_best.pt, since there is no ckpt.pt, needs it until the next save.
+        old = store.set_aside(out_dir, (store.BEST,)) if (out_dir / store.NAME).exists() else None
         kept = f"; {store.BEST} is now in {old}" if old else ""
         dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
 
 
-def compare_with_band(state: TrainState) -> str:
-    """Compare the val losses with those of other runs like this one; return "" if no such runs are known."""
-    data = state.metadata
-    experiment = (state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
-    band = band_of(*experiment)
-    return band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
-
-
-def print_next_commands(config: Config, state: TrainState) -> None:
+def print_next_commands(config: Config, state: TrainState, stop: str | None) -> None:
     """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
-    best = store.best_of(out_dir)
-    model = best or next(iter(store.candidates(out_dir)), None)
-    if model is None:
+    found = store.candidates(out_dir)
+    if not found:
         print0(f"no checkpoint was saved in {out_dir}")
         return
-    kind = "best model" if best else "last model"
+    model = found[-1]
+    kind = "best model" if model.name == store.BEST else "last model"
     print0(f"{kind} of step {store.load(model, checksums=False).iter_num}: {model}")
     chat = ["--chat"] if state.data.chat is not None else []
-    print0("sample:  " + command("python", "sample.py", f"--out_dir={model}", *chat))
+    print0("sample:  " + shlex.join(["python", "sample.py", f"--out_dir={model}", *chat]))
     # The settings that the checkpoint does not give, and those without which a resumed run would have nothing to do.
     more = [f"--{name}={value}" for name, value in sensitive(asdict(config)).items()]
-    is_longer = state.step >= state.schedule.max_iters
-    has_other_end = is_longer and config.decay_lr and not state.schedule.lr_decay_iters
-    if is_longer:
+    if state.step >= state.schedule.max_iters:
         more.append(f"--max_iters={2 * state.step}")
-    elif 0 < config.patience <= without_improvement(state.evaluations):
+        if config.decay_lr and not state.schedule.lr_decay_iters:  # the learning rate's end moves, too
+            more.append("--resume_changed=True")
+    elif stop == "patience":
         more.append("--patience=0")
-    if has_other_end:
-        more.append("--resume_changed=True")
-    launcher = "python"
-    if state.dist.distributed:
-        launcher = f"torchrun --standalone --nproc_per_node={state.dist.world}"
+    launcher = f"torchrun --standalone --nproc_per_node={state.dist.world}" if state.dist.distributed else "python"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses
         launcher = "torchrun (with its options as before)"
-    script = command("train.py", "--init_from=resume", f"--out_dir={out_dir}", *more)
-    print0(f"resume:  {launcher} {script}")
-    if has_other_end:
-        print0("         a longer run changes the learning rate; --resume_changed=True turns off the check for that")
-    print0("report:  " + command("python", "bench/report.py", out_dir))
-    print0("compare: " + command("python", "bench/compare.py", out_dir, "OTHER_OUT_DIR"))
-
-
-def command(*words: str | Path) -> str:
-    """Return a line to type in this system's shell."""
-    texts = [str(word) for word in words]
-    return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)
+    print0(f"resume:  {launcher} " + shlex.join(["train.py", "--init_from=resume", f"--out_dir={out_dir}", *more]))
+    print0("report:  " + shlex.join(["python", "bench/report.py", str(out_dir)]))
+    print0("compare: " + shlex.join(["python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"]))

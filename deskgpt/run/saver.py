@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,17 +24,6 @@ from deskgpt.system import hardware
 
 MEMORY_FACTOR = 1.5  # how much of a copy's size must be free: the system needs some, too
 MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
-
-
-@dataclass(eq=False)
-class Saved:
-    """A save that was begun."""
-
-    step: int
-    best: bool
-    save_s: float = 0.0  # what it cost the training loop
-    write_s: float | None = None  # until the files were durable; None while it is written
-    error: BaseException | None = None
 
 
 class Kept(NamedTuple):
@@ -62,10 +51,10 @@ class Saver:
     def __post_init__(self) -> None:
         first_step = self.kept.step if self.kept else 0
         self.latest_step = -1 if self.is_trained_elsewhere else first_step  # saved, or that the run began with
-        self.last: Saved | None = None
-        self._reported: Saved | None = None
+        self.error: BaseException | None = None  # of the last save
         self._thread: threading.Thread | None = None
         self._has_taken_over = False
+        self._rewinds: Counter[int] = Counter()  # of this process, by the step of the checkpoint
 
     @classmethod
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
@@ -92,44 +81,28 @@ class Saver:
 
         best_val_loss: the model's, if it is_best.
         """
-        is_saved = state.step == self.latest_step and best_val_loss is None
-        if self.sharing:
-            is_saved = self.sharing.gather(is_saved)[0]  # rank 0 alone knows of a save that failed
-        if is_saved:
-            return
-        if state.dist.is_first or self.sharing:
-            self.print0(f"saving checkpoint to {self.out_dir}")
-            with report.timer.spent_on("saving"):
-                self.wait()
-                self.report_ended(report)
-                on_disk = self.best_val_loss if best_val_loss is None else best_val_loss
-                saving = self.save(state.checkpoint(on_disk, report.wandb_run_id), best_val_loss is not None)
-            saving.save_s = report.timer.last_s["saving"]
+        is_best = best_val_loss is not None
+        with report.timer.spent_on("saving"):
+            self.wait()
+            is_saved = state.step == self.latest_step and not is_best
+            if self.sharing:
+                is_saved = self.sharing.gather(is_saved)[0]  # rank 0 alone knows of a save that failed
+            if is_saved:
+                return
+            if state.dist.is_first or self.sharing:
+                report.event("save", f"saving checkpoint to {self.out_dir}", iter=state.step, best=is_best)
+                on_disk = best_val_loss if best_val_loss is not None else self.best_val_loss
+                self.save(state.checkpoint(on_disk, report.wandb_run_id), is_best)
         self.latest_step = state.step
-
-    def report_ended(self, report: Report) -> None:
-        """Report the last save, once, when it has ended."""
-        saved = self.last
-        if saved is None or saved.write_s is None or saved is self._reported:
-            return
-        self._reported = saved
-        if saved.error is None:
-            times = {"save_s": saved.save_s, "write_s": saved.write_s}
-            report.event("save", "", iter=saved.step, best=saved.best, **times)
-            return
-        if not isinstance(saved.error, OSError | ValueError):  # a defect, not the user's
-            raise saved.error
-        self.latest_step = -1  # so that the same step is tried again
 
     def finish(self, state: TrainState, report: Report, saves: bool) -> None:
         """End: save what was not saved yet, if the run is to be resumed, and wait for the last save."""
         if saves:
             self.save_if_new(state, report)
         self.wait()
-        self.report_ended(report)
 
-    def rewind(self, state: TrainState, report: Report, step: int, position: int) -> bool:
-        """Return the state to the latest checkpoint, to continue after the batch of a step, which is at `position`.
+    def rewind(self, state: TrainState, report: Report, step: int) -> bool:
+        """Return the state to the latest checkpoint, to continue with the batch after that of a step.
 
         All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
         """
@@ -139,13 +112,14 @@ class Saver:
             self.print0("on_spike=rewind: no checkpoint was saved yet, so the run continues")
             return False
         with report.timer.spent_on("saving"):
-            if state.rewound_to == kept.step and state.rewinds_there >= MAX_REWINDS:
+            self._rewinds[kept.step] += 1
+            if self._rewinds[kept.step] > MAX_REWINDS:
                 raise ValueError(
                     f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
                     f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
                 )
             reads = self.sharing is None or self.sharing.is_first
-            state.rewind(store.load(kept.path, dist=state.dist, checksums=reads), kept.path, position)
+            state.rewind(store.load(kept.path, dist=state.dist, checksums=reads), kept.path, step)
             state.dist.all(True)  # no rank replaces the file while another reads it
         text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
         report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
@@ -162,50 +136,51 @@ class Saver:
 
     # ---- writing -----------------------------------------------------------------------------------------
 
-    def save(self, checkpoint: Checkpoint, best: bool) -> Saved:
+    def save(self, checkpoint: Checkpoint, best: bool) -> None:
         """Begin to write, after the save before has ended. What it holds may change afterwards."""
         self.wait()
-        self.last = Saved(checkpoint.iter_num, best)
+        self.error = None
         if self.sharing or has_room_for(checkpoint):
             copy = snapshot(checkpoint)
             if self.sharing and not self.sharing.is_first:
-                return self.last
+                return
             # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
-            self._thread = threading.Thread(target=self._write, args=(copy, self.last), name="saver")
+            self._thread = threading.Thread(target=self._write, args=(copy, best), name="saver")
             self._thread.start()
-            return self.last
-        self.print0("little memory is free: training waits while the checkpoint is written")
-        self._write(checkpoint, self.last)
-        return self.last
+        else:
+            self.print0("little memory is free: training waits while the checkpoint is written")
+            self._write(checkpoint, best)
 
-    def _write(self, checkpoint: Checkpoint, saved: Saved) -> None:
-        t0 = time.perf_counter()
+    def _write(self, checkpoint: Checkpoint, best: bool) -> None:
         try:
             if not self._has_taken_over:
                 store.take_over(self.out_dir, self.print0)
                 self._has_taken_over = True
-            store.save(checkpoint, self.out_dir, saved.best)
-            self.kept = Kept(self.out_dir / store.NAME, saved.step)
-            if saved.best:
+            store.save(checkpoint, self.out_dir, best)
+            self.kept = Kept(self.out_dir / store.NAME, checkpoint.iter_num)
+            if best:
                 self.best_val_loss = checkpoint.best_val_loss
-        except BaseException as e:  # for the training loop, in its own thread
-            saved.error = e
-            if saved.best and store.step_of_best(self.out_dir) == saved.step:  # it failed after the best was durable
+        except BaseException as e:  # for `wait`, in the loop's thread
+            self.error = e
+            if best and store.step_of_best(self.out_dir) == checkpoint.iter_num:  # it failed after that was durable
                 self.best_val_loss = checkpoint.best_val_loss
-        saved.write_s = time.perf_counter() - t0
-        if isinstance(saved.error, OSError | ValueError):
-            self.print0(f"{saved.error}; the run continues and tries again at the next save")
+            if isinstance(e, OSError | ValueError):
+                self.print0(f"{e}; the run continues and tries again at the next save")
 
     def wait(self) -> None:
-        """Return when the last save has ended."""
+        """Return when the last save has ended. Raises what it failed with if that is a defect, not the user's."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self.error is not None:
+            self.latest_step = -1  # so that the same step is tried again
+            if not isinstance(self.error, OSError | ValueError):
+                raise self.error
 
     def raise_if_last_failed(self) -> None:
         """Raise what the last save failed with."""
-        if self.last is not None and self.last.error is not None:
-            raise self.last.error
+        if self.error is not None:
+            raise self.error
 
 
 def snapshot(state: Checkpoint) -> Checkpoint:
@@ -237,6 +212,6 @@ def snapshot(state: Checkpoint) -> Checkpoint:
 def has_room_for(state: Checkpoint) -> bool:
     """Return whether the memory for a snapshot is free, as far as the system tells."""
     tensors = [x for x in tree_leaves(vars(state)) if isinstance(x, Tensor)]
-    storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    copy_bytes = sum(x.nbytes for x in tensors)
     free_bytes = hardware.free_memory_bytes()
-    return free_bytes is None or MEMORY_FACTOR * sum(storages.values()) < free_bytes
+    return free_bytes is None or MEMORY_FACTOR * copy_bytes < free_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -41,9 +41,6 @@ class Schedule:
         """Return the step at which min_lr is reached."""
         return self.lr_decay_iters or self.max_iters
 
-    def settings(self) -> dict[str, Any]:
-        return asdict(self)
-
     def warnings(self) -> list[str]:
         """Return a line for each pair of settings that contradict each other."""
         found = []
@@ -72,39 +69,26 @@ EVAL_SHARE = 0.2  # at most this share of the time is spent on evaluation
 LEAST_EVAL_BATCHES = 8  # each split gives at least this many batches: fewer say nothing about their own noise
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
 PLANS = 40  # how often the steps are planned again, evenly spread over the run
-FEW_STEPS = 100  # with which hardly any model learns
 
 
 class TimeBudget:
-    """Fits a schedule into max_minutes from the run's start: max_iters, and what is longer in the schedule.
+    """Fits a new run into max_minutes from its start: max_iters, and what is longer in the schedule.
 
     The schedule ends with max_iters, so it ends on time. Ranks plan together. A run that would end earlier by itself
     keeps its schedule. Without max_minutes nothing changes.
     """
 
-    def __init__(self, config: Config, started: float, first_step: int, dist: DistContext) -> None:
-        """started: when the clock began.
-
-        Raises ValueError if max_minutes would change the schedule of a resumed run.
-        """
+    def __init__(self, config: Config, started: float, dist: DistContext) -> None:
+        """started: when the clock began."""
         self.wanted = Schedule.of(config)
         self.max_minutes: float = config.max_minutes
         self.is_limited = config.max_minutes > 0 and not config.eval_only
-        self.keeps_rates = first_step > 0 and not config.resume_changed  # of the steps so far
+        self.eval_interval: int = config.eval_interval
         self.ends_at = started + 60 * config.max_minutes
-        self.first_step = first_step
         self.dist = dist
-        self._next_step = first_step + 1  # at which the steps are planned again
-        self._planned_at = (first_step, 0.0)  # step, and training time
-        if self.is_limited and self.keeps_rates and self.wanted.decay_lr and not self.wanted.lr_decay_iters:
-            raise ValueError(
-                f"max_minutes={config.max_minutes:g} gives the resumed run's schedule another end: add "
-                "--resume_changed=True, or keep the schedule with --lr_decay_iters"
-            )
+        self._next_step = 1  # at which the steps are planned again
 
-    def first_plan(
-        self, batching: Batching, eval_windows: Sequence[int], step_s: float, eval_interval: int
-    ) -> tuple[Schedule, Batching]:
+    def first_plan(self, batching: Batching, eval_windows: Sequence[int], step_s: float) -> tuple[Schedule, Batching]:
         """Return the schedule and the evaluations that a predicted time per step allows.
 
         eval_windows: how many windows one evaluation reads of each split. Evaluations that would take more than
@@ -112,56 +96,43 @@ class TimeBudget:
         """
         if not self.is_limited:
             return self.wanted, batching
+        n_splits = len(eval_windows)
         n_windows = sum(eval_windows)
         seconds = self._seconds_left()
         window_s = step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
-        n_evaluations = 2 + int(seconds / step_s) // eval_interval
+        n_evaluations = 2 + int(seconds / step_s) // self.eval_interval
         affordable = int(EVAL_SHARE * seconds / (n_evaluations * window_s))
-        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, affordable // len(eval_windows))
-        if n_windows > per_split * len(eval_windows):
-            n_windows = per_split * len(eval_windows)
+        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, affordable // n_splits)
+        if n_windows > per_split * n_splits:
+            n_windows = per_split * n_splits
             batching = batching.with_eval_windows(per_split)
         eval_s = n_windows * window_s
-        schedule = self._fitted(self.first_step, step_s, eval_s, eval_interval, n_missing=2, at_least=1)
-        self._next_step = self.first_step + 1  # from then on by what steps took
-        steps = schedule.max_iters - self.first_step
-        few = ", which is too few to learn much" if steps < min(FEW_STEPS, self.wanted.max_iters) else ""
+        schedule = self._fitted(0, step_s, eval_s, seconds - 2 * eval_s)  # at the start and at the end
+        self._next_step = 1  # from then on by what steps took
         self.dist.print0(
-            f"max_minutes={self.max_minutes:g}: about {steps:,} steps of {step_s * 1e3:.3g} ms, as predicted{few}; "
-            "planned again as it runs"
+            f"max_minutes={self.max_minutes:g}: about {schedule.max_iters:,} steps of {step_s * 1e3:.3g} ms, as "
+            "predicted; planned again as it runs"
         )
         return schedule, batching
 
-    def replan(self, schedule: Schedule, step: int, timer: StepTimer, eval_interval: int) -> Schedule:
-        """Return the schedule that fits after `step` steps: planned PLANS times, from the steps since the last plan."""
-        if not self.is_limited:
+    def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
+        """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so far."""
+        if not self.is_limited or step < self._next_step:
             return schedule
-        if step < self._planned_at[0]:  # after a rewind
-            self._planned_at = (step, timer.train_s())
-        if step < self._next_step or step == self._planned_at[0]:
-            return schedule
-        train_s = timer.train_s()
-        step_s = self.dist.max((train_s - self._planned_at[1]) / (step - self._planned_at[0]))
-        self._planned_at = (step, train_s)
-        between_s = self.dist.max(sum(timer.last_s.values()))
-        return self._fitted(step, step_s, between_s, eval_interval, n_missing=1)
+        step_s = self.dist.max(timer.train_s() / step)
+        eval_s = self.dist.max(sum(timer.last_s.values()))
+        return self._fitted(step, step_s, eval_s, self._seconds_left() - eval_s)  # at the end
 
-    def _fitted(
-        self, step: int, step_s: float, eval_s: float, eval_interval: int, n_missing: int, at_least: int = 0
-    ) -> Schedule:
-        """n_missing: evaluations besides those after each eval_interval steps: at the end, and at the start."""
+    def _fitted(self, step: int, step_s: float, eval_s: float, seconds: float) -> Schedule:
+        """Return the schedule in which the steps from `step` on, and the evaluations between them, take the seconds."""
         wanted = self.wanted
-        fit = int((self._seconds_left() - n_missing * eval_s) / (step_s + eval_s / eval_interval))
-        max_iters = min(wanted.max_iters, step + max(at_least, fit))
-        steps = max_iters - self.first_step
-        self._next_step = step + max(1, steps // PLANS)
-        warmup_iters = min(wanted.warmup_iters, math.ceil(steps * WARMUP_SHARE))
-        if self.keeps_rates:
-            return replace(wanted, max_iters=max_iters)
+        fit = int(seconds / (step_s + eval_s / self.eval_interval))
+        max_iters = min(wanted.max_iters, max(1, step + max(0, fit)))
+        self._next_step = step + max(1, max_iters // PLANS)
         return replace(
             wanted,
             max_iters=max_iters,
-            warmup_iters=warmup_iters,
+            warmup_iters=min(wanted.warmup_iters, math.ceil(max_iters * WARMUP_SHARE)),
             lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
 
 from configurator import read_settings
 from deskgpt.checkpoint import store
@@ -28,34 +29,16 @@ EVALUATION = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}  # how 
 START = {"init_from", "resume_changed", "dry_run", "plan_for"}
 END = {"max_hours", "max_minutes", "patience", "on_spike"}
 SPLIT = {"batch_size", "gradient_accumulation_steps", "auto_batch"}  # the sequences per step are compared apart
-MACHINE = {
-    "device",
-    "dtype",
-    "cpu_kernels",
-    "compile",
-    "activation_checkpoint",
-    "backend",
-    "dp_shard",
-    "dist_timeout_s",
-}
+MACHINE = {"device", "dtype", "cpu_kernels", "compile", "activation_checkpoint"}
+MACHINE |= {"backend", "dp_shard", "dist_timeout_s"}
 DATA = {"dataset"}  # a path; what is in it is compared apart
 NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | DATA)
 # Of learning too, but compared by the rates of the steps so far: with the same past, it is the same experiment.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
-# Settings of earlier versions, and what a user who sets one should know.
-RETIRED = {
-    "attention": "model.py calls what computes it; --cpu_kernels=False leaves out our kernels",
-    "world": 'write --plan_for="8x H100"',
-    "sync_each_batch": "sharded gradients are always reduced after each micro-batch",
-    "reshard_after_forward": "sharded weights are always gathered again for the backward pass",
-    "save_interval": "see --eval_interval and --save_minutes",
-    "save_async": "a checkpoint is always written while training continues",
-    "keep_checkpoints": "the last and the best checkpoint are kept",
-    "align_documents": "windows begin anywhere in the text",
-    "max_bad_steps": "ten bad steps in a row end a run",
-    "cooldown_iters": "the trapezoid falls in its last fifth",
-}
+# Settings of earlier versions, which old config files have.
+RETIRED = {"attention", "world", "sync_each_batch", "reshard_after_forward", "max_bad_steps", "cooldown_iters"}
+RETIRED |= {"save_interval", "save_async", "keep_checkpoints", "align_documents"}
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.
@@ -99,33 +82,30 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
     of_model = [f"--{name}={value}" for name, value in settings_of_model(saved.model_args, out_dir).items()]
     known = known_settings(cls, saved.config)
     left_out = sensitive(known)
-    known |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "resume_changed": False}
-    for name in left_out:
-        del known[name]
-    planned = {name: known[name] for name in PLANNED if name in known}
-    known["max_minutes"] = 0.0  # the steps that it allowed are in max_iters
+    base = {name: value for name, value in known.items() if name not in left_out}
+    base |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "resume_changed": False}
+    base["max_minutes"] = 0.0  # the steps that it allowed are in max_iters
+    earlier = read_settings(cls, [], base)
 
-    settings = read_settings(cls, [*of_model, *argv], known)
-    defaults = {f.name: f.default for f in fields(cls)}
+    settings = read_settings(cls, [*of_model, *argv], earlier)
+    settings["init_from"] = "resume"
+    is_first = dist_env(os.environ).rank == 0
     for name, value in left_out.items():
-        if settings[name] != defaults[name]:
+        if settings[name] != earlier[name]:
             continue  # the user has typed it again
         text = shortened(value)
         if name == "dataset":
             raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
-        if dist_env(os.environ).rank == 0:
+        if is_first:
             print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
-    if settings["init_from"] == "auto":  # the same command as before: its time was planned already
-        settings["init_from"] = "resume"
-        if settings["max_minutes"]:
-            settings |= planned | {"max_minutes": 0.0}
-    elif settings["max_minutes"]:  # new minutes: the steps that the user names, else as many as fit
-        settings["max_iters"] = read_settings(cls, argv)["max_iters"]
-    before = read_settings(cls, [], known)
-    counts_batches = not before["eval_tokens"] and not settings["eval_tokens"]
-    same_count = counts_batches and settings["eval_iters"] == before["eval_iters"]
-    if same_count and settings["batch_size"] != before["batch_size"]:  # an evaluation keeps its windows
-        settings["eval_tokens"] = before["eval_iters"] * before["batch_size"] * settings["block_size"]
+    if settings["max_minutes"]:  # as in the same command again
+        settings |= {name: earlier[name] for name in PLANNED} | {"max_minutes": 0.0}
+        if is_first:
+            print(f"note: max_minutes planned {out_dir} at its start; it keeps max_iters={settings['max_iters']}")
+    counts_batches = not earlier["eval_tokens"] and not settings["eval_tokens"]
+    same_count = counts_batches and settings["eval_iters"] == earlier["eval_iters"]
+    if same_count and settings["batch_size"] != earlier["batch_size"]:  # an evaluation keeps its windows
+        settings["eval_tokens"] = earlier["eval_iters"] * earlier["batch_size"] * settings["block_size"]
     return settings
 
 
@@ -146,11 +126,12 @@ def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     wandb_log sends data away, and Windows logs in to the host that a path names.
     """
-    is_risky = {
-        "wandb_log": settings.get("wandb_log", False) is not False,
-        "dataset": isinstance(settings.get("dataset"), str) and not is_local(settings["dataset"]),
-    }
-    return {name: settings[name] for name, risky in is_risky.items() if risky}
+    risky = {}
+    if settings.get("wandb_log", False) is not False:
+        risky["wandb_log"] = settings["wandb_log"]
+    if not is_local(settings.get("dataset", "")):
+        risky["dataset"] = settings["dataset"]
+    return risky
 
 
 # ---- differences between the resumed run and this one --------------------------------------------------------
@@ -158,8 +139,7 @@ def sensitive(settings: Mapping[str, Any]) -> dict[str, Any]:
 Metadata = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A setting or a property of the data that differs from the resumed run's."""
 
     name: str
@@ -179,17 +159,10 @@ def changes_between(before: Any, now: Metadata) -> list[Change]:
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None
         if isinstance(value, dict):
-            found += [replace(change, name=f"{name}, {change.name}") for change in changes_between(old, value)]
+            found += [change._replace(name=f"{name}, {change.name}") for change in changes_between(old, value)]
         elif isinstance(old, str | float | int) and value is not None and old != value:
-            found.append(Change(name, as_text(old), as_text(value)))
+            found.append(Change(name, shortened(old), shortened(value)))
     return found
-
-
-def as_text(value: Any) -> str:
-    if type(value) is int:
-        return f"{value:,}"
-    text = str(value)[:200]  # of a checkpoint, from anywhere
-    return text if text.isprintable() else repr(text)
 
 
 def learning_settings(config: Config) -> Metadata:
@@ -208,16 +181,13 @@ def rates_of(rate: Callable[[int], float], done: int) -> dict[str, float]:
 
 
 def changed_rate(before: Any, rate: Callable[[int], float]) -> list[Change]:
-    """Return where today's learning rate differs most from those of the steps done (rates_of), or nothing."""
-    apart: dict[str, float] = {}
+    """Return the first of the steps done (rates_of) that has another learning rate today, or nothing."""
     for step, old in before.items() if isinstance(before, dict) else ():
         if isinstance(step, str) and step.isdecimal() and isinstance(old, float):
             now = rate(int(step))
-            apart[step] = abs(old - now) / max(abs(old), abs(now), 1e-30)
-    worst = max(apart, key=apart.__getitem__, default=None)
-    if worst is None or apart[worst] <= 1e-9:
-        return []
-    return [Change(f"learning rate at step {int(worst):,}", f"{before[worst]:.6g}", f"{rate(int(worst)):.6g}")]
+            if not math.isclose(old, now):
+                return [Change(f"learning rate at step {int(step):,}", f"{old:.6g}", f"{now:.6g}")]
+    return []
 
 
 def check_same_on_all_hosts(settings: Mapping[str, Any], metadata: Metadata, dist: DistContext) -> None:

@@ -12,21 +12,19 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from deskgpt.run.diagnosis import EvalRecord, without_improvement
 
 if TYPE_CHECKING:
     from deskgpt.compute.distributed import DistContext
 
-T = TypeVar("T")
-
 # ---- signals -------------------------------------------------------------------------------------------------
 
 # What a terminal, a batch system or the system at shutdown sends. Slurm warns with SIGUSR1; SIGBREAK is Windows'
 # Ctrl+Break.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGBREAK")
-SIGNALS = tuple(signal.Signals[name] for name in NAMES if name in signal.Signals.__members__)
+SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
 
 SIGNAL_STATUS = 128  # and its number: what shells and batch systems expect of a process that a signal has ended
 
@@ -166,7 +164,7 @@ class StopController:
         if 0 < self.patience <= without_improvement(evaluations):
             self.reason = "patience"
 
-    def until_signal(self, items: Iterable[T]) -> Iterator[T]:
+    def until_signal(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items until a signal comes. Ranks end at the same item: they may need each other."""
         for item in items:
             if not self.dist.all(signal_handler.signal is None):

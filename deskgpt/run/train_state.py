@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from deskgpt.compute.variant import Variant
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import rates_of
-from deskgpt.system.files import is_number
+from deskgpt.system.files import check_record, is_number
 from deskgpt.system.terminal import reason
 from model import GPT
 
-REWINDS = ("skipped_batches", "rewound_to", "rewinds_there")  # attributes, and names under "progress" in a checkpoint
 RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps, by which a resumed run is compared
 
 
@@ -71,8 +71,6 @@ class TrainState:
         self.evaluations: list[EvalRecord] = []
         self.spikes = SpikeDetector()
         self.skipped_batches = 0  # by rewinds
-        self.rewound_to = 0  # the step of the checkpoint that the last rewind went to
-        self.rewinds_there = 0
         self._extra: dict[str, Any] = {}  # see register_state
         self._saved_extra: dict[str, Any] = {}
         if not settings["eval_only"]:
@@ -87,7 +85,7 @@ class TrainState:
         """Return the settings with the micro-batch and the schedule that the run has found."""
         asked = (self.settings["batch_size"], self.settings["eval_tokens"])
         is_as_asked = asked == (self.batching.batch_size, self.batching.eval_tokens)
-        return self.settings | ({} if is_as_asked else self.batching.settings()) | self.schedule.settings()
+        return self.settings | ({} if is_as_asked else self.batching.settings()) | asdict(self.schedule)
 
     def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
         """Add an evaluation of this step. One that is repeated, after a resume or a rewind, replaces the first."""
@@ -122,7 +120,11 @@ class TrainState:
             chat=self.data.chat,
             variant=self.variant.saved(self.dist.device),
             wandb_run_id=wandb_run_id,
-            progress=self._progress(),
+            progress={
+                "skipped_batches": self.skipped_batches,
+                "losses": list(self.spikes.losses),
+                "evaluations": [list(e) for e in self.evaluations],
+            },
             metadata=self.metadata | {RATES: rates},
             extra_state={name: part.state_dict() for name, part in self._extra.items()} or None,
         )
@@ -146,13 +148,11 @@ class TrainState:
         self.wandb_run_id = saved.wandb_run_id
         self._restore(saved, source, trains)
 
-    def rewind(self, saved: Checkpoint, source: Path, position: int) -> None:
-        """Return to a checkpoint of this run, to continue with the batch after the one at `position`."""
-        rewinds = self.rewinds_there if saved.iter_num == self.rewound_to else 0
+    def rewind(self, saved: Checkpoint, source: Path, step: int) -> None:
+        """Return to a checkpoint of this run, to continue with the batch after that of this step."""
+        position = step + self.skipped_batches
         restore_weights(self.model, saved)
         self._restore(saved, str(source), trains=True)
-        self.rewound_to = self.step
-        self.rewinds_there = rewinds + 1
         self.skipped_batches = position + 1 - self.step
 
     def _restore(self, saved: Checkpoint, source: str, trains: bool) -> None:
@@ -169,43 +169,21 @@ class TrainState:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
                     raise ValueError
                 self.scaler.load_state_dict(saved.scaler)
-            self._restore_progress(saved.progress or {})
+            if saved.progress:  # nanoGPT's has none
+                check_record(saved.progress, {"skipped_batches": is_number}, required=("skipped_batches",))
+                self.skipped_batches = saved.progress["skipped_batches"]
+                self.spikes.losses.extend(map(float, saved.progress["losses"]))
+                for step, train_loss, val_loss, error in saved.progress["evaluations"]:
+                    error = None if error is None else float(error)
+                    self.evaluations.append(EvalRecord(int(step), float(train_loss), float(val_loss), error))
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(f"{source}: its loss scale, or its record of past losses, is damaged") from None
 
     def _restore_extra(self, name: str) -> None:
         """Give a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
         if name not in self._saved_extra:
-            if self.step > 0:
-                self.dist.print0(f"{name}: the checkpoint of step {self.step} has none, so it starts anew")
             return
         try:
             self._extra[name].load_state_dict(self._saved_extra[name])
         except Exception as e:  # whatever that class raises
             raise ValueError(f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})") from None
-
-    def _progress(self) -> dict[str, Any]:
-        """Return what is under "progress" in a checkpoint, as plain values."""
-        return {name: getattr(self, name) for name in REWINDS} | {
-            "losses": list(self.spikes.losses),
-            "steps_since_spike": self.spikes.steps_since_spike,
-            "evaluations": [list(e) for e in self.evaluations],
-        }
-
-    def _restore_progress(self, saved: dict[str, Any]) -> None:
-        if not saved:  # nanoGPT's
-            return
-        for name in REWINDS:
-            setattr(self, name, count(saved[name]))
-        self.spikes.losses.extend(map(float, saved["losses"]))
-        self.spikes.steps_since_spike = count(saved["steps_since_spike"])
-        for step, train_loss, val_loss, error in saved["evaluations"]:
-            error = None if error is None else float(error)
-            self.evaluations.append(EvalRecord(count(step), float(train_loss), float(val_loss), error))
-
-
-def count(value: Any) -> int:
-    """Return a count of at least 0. Raises ValueError for anything else in its place."""
-    if not is_number(value):
-        raise ValueError
-    return int(value)
