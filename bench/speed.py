@@ -326,7 +326,7 @@ def main() -> None:
     starts = [x.start for x in runs if "device" in x.start]
     sizes = {name: getattr(c, name) for name in SIZES}
     print(f"\n{output.about(*starts)}. {a.rounds} rounds.\n\n{sizes}\n")
-    print(f"    {output.command_line('speed.py')}\n\n{text}")
+    print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}")
 
 
 if __name__ == "__main__":
