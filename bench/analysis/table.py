@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench.analysis.logs import NANOGPT_PEAK, Run, letters
-from bench.asking.statistics import alpha_of_each, interval, welch
+from bench.asking.statistics import ALPHA, interval, welch
 from deskgpt.run.settings import NOT_LEARNING
 from deskgpt.system.terminal import clock, in_gib
 
@@ -177,7 +177,7 @@ def gaps_of(groups: list[Group], figure: Figure) -> list[Gap]:
     values = [[figure[1](run) for run in group.runs] for group in groups]
     if any(None in of_group for of_group in values):
         return []
-    error = alpha_of_each(len(groups) - 1)
+    error = ALPHA / (len(groups) - 1)
     return [welch(values[0], of_group, error) for of_group in values[1:]]
 
 

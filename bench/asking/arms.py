@@ -6,6 +6,7 @@ working in the checkout while a question runs overnight.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.asking.ledger import digest
 from deskgpt.system.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,13 +145,15 @@ def git(*arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktr
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     configured = ("user.name=bench/ask.py", "user.email=ask@localhost", f"core.hooksPath={os.devnull}")
     options = [word for setting in configured for word in ("-c", setting)]
-    try:
-        done = subprocess.run(["git", *options, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ConfigError(f"{what}: git is not installed") from None
+    done = subprocess.run(["git", *options, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
     return done.stdout.strip()
+
+
+def digest(value: Any) -> str:
+    """Return sixteen hex digits of the SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def last_line(text: str) -> str:
