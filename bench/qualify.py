@@ -13,7 +13,6 @@ ran out of time.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -42,7 +41,7 @@ from deskgpt.compute.check import check_model
 from deskgpt.compute.variant import Variant
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
-from deskgpt.system.errors import one_line_errors
+from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import write_atomically
 from deskgpt.system.terminal import in_gib, in_tera, reason
 from deskgpt.system.wheels import answer
@@ -128,10 +127,8 @@ def facts(s: Session) -> None:
         for n in (64, 1):
             choice = torch._fused_sdp_choice(keys[:, :, :n], keys, keys, is_causal=n > 1)
             kernels.append(f"{SDPBackend(choice).name} for {n} queries")
-        peak = peaks.published_flops(s.device, name)
-        measured = in_tera(peaks.measured_matmul_flops(s.device, name))
-        known = f"{in_tera(peak[0])} TFLOP/s ({peak[1]})" if peak else "n/a"
-        print(f"{name}: published peak {known}, matmuls {measured} TFLOP/s; attention: {', '.join(kernels)}")
+        flops, source = peaks.peak_flops(s.device, name)
+        print(f"{name}: {in_tera(flops)} TFLOP/s ({source}); attention: {', '.join(kernels)}")
 
 
 def check_variants(s: Session) -> None:
@@ -213,16 +210,14 @@ def lines_of(path: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(__doc__)
     names = list(stages(Session(torch.device("cpu"))))
     parser.add_argument("--minutes", type=float, default=27.0, help="for all stages together (default: %(default)s)")
     parser.add_argument("--peer", action="append", default=[], help="as of bench/speed.py: nanogpt:PATH")
     parser.add_argument("--only", nargs="+", choices=names, help="stages to run, also if they have passed")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument("--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)")
-    parser.add_argument("--function", choices=FUNCTIONS, help=argparse.SUPPRESS)  # a stage, in a process of its own
+    parser.add_argument("--function", choices=FUNCTIONS, help="a stage, in this process")
     a = parser.parse_args()
     ends_at = time.monotonic() + 60 * a.minutes
     s = Session(hardware.resolve_device(a.device), [f"--peer={peer}" for peer in a.peer])
@@ -235,26 +230,24 @@ def main() -> None:
     folder = Path(a.out_dir) / re.sub(r"[^\w.+]+", "-", name.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.txt" for name in names}
+    due = a.only or [name for name in names if lines_of(files[name])[-1] != PASSED]
     os.environ |= {"DESKGPT_TEST_DEVICE": str(s.device), "WANDB_MODE": "offline"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         s.tokens = f"{tmp}/tokens"
         write_data(Path(s.tokens), s.vocab_size)
-        due = stages(s)
-        for name in names:
-            if name not in a.only if a.only else lines_of(files[name])[-1] == PASSED:
-                del due[name]
-        while due and ends_at - time.monotonic() > LEAST_S:
-            name = next(iter(due))
-            limit_s = (ends_at - time.monotonic()) * due[name][0] / sum(share for share, _ in due.values())
-            _, command = due.pop(name)
+        todo = {name: stage for name, stage in stages(s).items() if name in due}
+        while todo and ends_at - time.monotonic() > LEAST_S:
+            name = next(iter(todo))
+            limit_s = (ends_at - time.monotonic()) * todo[name][0] / sum(share for share, _ in todo.values())
+            _, command = todo.pop(name)
             print(f"{name}: {run(command, files[name], limit_s)}", flush=True)
-    parts = [f"# {output.about(about)}"]
+    page = f"# {output.about(about)}\n"
     for name, path in files.items():
         *lines, outcome = lines_of(path)
-        parts.append("\n".join([f"## {name}: {outcome}", "", "```", *lines, "```"]))
-    write_atomically(folder / "page.md", "\n\n".join([*parts, ""]).encode())
-    print(f"the page: {folder / 'page.md'}" + (f"; no time was left for {', '.join(due)}" if due else ""))
-    sys.exit(int(any(lines_of(files[name])[-1] != PASSED for name in a.only or names)))
+        page += "\n".join([f"\n## {name}: {outcome}", "", "```", *lines, "```", ""])
+    write_atomically(folder / "page.md", page.encode())
+    print(f"the page: {folder / 'page.md'}" + (f"; no time was left for {', '.join(todo)}" if todo else ""))
+    sys.exit(any(lines_of(files[name])[-1] != PASSED for name in due))
 
 
 if __name__ == "__main__":
