@@ -124,35 +124,23 @@ class Kernels:
 
     def prepare_inductor(self) -> None:
         """Make inductor write code for the card, and its graphs run on fake tensors."""
-        import torch._functorch.config
         import torch._inductor.async_compile
-        import torch._inductor.compile_fx
         import torch._inductor.runtime.triton_helpers
         import triton.runtime
-        from torch._dynamo.device_interface import CudaInterface
 
         driver = SimpleNamespace(get_current_target=lambda: self.target, get_current_device=lambda: 0)
         driver.get_active_torch_device = lambda: torch.device("cuda", 0)
         triton.runtime.driver.set_active(driver)
         triton.knobs.compilation.always_compile = True  # the same kernel again, too: its log is wanted
         triton.knobs.nvidia.dump_ptxas_log = True
-        torch._functorch.config.force_non_lazy_backward_lowering = True
         inductor: Any = torch._inductor
         inductor.config.benchmark_kernel = True  # writes down how many bytes a kernel moves
         inductor.async_compile.AsyncCompile.triton = lambda *args, **kwargs: self.collect(*args, **kwargs)
         inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
-        for name in ("get_device_properties", "current_device", "device_count", "synchronize"):
-            setattr(CudaInterface, name, staticmethod(getattr(torch.cuda, name)))
         # What graphs call in C++, which wants real tensors.
         guards: Any = torch._C._dynamo.guards
         guards._empty_strided_cuda = lambda *args: torch.empty_strided(*args[:2], dtype=args[2], device="cuda")
         guards._reinterpret_tensor = lambda t, size, stride, n=0: t.as_strided(size, stride, t.storage_offset() + n)
-        guards.assert_size_stride = guards.assert_alignment = lambda *args: None
-        guards.copy_if_misaligned = lambda t: t
-        vars(torch.cuda)["_DeviceGuard"] = pretend_card.Within
-        for module in (inductor.utils, inductor.compile_fx, inductor.output_code):
-            module.copy_misaligned_inputs = lambda *args, **kwargs: ([], [])
-            module.get_input_idxs_to_check = lambda *args, **kwargs: []
 
 
 class Work(TorchDispatchMode):

@@ -54,7 +54,7 @@ def test_page_refers_to_nothing_outside_of_it_and_names_are_text(real):
 
 
 def test_loss_curve_begins_at_the_start():
-    chart = page.loss_chart([made_up("long", 100_000)])
+    chart = page.make_charts([made_up("long", 100_000)])[page.LOSS]
     steps, _, val = chart.data
     assert (steps.x[0], val.x[0], val.y[0]) == (0, 0, 4.0)
     assert (len(steps.y), val.x[-1]) == (page.POINTS, 100_000)
