@@ -108,7 +108,7 @@ class Kernels:
                     failed.append(f"{name} {config.kwargs}: {shared} bytes of shared memory")
             if spilled and min(spilled):
                 failed.append(f"{name}: {min(spilled)} bytes of registers spill")
-        return {"kernels": len(self.sources), "cubins": cubins, "failed": failed}
+        return {"kernels": len({*self.sources.values()}), "cubins": cubins, "failed": failed}
 
     def memory_of(self, kernel: Any, config: Any) -> tuple[int, int]:
         """Compile one configuration; return its bytes of spilled registers and of shared memory."""
@@ -129,7 +129,6 @@ class Kernels:
         import triton.runtime
 
         driver = SimpleNamespace(get_current_target=lambda: self.target, get_current_device=lambda: 0)
-        driver.get_active_torch_device = lambda: torch.device("cuda", 0)
         triton.runtime.driver.set_active(driver)
         triton.knobs.compilation.always_compile = True  # the same kernel again, too: its log is wanted
         triton.knobs.nvidia.dump_ptxas_log = True
@@ -163,11 +162,6 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
-        if name != "device":
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):

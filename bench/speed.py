@@ -15,9 +15,9 @@ prints itself; the first step is timed from the command on, with all imports, co
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
 
---grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles it. Accumulation follows
-from the batch size, so that a step keeps the tokens that the config asks for. Prints a table in Markdown, whose rows name
-the settings to take.
+--grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles it. Accumulation
+follows from the batch size, so that a step keeps the tokens that the config asks for. Prints a table in Markdown, whose
+rows name the settings to take.
 """
 
 from __future__ import annotations
