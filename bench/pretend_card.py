@@ -192,16 +192,7 @@ def set_internals(torch: Any) -> None:
     vars(graphs).update(reset_cudagraph_trees=always(None), mark_step_begin=always(None))
     sys.modules[graphs.__name__] = graphs
     setattr(FakeTensorMode, "avoid_device_init", property(always(True)))  # noqa: B010 (its type is a method's)
-    copy_of = torch.Tensor.__deepcopy__
-
-    def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
-        if type(t) is not torch.Tensor or not t.is_cuda or not t.is_leaf:
-            return copy_of(t, memo)
-        if id(t) not in memo:
-            memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)
-        return memo[id(t)]
-
-    torch.Tensor.__deepcopy__ = deepcopy
+    torch.Tensor.__deepcopy__ = lambda t, memo: t.detach().clone().requires_grad_(t.requires_grad)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------

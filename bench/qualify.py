@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,13 @@ from bench import output
 from bench.speed import ROOT, write_data
 from configurator import build, read_settings
 from deskgpt.compute import compiling
-from deskgpt.compute.check import check_model
-from deskgpt.compute.variant import Variant
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import write_atomically
-from deskgpt.system.terminal import in_gib, in_tera, reason
+from deskgpt.system.terminal import in_gib, in_tera
 from deskgpt.system.wheels import answer
-from model import GPT, MODERN_CHOICES, GPTConfig
+from model import GPT, GPTConfig
 
 CONFIG = "config/train_fineweb_125m.py"
 TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 2, "gradient_accumulation_steps": 2}
@@ -91,16 +89,16 @@ class Session:
 def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
     """Return the stages by name, the most valuable first: each one's share of the time, and its command."""
     first = [*s.settings(), f"--dataset={s.tokens}", "--max_iters=8", "--eval_interval=8", "--eval_tokens=65536"]
-    tests = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", "-n", "0"]
-    tests += ["-k", "not compiled and not True"] if s.is_toy else []  # True: a test's parameter `compiled`
+    pytest = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", "-n", "0", "-k"]
+    quick = " and not compiled and not True" if s.is_toy else ""  # True: a test's parameter `compiled`
     others = [f"--peer=ours:{flag}" for flag in ("--compile=False", "--dtype=float32", "--activation_checkpoint=full")]
     grid = f"--grid=batch_size={2 if s.is_toy else '16,32,64'}"
     function = ["bench/qualify.py", f"--device={s.device}", "--function"]
     return {
         "facts": (60, [*function, "facts"]),
         "first": (190, ["train.py", *first, f"--out_dir={s.tokens}/first"]),  # what an owner of a card does first
-        "check": (150, [*function, "check"]),
-        "tests": (300, tests),
+        "check": (150, [*pytest, f"every_variant{quick}"]),
+        "tests": (300, [*pytest, f"not every_variant{quick}"]),
         "speed": (240, s.speed(CONFIG, 2, *s.peer)),
         "predicted": (40, ["train.py", *s.settings(), f"--dataset={s.tokens}", "--dry_run=True"]),
         "memory": (180, s.speed(CONFIG, 1, grid)),
@@ -131,30 +129,6 @@ def facts(s: Session) -> None:
         print(f"{name}: {in_tera(flops)} TFLOP/s ({source}); attention: {', '.join(kernels)}")
 
 
-def check_variants(s: Session) -> None:
-    """Compare each dtype, compiled and not, with eager float32, for GPT-2 and the modern choices. Raises SystemExit."""
-    recipe = build(train.TrainConfig, read_settings(train.TrainConfig, ["config/train_shakespeare_char_fast.py"]))
-    T = 64 if s.is_toy else 256
-    gpt2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=T, vocab_size=s.vocab_size)
-    modern = replace(gpt2, **{name: getattr(recipe, name) for name in MODERN_CHOICES})
-    n_wrong = 0
-    for compiled in (False,) if s.is_toy else (False, True):  # compiling takes most of the time, so it comes last
-        for dtype in hardware.DTYPES:
-            in_16_bits = compiled and dtype == "bfloat16" and s.device.type == "cuda"
-            variant = Variant(dtype, compiled, residual_dtype="bfloat16" if in_16_bits else "float32")
-            for name, config in {"GPT-2": gpt2, "modern": modern}.items():
-                torch.manual_seed(0)
-                ids = torch.randint(0, config.vocab_size, (4, config.block_size + 1)).to(s.device)
-                try:
-                    problems = check_model(GPT(config).to(s.device), variant, ids[:, :-1], ids[:, 1:])
-                except RuntimeError as e:  # the others may be right
-                    problems = [reason(e)]
-                n_wrong += bool(problems)
-                print(f"{name}, {variant}: {'; '.join(problems) or 'right'}", flush=True)
-                hardware.release_memory(s.device)
-    sys.exit(n_wrong > 0)
-
-
 def sampling(s: Session) -> None:
     """Print ms per token until its id is on the host, as sample.py writes."""
     from deskgpt.generate.engine import InferenceEngine
@@ -177,7 +151,7 @@ def sampling(s: Session) -> None:
         print(f"{texts} texts, {engine.dtype}: {ms}", flush=True)
 
 
-FUNCTIONS = {"facts": facts, "check": check_variants, "sampling": sampling}
+FUNCTIONS = {"facts": facts, "sampling": sampling}
 
 # ---- the command ---------------------------------------------------------------------------------------------
 

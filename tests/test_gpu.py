@@ -21,6 +21,7 @@ from tiny_models import MODERN_SETTINGS
 
 from data.loader import Loader
 from deskgpt.checkpoint import store
+from deskgpt.compute.check import check_model
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
@@ -98,6 +99,15 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
     start = events(tmp_path / "True", "start")[0]
     in_bfloat16 = ON_CUDA and start["dtype"] == "bfloat16"
     assert (start["compiled"], start["residual_dtype"] == "bfloat16") == (True, in_bfloat16)
+
+
+@each_model
+@pytest.mark.parametrize("dtype", hardware.DTYPES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_variant_computes_what_eager_float32_does(compiled, dtype, settings):
+    variant = Variant(dtype, compiled, residual_dtype="bfloat16" if compiled and dtype == "bfloat16" else "float32")
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=512, **settings)
+    assert check_model(make(config), variant, *batch(config)) == []
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
