@@ -95,7 +95,7 @@ class Kernels:
         failed = []
         for source, name in self.sources.items():
             kernel = getattr(PyCodeCache.load(source), name)
-            spilled = []  # bytes, by configuration
+            spilled: list[int] = []  # bytes, by configuration
             for config in kernel.configs:
                 try:
                     of_config, shared = self.memory_of(kernel, config)
@@ -162,6 +162,11 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
+        if name != "device":
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
