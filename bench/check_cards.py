@@ -95,7 +95,7 @@ class Kernels:
         failed = []
         for source, name in self.sources.items():
             kernel = getattr(PyCodeCache.load(source), name)
-            spilled: list[int] = []  # bytes, by configuration
+            spilled = []  # bytes, by configuration
             for config in kernel.configs:
                 try:
                     of_config, shared = self.memory_of(kernel, config)
@@ -106,8 +106,9 @@ class Kernels:
                 spilled.append(of_config)
                 if shared > self.card.shared_memory:
                     failed.append(f"{name} {config.kwargs}: {shared} bytes of shared memory")
-            if spilled and min(spilled):
-                failed.append(f"{name}: {min(spilled)} bytes of registers spill")
+            least = min(spilled, default=0)
+            if least:
+                failed.append(f"{name}: {least} bytes of registers spill")
         return {"kernels": len({*self.sources.values()}), "cubins": cubins, "failed": failed}
 
     def memory_of(self, kernel: Any, config: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, TINY, flags, raises_one_line, shell, until
 
 from bench import ask
-from bench.asking.arms import Arm, folder_for_worktrees, make_arm
+from bench.asking.arms import Arm, check_out, folder_for_worktrees, make_arm
 from bench.asking.question import Question
 from bench.asking.running import data_digest, result
 from bench.asking.statistics import PILOT
@@ -139,6 +139,7 @@ def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(ask
 # ---- arms, data and runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_is_one_line_before_anything_runs(tmp_path, python, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(python))
     for words in ([], [*BETTER, "--budget=abc"], [*BETTER, "--min_effect=-1"]):
@@ -159,8 +160,7 @@ def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
     assert script("bench/ask.py", *BETTER).code == 2
 
 
-def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path, python, monkeypatch):
-    monkeypatch.setattr(sys, "executable", str(python))
+def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
     kernels = "deskgpt/kernels/cpu_kernels.cpp"
     line = (ROOT / kernels).read_text().splitlines()[0]
     changed = patch_of(kernels, line, f"// changed\n{line}", tmp_path)
@@ -168,13 +168,13 @@ def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path, python, monkeypatch)
     wrong = tmp_path / "wrong.patch"
     wrong.write_text(changed.read_text().replace(line, "int other;"))
     with folder_for_worktrees(tmp_path) as below:
-        texts = {"a": "", "b": "--beta1=0.8", "c": str(docs), "d": str(changed), "e": "commit:HEAD"}
-        arms = {label: make_arm(label, text, MODEL, below) for label, text in texts.items()}
-        assert arms["a"].code == arms["b"].code == arms["c"].code != arms["d"].code
-        assert arms["a"].identity() == arms["c"].identity() != arms["b"].identity()
-        assert arms["e"].folder.joinpath("train.py").exists()
+        own = check_out(below / "own", None, [])
+        assert check_out(below / "docs", None, [str(docs)]) == own
+        assert check_out(below / "changed", None, [str(changed)]) != own
+        check_out(below / "commit", "HEAD", [])
+        assert (below / "commit" / "train.py").exists()
         with pytest.raises(ConfigError, match="does not apply"):
-            make_arm("f", str(wrong), MODEL, below)
+            check_out(below / "wrong", None, [str(wrong)])
     assert [*tmp_path.glob("question-*")] == []
 
 

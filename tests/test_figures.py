@@ -76,6 +76,7 @@ def test_answers_are_those_of_the_stored_runs():
     assert all(f"**{interval}**" in answers for interval in cited)
 
 
+@pytest.mark.slow
 def test_questions_can_be_asked_and_compare_equal_work(python, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(python))
