@@ -144,7 +144,7 @@ class Kernels:
 
 
 class Work(TorchDispatchMode):
-    """Counts what runs on fake tensors: the bytes alive, and the bytes that kernels and operators move."""
+    """Count what runs on fake tensors: the bytes alive, and the bytes that kernels and operators move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Work(TorchDispatchMode):
 def card_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
-    """F.scaled_dot_product_attention by the operator that the card takes: torch's own choice would be the CPU's."""
+    """Compute F.scaled_dot_product_attention by the card's operator: torch's own choice would be the CPU's."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     if torch.cuda.get_device_capability() >= (8, 0) and q.dtype != torch.float32 and attn_mask is None:

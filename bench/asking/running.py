@@ -32,7 +32,7 @@ WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains arms by train.py, and keeps the runs."""
+    """Train arms by train.py, and keep the runs."""
 
     folder: Path  # of all runs
     data: str  # digest of the data
