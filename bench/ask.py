@@ -27,17 +27,15 @@ import time
 import traceback
 from pathlib import Path
 
-if __name__ == "__main__":
-    print("reading the question ...", file=sys.stderr, flush=True)  # importing torch takes seconds
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 import train
 from bench.asking.arms import TO_THE_END, Arm, folder_for_worktrees, make_arm
-from bench.asking.ledger import Ledger
 from bench.asking.question import Question
 from bench.asking.running import Trainer, data_digest
 from bench.asking.statistics import PILOT
-from deskgpt.system import hardware
+from deskgpt.run.log import RunLog
+from deskgpt.system import cache, hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 
 UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -59,7 +57,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--b", metavar="ARM", default="")
     parser.add_argument("--min_effect", type=float, help="the smallest difference that matters, in nats")
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
-    parser.add_argument("--ledger", metavar="FOLDER", help="of finished runs; default: ~/.cache/deskgpt/ledger")
+    parser.add_argument("--ledger", metavar="FOLDER", help="of runs and answers; default: ~/.cache/deskgpt/ledger")
     a, common = parser.parse_known_args(joined(argv))
     a.budget_s = seconds(a.budget)
     if a.min_effect is not None and not 0 < a.min_effect < math.inf:
@@ -102,7 +100,7 @@ def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Ar
     return x, y
 
 
-def make_question(a: argparse.Namespace, common: list[str], ledger: Ledger, below: Path) -> Question:
+def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below: Path) -> Question:
     """Return the question that the command line asks. below: a folder for worktrees. Raises ConfigError."""
     arms = make_arms(a, common, below)
     first = arms[0].settings
@@ -112,7 +110,8 @@ def make_question(a: argparse.Namespace, common: list[str], ledger: Ledger, belo
     for arm in arms:
         arm.give(**TO_THE_END, dataset=data, device=device, eval_tokens=windows, eval_interval=arm.steps)
     machine = hardware.device_name(hardware.resolve_device(device))
-    return Question(*arms, Trainer(ledger, data_digest(data), machine), a.min_effect, a.budget_s, first["seed"])
+    trainer = Trainer(ledger / "runs", data_digest(data), machine)
+    return Question(*arms, trainer, a.min_effect, a.budget_s, first["seed"])
 
 
 def ask(question: Question) -> None:
@@ -125,15 +124,15 @@ def ask(question: Question) -> None:
 
 def main() -> int:
     a, common = read_arguments(sys.argv[1:])
-    ledger = Ledger(Path(a.ledger) if a.ledger else None)
-    print("checking out the code of each arm ...", file=sys.stderr, flush=True)
-    with folder_for_worktrees(ledger.folder) as below:
+    ledger = Path(a.ledger) if a.ledger else cache.folder() / "ledger"
+    ledger.mkdir(parents=True, exist_ok=True)
+    with folder_for_worktrees(ledger) as below:
         question = make_question(a, common, ledger, below)
         ask(question)
     answer = question.answer()
     print(answer["sentence"])
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
-    ledger.add("answer", date=time.strftime("%Y-%m-%d"), config=configs, **answer)
+    RunLog(ledger / "ledger.jsonl").write("answer", date=time.strftime("%Y-%m-%d"), config=configs, **answer)
     return int(answer["status"])
 
 

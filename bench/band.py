@@ -32,8 +32,8 @@ def main() -> None:
     experiments = []
     losses: dict[int, list[float]] = {}
     for run in runs:
-        start = run.start
-        experiments.append(loss_band.experiment(run.settings, start.get("val_sha256"), start.get("train_tokens")))
+        data = (run.start.get("val_sha256"), run.start.get("train_tokens"))
+        experiments.append(loss_band.experiment(run.settings, *data))
         for e in run.val:
             losses.setdefault(e["iter"], []).append(round(e["val_loss"], 4))
     are_alike = all(x == experiments[0] is not None for x in experiments)

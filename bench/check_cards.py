@@ -1,13 +1,13 @@
-"""Compiles what inductor makes of our configs for NVIDIA cards that are not there, and counts its work and memory.
+"""Compile what inductor makes of our configs for NVIDIA cards that are not there, and count its work and memory.
 
     make check-cards                                                   # all cards and configs: minutes each
-    python bench/check_cards.py --cards "RTX 4070" --configs train_fineweb_125m --kernels
+    python bench/check_cards.py --cards "RTX 4070" --configs train_fineweb_125m
 
 For torch's CPU build, on Linux; triton is downloaded (0.2 GB) into ~/.cache/deskgpt. On a pretended card
 (pretend_card.py) inductor writes its Triton kernels of a training step, of the loss's softmax, of evaluation and of
 decoding; ptxas, which triton brings, compiles every configuration that autotuning would try. The step itself runs on
-fake tensors: the bytes that kernels move and the bytes alive are counted. Exit status 1 if a kernel
-does not compile, wants more shared memory than the card has, or spills registers in all configurations.
+fake tensors: the bytes that kernels move and the bytes alive are counted. Exit status 1 if a kernel does not compile,
+wants more shared memory than the card has, or spills registers in all configurations.
 
 The speed is a roofline: no card has measured it.
 """
@@ -15,9 +15,7 @@ The speed is a roofline: no card has measured it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import io
 import json
 import os
@@ -26,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +50,7 @@ from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.kernels.kv_cache import KVCache
 from deskgpt.system import cache, hardware, peaks
+from deskgpt.system.errors import OneLineParser, one_line_errors
 from model import GPT, GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
@@ -80,42 +78,41 @@ class Kernels:
         self.card = card
         self.target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
         self.sources: dict[str, str] = {}  # source -> name
-        self.run: Any = None  # takes the name of a kernel, and the bytes that it moves
+        self.run: Any = None  # takes the bytes that a kernel moves
 
     def collect(self, compiler: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
         """Take a kernel in place of AsyncCompile.triton; return what the graph calls."""
         self.sources[source] = name
         found = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
         size = round(1e9 * float(found[1])) if found else 0
-        return SimpleNamespace(run=lambda *args, **kwargs: self.run(name, size))
+        return SimpleNamespace(run=lambda *args, **kwargs: self.run(size))
 
     def compile(self) -> dict[str, Any]:
-        """Return cubins: their number; failed: lines; kernels: what the best configuration of each takes (`taken`)."""
+        """Return the number of kernels and of cubins, and a line for each failure."""
         from torch._inductor.codecache import PyCodeCache
 
         cubins = 0
         failed = []
-        kernels = {}
         for source, name in self.sources.items():
             kernel = getattr(PyCodeCache.load(source), name)
-            best = None
+            spilled = []  # bytes, by configuration
             for config in kernel.configs:
                 try:
-                    taken = self.taken(kernel, config)
+                    of_config, shared = self.memory_of(kernel, config)
                 except Exception as e:  # of no common class
                     failed.append(f"{name} {config.kwargs}: {' '.join(f'{type(e).__name__}: {e}'.split())[:200]}")
                     continue
                 cubins += 1
-                best = min(best or taken, taken)
-                if taken[2] > self.card.shared_memory:
-                    failed.append(f"{name} {config.kwargs}: {taken[2]} bytes of shared memory")
-            if best and best[0]:
-                failed.append(f"{name}: {best[0]} bytes of registers spill")
-            kernels[name] = best
-        return {"cubins": cubins, "failed": failed, "kernels": kernels}
+                spilled.append(of_config)
+                if shared > self.card.shared_memory:
+                    failed.append(f"{name} {config.kwargs}: {shared} bytes of shared memory")
+            least = min(spilled, default=0)
+            if least:
+                failed.append(f"{name}: {least} bytes of registers spill")
+        return {"kernels": len({*self.sources.values()}), "cubins": cubins, "failed": failed}
 
-    def taken(self, kernel: Any, config: Any) -> tuple[int, ...]:
-        """Compile one configuration; return its bytes of spilled registers, other local memory and shared memory."""
+    def memory_of(self, kernel: Any, config: Any) -> tuple[int, int]:
+        """Compile one configuration; return its bytes of spilled registers and of shared memory."""
         import triton
 
         meta = kernel._create_compile_meta(config)
@@ -123,75 +120,56 @@ class Kernels:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             binary = triton.compile(code, self.target, kernel._create_compile_options(config, meta))
-        [(stack, spilled)] = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log.getvalue())
-        return int(spilled), int(stack) - int(spilled), binary.metadata.shared
+        [spilled] = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+        return int(spilled), binary.metadata.shared
 
     def prepare_inductor(self) -> None:
         """Make inductor write code for the card, and its graphs run on fake tensors."""
-        import torch._functorch.config
         import torch._inductor.async_compile
-        import torch._inductor.compile_fx
         import torch._inductor.runtime.triton_helpers
         import triton.runtime
-        from torch._dynamo.device_interface import CudaInterface
 
         driver = SimpleNamespace(get_current_target=lambda: self.target, get_current_device=lambda: 0)
-        driver.get_active_torch_device = lambda: torch.device("cuda", 0)
         triton.runtime.driver.set_active(driver)
         triton.knobs.compilation.always_compile = True  # the same kernel again, too: its log is wanted
         triton.knobs.nvidia.dump_ptxas_log = True
-        torch._functorch.config.force_non_lazy_backward_lowering = True
         inductor: Any = torch._inductor
         inductor.config.benchmark_kernel = True  # writes down how many bytes a kernel moves
         inductor.async_compile.AsyncCompile.triton = lambda *args, **kwargs: self.collect(*args, **kwargs)
         inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
-        for name in ("get_device_properties", "current_device", "device_count", "synchronize"):
-            setattr(CudaInterface, name, staticmethod(getattr(torch.cuda, name)))
         # What graphs call in C++, which wants real tensors.
         guards: Any = torch._C._dynamo.guards
         guards._empty_strided_cuda = lambda *args: torch.empty_strided(*args[:2], dtype=args[2], device="cuda")
         guards._reinterpret_tensor = lambda t, size, stride, n=0: t.as_strided(size, stride, t.storage_offset() + n)
-        guards.assert_size_stride = guards.assert_alignment = lambda *args: None
-        guards.copy_if_misaligned = lambda t: t
-        vars(torch.cuda)["_DeviceGuard"] = pretend_card.Within
-        for module in (inductor.utils, inductor.compile_fx, inductor.output_code):
-            module.copy_misaligned_inputs = lambda *args, **kwargs: ([], [])
-            module.get_input_idxs_to_check = lambda *args, **kwargs: []
 
 
 class Work(TorchDispatchMode):
-    """Counts what runs on fake tensors: the bytes alive, and the bytes that kernels and operators move."""
+    """Count what runs on fake tensors: the bytes alive, and the bytes that kernels and operators move."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive = self.peak = 0  # bytes
+        self.alive = self.peak = self.moved = 0  # bytes
         self._sizes: dict[int, int] = {}  # of the storages alive, by address
-        self.moved: Counter[str] = Counter()  # bytes by kernel or operator
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: torch.compile compiles although this mode is on, and its graphs run in it."""
         return True
 
-    def run(self, name: str, size: int) -> None:
-        """Count a kernel of inductor's."""
-        self.moved[name] += size
+    def run(self, size: int) -> None:
+        """Count the bytes of a kernel of inductor's."""
+        self.moved += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
-        if name != "device":
-            with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self._note(t.untyped_storage())
         if not func.is_view and name not in WITHOUT_WORK and not any(word in name for word in BY_CUBLAS):
             touched = (args[1:], None if name == "index_put_" else out) if name in READ_IN_PART else (args, kwargs, out)
-            self.moved[name] += sum(t.nbytes for t in tree_leaves(touched) if isinstance(t, Tensor))
+            self.moved += sum(t.nbytes for t in tree_leaves(touched) if isinstance(t, Tensor))
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -210,7 +188,7 @@ class Work(TorchDispatchMode):
 def card_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
-    """F.scaled_dot_product_attention by the operator that the card takes: torch's own choice would be the CPU's."""
+    """Compute F.scaled_dot_product_attention by the card's operator: torch's own choice would be the CPU's."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     if torch.cuda.get_device_capability() >= (8, 0) and q.dtype != torch.float32 and attn_mask is None:
@@ -228,23 +206,22 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
     config = GPTConfig.from_settings(c, 65 if "_char" in config_name else 50304)
     dtype = peaks.fast_dtype(device)
     variant = Variant(dtype, compiled=True, residual_dtype="bfloat16" if dtype == "bfloat16" else "float32")
-    make_optimizer = functools.partial(train.build_optimizer, c, dtype=dtype)
     work = Work()
     kernels.run = work.run
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:
         model = GPT(config)
         apply_variant(model, variant)
-        optimizer = make_optimizer(model)
+        optimizer = train.build_optimizer(c, model, dtype=dtype)
         idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         for _ in range(2):  # the second step has the optimizer's states
             work.peak = work.alive
             for _ in range(2):  # the second micro-batch adds to gradients
-                work.moved.clear()
+                work.moved = 0
                 with hardware.autocast(device, dtype):
                     loss = model(idx, idx)[1] / 2
                 loss.backward()
                 del loss
-            moved = dict(work.moved)
+            moved = work.moved
             torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -271,11 +248,9 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
 def triton_folder() -> str:
     """Return where triton is. In the environment itself it would change what torch.compile does on a CPU."""
     folder = cache.folder() / TRITON
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as new:
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={new}/triton", TRITON]
-            subprocess.run(pip, check=True)
-            os.replace(f"{new}/triton", folder)
+    if not (folder / "triton").exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}", TRITON]
+        subprocess.run(pip, check=True)
     return str(folder)
 
 
@@ -300,26 +275,23 @@ def row_of(name: str, found: dict[str, Any]) -> list[str]:
     card = pretend_card.CARDS[name]
     peak = peaks.find_card(name).flops[found["dtype"]]
     matmul_s = found["flops"] / OF_FLOPS / peak
-    memory_s = sum(found["bytes"].values()) / OF_MEMORY / card.gb_per_s / 1e9
+    memory_s = found["bytes"] / OF_MEMORY / card.gb_per_s / 1e9
     return [
         f"{name} (sm_{card.capability[0]}{card.capability[1]}), {found['dtype']}",
-        f"{len(found['kernels'])}, {found['cubins']}",
+        f"{found['kernels']}, {found['cubins']}",
         str(len(found["failed"])),
-        str(sum(bool(local) for _, local, _ in found["kernels"].values())),
-        f"{sum(found['bytes'].values()) / 1e9:.1f} ({memory_s / (matmul_s + memory_s):.0%})",
+        f"{found['bytes'] / 1e9:.1f} ({memory_s / (matmul_s + memory_s):.0%})",
         f"{found['tokens'] / (matmul_s + memory_s):,.0f}",
         f"{found['peak_bytes'] / 2**30:.2f}, {found['predicted_bytes'] / 2**30:.2f}",
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(__doc__)
     parser.add_argument("--cards", nargs="+", choices=pretend_card.CARDS, default=list(pretend_card.CARDS))
     parser.add_argument("--configs", nargs="+", metavar="NAME", default=CONFIGS, help="of config/NAME.py")
-    parser.add_argument("--kernels", action="store_true", help="also list what moves bytes")
     a = parser.parse_args()
-    head = ["card", "kernels, cubins", "failed", "local memory", "GB moved (share of the time)", "tokens/s"]
-    head.append("GiB counted, predicted")
+    head = ["card", "kernels, cubins", "failed", "GB moved (share of the time)", "tokens/s", "GiB counted, predicted"]
     problems = []
     for config in a.configs:
         rows = []
@@ -327,10 +299,6 @@ def main() -> None:
             found = checked(card, config)
             rows.append(row_of(card, found))
             problems += [f"{card}, {config}: {line}" for line in found["failed"]]
-            if a.kernels:
-                most = Counter(found["bytes"]).most_common()
-                cells = [[name, f"{size / 1e6:,.1f}"] for name, size in most]
-                print(f"\n{card}:\n\n{markdown_table(['in a micro-batch', 'MB'], cells, 1)}")
         print(f"\n## {config}: expected, not measured\n\n{markdown_table(head, rows, 1)}", flush=True)
     if problems:
         sys.exit("\n".join(["", *problems]))
@@ -339,4 +307,5 @@ def main() -> None:
 if IS_CHILD:
     print("\n" + json.dumps(check(*sys.argv[2:])))
 elif __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

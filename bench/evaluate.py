@@ -1,4 +1,4 @@
-"""Benchmarks of a trained model through lm_eval, the harness that published figures come from.
+"""Run benchmarks of a trained model through lm_eval, the harness that published figures come from.
 
     python bench/evaluate.py --out_dir=out --tasks=lambada_openai,hellaswag
     python bench/evaluate.py --init_from=gpt2 --tasks=lambada_openai --device=cuda --output_path=gpt2.json
@@ -43,7 +43,7 @@ class EvaluateConfig:
 
 
 def main(argv: list[str]) -> int:
-    """Prints lm_eval's table; returns its exit status."""
+    """Print lm_eval's table; return its exit status."""
     c = configure(EvaluateConfig, [word for word in argv if word.startswith(OURS)])
     import lm_eval  # noqa: F401 (if it is missing, a line says so before the export)
 

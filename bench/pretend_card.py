@@ -101,8 +101,6 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         warp_size=32,
         shared_memory_per_block_optin=card.shared_memory,
         L2_cache_size=32 << 20,
-        gcnArchName="",
-        uuid="0",
     )
     fraction = 1.0
 
@@ -137,13 +135,11 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "Event": Queue,
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
-        "default_stream": lambda device=None: Queue(),
         "device_count": always(1),
         "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0) or including_emulation,
         "get_device_properties": always(properties),
         "get_device_capability": always(card.capability),
         "get_device_name": always(card.name),
-        "get_arch_list": always(["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]),
         "is_current_stream_capturing": always(False),
         "reset_peak_memory_stats": lambda device=None: library.card_reset_peak(),
         "mem_get_info": lambda device=None: (total - library.card_allocated(), total),
@@ -178,12 +174,8 @@ class Queue(Within):
     """A stream, or an event."""
 
     cuda_stream = stream_id = device_index = 0
-    query = always(True)
     elapsed_time = always(0.0)
-    record = synchronize = wait = wait_stream = wait_event = always(None)
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Queue()
+    record = synchronize = wait_stream = always(None)
 
 
 def set_internals(torch: Any) -> None:
@@ -192,10 +184,7 @@ def set_internals(torch: Any) -> None:
 
     for name in ("getDevice", "getCurrentRawStream", "exchangeDevice", "maybeExchangeDevice"):
         setattr(torch._C, f"_cuda_{name}", always(0))
-    for name in ("setDevice", "synchronize", "emptyCache", "isCurrentStreamCapturing"):
-        setattr(torch._C, f"_cuda_{name}", always(None))
     torch._C._cuda_getDeviceCount = always(1)
-    torch._C._cuda_getCompiledVersion = always(13000)
     torch.backends.cuda.is_built = always(True)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = always(None)
@@ -203,16 +192,7 @@ def set_internals(torch: Any) -> None:
     vars(graphs).update(reset_cudagraph_trees=always(None), mark_step_begin=always(None))
     sys.modules[graphs.__name__] = graphs
     setattr(FakeTensorMode, "avoid_device_init", property(always(True)))  # noqa: B010 (its type is a method's)
-    copy_of = torch.Tensor.__deepcopy__
-
-    def deepcopy(t: Any, memo: dict[int, Any]) -> Any:
-        if type(t) is not torch.Tensor or not t.is_cuda or not t.is_leaf:
-            return copy_of(t, memo)
-        if id(t) not in memo:
-            memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)
-        return memo[id(t)]
-
-    torch.Tensor.__deepcopy__ = deepcopy
+    torch.Tensor.__deepcopy__ = lambda t, memo: t.detach().clone().requires_grad_(t.requires_grad)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------

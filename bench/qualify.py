@@ -13,8 +13,6 @@ ran out of time.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
 import re
 import signal
@@ -24,7 +22,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +36,13 @@ import train
 from bench import output
 from bench.speed import ROOT, write_data
 from configurator import build, read_settings
-from deskgpt.compute.check import check_model
-from deskgpt.compute.variant import Variant
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
-from deskgpt.system.errors import one_line_errors
+from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import write_atomically
-from deskgpt.system.terminal import in_gib, in_tera, reason
+from deskgpt.system.terminal import in_gib, in_tera
 from deskgpt.system.wheels import answer
-from model import GPT, MODERN_CHOICES, GPTConfig
+from model import GPT, GPTConfig
 
 CONFIG = "config/train_fineweb_125m.py"
 TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 2, "gradient_accumulation_steps": 2}
@@ -92,16 +88,16 @@ class Session:
 def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
     """Return the stages by name, the most valuable first: each one's share of the time, and its command."""
     first = [*s.settings(), f"--dataset={s.tokens}", "--max_iters=8", "--eval_interval=8", "--eval_tokens=65536"]
-    tests = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", "-n", "0"]
-    tests += ["-k", "not compiled and not True"] if s.is_toy else []  # True: a test's parameter `compiled`
+    pytest = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", "-n", "0", "-k"]
+    quick = " and not compiled and not True" if s.is_toy else ""  # True: a test's parameter `compiled`
     others = [f"--peer=ours:{flag}" for flag in ("--compile=False", "--dtype=float32", "--activation_checkpoint=full")]
     grid = f"--grid=batch_size={2 if s.is_toy else '16,32,64'}"
     function = ["bench/qualify.py", f"--device={s.device}", "--function"]
     return {
         "facts": (60, [*function, "facts"]),
         "first": (190, ["train.py", *first, f"--out_dir={s.tokens}/first"]),  # what an owner of a card does first
-        "check": (150, [*function, "check"]),
-        "tests": (300, tests),
+        "check": (150, [*pytest, f"every_variant{quick}"]),
+        "tests": (300, [*pytest, f"not every_variant{quick}"]),
         "speed": (240, s.speed(CONFIG, 2, *s.peer)),
         "predicted": (40, ["train.py", *s.settings(), f"--dataset={s.tokens}", "--dry_run=True"]),
         "memory": (180, s.speed(CONFIG, 1, grid)),
@@ -128,36 +124,8 @@ def facts(s: Session) -> None:
         for n in (64, 1):
             choice = torch._fused_sdp_choice(keys[:, :, :n], keys, keys, is_causal=n > 1)
             kernels.append(f"{SDPBackend(choice).name} for {n} queries")
-        peak = peaks.published_flops(s.device, name)
-        measured = in_tera(peaks.measured_matmul_flops(s.device, name))
-        known = f"{in_tera(peak[0])} TFLOP/s ({peak[1]})" if peak else "n/a"
-        print(f"{name}: published peak {known}, matmuls {measured} TFLOP/s; attention: {', '.join(kernels)}")
-
-
-def check_variants(s: Session) -> None:
-    """Compare each dtype, compiled and not, with eager float32, for GPT-2 and the modern choices. Raises SystemExit."""
-    recipe = build(train.TrainConfig, read_settings(train.TrainConfig, ["config/train_shakespeare_char_fast.py"]))
-    T = 64 if s.is_toy else 256
-    gpt2 = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=T, vocab_size=s.vocab_size)
-    modern = replace(gpt2, **{name: getattr(recipe, name) for name in MODERN_CHOICES})
-    n_wrong = 0
-    for compiled in (False,) if s.is_toy else (False, True):  # compiling takes most of the time, so it comes last
-        for dtype in hardware.DTYPES:
-            in_16_bits = compiled and dtype == "bfloat16" and s.device.type == "cuda"
-            variant = Variant(dtype, compiled, residual_dtype="bfloat16" if in_16_bits else "float32")
-            for name, config in {"GPT-2": gpt2, "modern": modern}.items():
-                torch.manual_seed(0)
-                ids = torch.randint(0, config.vocab_size, (4, config.block_size + 1)).to(s.device)
-                try:
-                    problems = check_model(GPT(config).to(s.device), variant, ids[:, :-1], ids[:, 1:])
-                except RuntimeError as e:  # the others may be right
-                    problems = [reason(e)]
-                n_wrong += bool(problems)
-                print(f"{name}, {variant}: {'; '.join(problems) or 'right'}", flush=True)
-                gc.collect()
-                torch.compiler.reset()
-                hardware.forget_peak(s.device)
-    sys.exit(n_wrong > 0)
+        flops, source = peaks.peak_flops(s.device, name)
+        print(f"{name}: {in_tera(flops)} TFLOP/s ({source}); attention: {', '.join(kernels)}")
 
 
 def sampling(s: Session) -> None:
@@ -182,7 +150,7 @@ def sampling(s: Session) -> None:
         print(f"{texts} texts, {engine.dtype}: {ms}", flush=True)
 
 
-FUNCTIONS = {"facts": facts, "check": check_variants, "sampling": sampling}
+FUNCTIONS = {"facts": facts, "sampling": sampling}
 
 # ---- the command ---------------------------------------------------------------------------------------------
 
@@ -215,16 +183,14 @@ def lines_of(path: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(__doc__)
     names = list(stages(Session(torch.device("cpu"))))
     parser.add_argument("--minutes", type=float, default=27.0, help="for all stages together (default: %(default)s)")
     parser.add_argument("--peer", action="append", default=[], help="as of bench/speed.py: nanogpt:PATH")
     parser.add_argument("--only", nargs="+", choices=names, help="stages to run, also if they have passed")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument("--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)")
-    parser.add_argument("--function", choices=FUNCTIONS, help=argparse.SUPPRESS)  # a stage, in a process of its own
+    parser.add_argument("--function", choices=FUNCTIONS, help="a stage, in this process")
     a = parser.parse_args()
     ends_at = time.monotonic() + 60 * a.minutes
     s = Session(hardware.resolve_device(a.device), [f"--peer={peer}" for peer in a.peer])
@@ -237,26 +203,24 @@ def main() -> None:
     folder = Path(a.out_dir) / re.sub(r"[^\w.+]+", "-", name.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.txt" for name in names}
+    due = a.only or [name for name in names if lines_of(files[name])[-1] != PASSED]
     os.environ |= {"DESKGPT_TEST_DEVICE": str(s.device), "WANDB_MODE": "offline"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         s.tokens = f"{tmp}/tokens"
         write_data(Path(s.tokens), s.vocab_size)
-        due = stages(s)
-        for name in names:
-            if name not in a.only if a.only else lines_of(files[name])[-1] == PASSED:
-                del due[name]
-        while due and ends_at - time.monotonic() > LEAST_S:
-            name = next(iter(due))
-            limit_s = (ends_at - time.monotonic()) * due[name][0] / sum(share for share, _ in due.values())
-            _, command = due.pop(name)
+        todo = {name: stage for name, stage in stages(s).items() if name in due}
+        while todo and ends_at - time.monotonic() > LEAST_S:
+            name = next(iter(todo))
+            limit_s = (ends_at - time.monotonic()) * todo[name][0] / sum(share for share, _ in todo.values())
+            _, command = todo.pop(name)
             print(f"{name}: {run(command, files[name], limit_s)}", flush=True)
-    parts = [f"# {output.about(about)}"]
+    page = f"# {output.about(about)}\n"
     for name, path in files.items():
         *lines, outcome = lines_of(path)
-        parts.append("\n".join([f"## {name}: {outcome}", "", "```", *lines, "```"]))
-    write_atomically(folder / "page.md", "\n\n".join([*parts, ""]).encode())
-    print(f"the page: {folder / 'page.md'}" + (f"; no time was left for {', '.join(due)}" if due else ""))
-    sys.exit(int(any(lines_of(files[name])[-1] != PASSED for name in a.only or names)))
+        page += "\n".join([f"\n## {name}: {outcome}", "", "```", *lines, "```", ""])
+    write_atomically(folder / "page.md", page.encode())
+    print(f"the page: {folder / 'page.md'}" + (f"; no time was left for {', '.join(todo)}" if todo else ""))
+    sys.exit(any(lines_of(files[name])[-1] != PASSED for name in due))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT --start
     python bench/speed.py config/train_gpt2.py --grid batch_size                 # which micro-batch is fastest here
-    python bench/speed.py config/train_gpt2.py --grid batch_size=4,8,16 --grid compile=True,False
+    python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is stopped after some
 steps; they take turns for --rounds rounds, in another order each round. The times of steps are those that a program
@@ -15,14 +15,13 @@ prints itself; the first step is timed from the command on, with all imports, co
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
 
---grid NAME=A,B,... tries each of these values, several --grid every combination; --grid batch_size halves and doubles
-it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks for. Prints a table
-in Markdown, whose rows name the settings to take.
+--grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles it. Accumulation
+follows from the batch size, so that a step keeps the tokens that the config asks for. Prints a table in Markdown, whose
+rows name the settings to take.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import random
@@ -36,7 +35,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +102,17 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
         raise ConfigError(f"--peer {text}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
     checkout = Path(what).expanduser().resolve()
     if not (checkout / "train.py").is_file():
-        project = "nanoGPT" if kind == "nanogpt" else "deskGPT"
-        raise ConfigError(f"--peer {text}: {checkout} holds no train.py; name a checkout of {project}")
-    if kind == "checkout":
-        return ours(text, given, folder, checkout)
+        raise ConfigError(f"--peer {text}: {checkout} holds no train.py")
+    return nanogpt(c, folder, checkout) if kind == "nanogpt" else ours(text, given, folder, checkout)
+
+
+def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> Contestant:
+    """Return nanoGPT's train.py with the same work. Raises ConfigError if c has what nanoGPT lacks."""
     default = train.TrainConfig()
     for name in (*MODERN_CHOICES, "optimizer"):
         value = getattr(c, name)
         if value not in (getattr(default, name), "gelu"):  # both GELUs pass as the same work
-            raise ConfigError(
-                f"--peer {text} has no {name}={value}: its work would not be the same; leave out the peer, or take "
-                f"--{name}={getattr(default, name)}"
-            )
+            raise ConfigError(f"nanoGPT has no {name}={value}; leave out the peer, or this setting")
     device = hardware.resolve_device(c.device)
     on_cpu = device.type == "cpu"
     known = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
@@ -125,49 +123,27 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     return Contestant("nanoGPT", [*PYTHON, "train.py", *flags], checkout, start=known)
 
 
-# ---- the grid ------------------------------------------------------------------------------------------------
-
-
-def cells_of(entries: list[str], c: train.TrainConfig, given: list[str], folder: Path) -> list[Contestant]:
-    """Return a run for each combination of the values in --grid. Raises ConfigError."""
-    axes: dict[str, list[Any]] = {}
-    for entry in entries:
-        name, _, text = entry.partition("=")
-        if not text and name != "batch_size":
-            raise ConfigError(f"--grid {entry}: write it like --grid batch_size=4,8,16")
-        if name in FIXED or name in axes:
-            raise ConfigError(f"--grid {entry}: each run or another --grid sets {name}; leave it out")
-        texts = text.split(",") if text else map(str, micro_batches(c.batch_size, c.gradient_accumulation_steps))
-        values = [read_settings(train.TrainConfig, [f"--{name}={value}"])[name] for value in texts]
-        axes[name] = list(dict.fromkeys(values))
+def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> list[Contestant]:
+    """Return a run for each value of --grid NAME=A,B,..., all with c's tokens per step. Raises ConfigError."""
+    name, _, listed = text.partition("=")
+    if name in FIXED:
+        raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
+    sequences = c.batch_size * c.gradient_accumulation_steps
+    values = listed.split(",")
+    if text == "batch_size":
+        sizes = [c.batch_size * 2.0**k for k in range(-4, 5)]
+        values = [f"{size:.0f}" for size in sizes if size.is_integer() and sequences % size == 0]
     runs = []
-    for chosen in itertools.product(*axes.values()):
-        settings = dict(zip(axes, chosen, strict=True))
-        settings["gradient_accumulation_steps"] = accumulation(c, settings)
-        build(train.TrainConfig, asdict(c) | settings)  # raises ConfigError if they do not go together
-        flags = [f"--{name}={value}" for name, value in settings.items()]
+    for value in values:
+        flags = [f"--{name}={value}"]
+        config = build(train.TrainConfig, read_settings(train.TrainConfig, [*given, *flags]))
+        if name == "batch_size":
+            accumulation, rest = divmod(sequences, config.batch_size)
+            if rest:
+                raise ConfigError(f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step")
+            flags.append(f"--gradient_accumulation_steps={accumulation}")
         runs.append(ours(" ".join(flags), [*given, *flags], folder))
     return runs
-
-
-def micro_batches(batch_size: int, accumulation: int) -> list[int]:
-    """Return batch_size, halved and doubled up to four times, if it divides a step's sequences."""
-    sequences = batch_size * accumulation
-    sizes = [batch_size * 2.0**k for k in range(-4, 5)]
-    return [int(size) for size in sizes if size.is_integer() and sequences % size == 0]
-
-
-def accumulation(c: train.TrainConfig, settings: dict[str, Any]) -> int:
-    """Return the micro-batches of a step with the tokens of c. Raises ConfigError if they do not divide them."""
-    tokens = c.batch_size * c.gradient_accumulation_steps * c.block_size
-    batch_size = settings.get("batch_size", c.batch_size)
-    block_size = settings.get("block_size", c.block_size)
-    if min(batch_size, block_size) < 1 or tokens % (batch_size * block_size):
-        raise ConfigError(
-            f"--grid: batch_size={batch_size} times block_size={block_size} does not divide the {tokens:,} tokens of "
-            "a step; take values that do"
-        )
-    return tokens // (batch_size * block_size)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------
@@ -209,29 +185,25 @@ def run(x: Contestant, steps: int) -> None:
     first_s = 0.0
     enough = False
     began = time.perf_counter()
-    process = subprocess.Popen(
-        x.command, cwd=x.cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.strip():
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(x.command, cwd=x.cwd, **pipes) as process:
+        try:
+            for line in filter(str.strip, process.stdout or ()):
                 lines.append(line.strip())
-            if found := ITER.search(line):
-                first_s = first_s or time.perf_counter() - began
-                times_ms.append(float(found[1]))
-                by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= ROUND_S * 1e3
-                enough = len(times_ms) >= steps if steps else by_clock
-            if enough:
-                break
-        else:
-            process.wait()  # for its own exit status, not the one that a kill would give it
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+                if found := ITER.search(line):
+                    first_s = first_s or time.perf_counter() - began
+                    times_ms.append(float(found[1]))
+                    by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= ROUND_S * 1e3
+                    enough = len(times_ms) >= steps if steps else by_clock
+                if enough:
+                    break
+            else:
+                process.wait()  # for its own exit status, not the one that a kill would give it
+        finally:
+            process.kill()
     if not enough:
-        x.status = reason_of(lines[-1], process.returncode)
+        is_reason = lines[-1] and not ITER.search(lines[-1])
+        x.status = f"failed: {lines[-1] if is_reason else f'exit status {process.returncode}'}"
         print(*lines, sep="\n    ", flush=True)
         return
     x.first_s.append(first_s)
@@ -242,14 +214,6 @@ def run(x: Contestant, steps: int) -> None:
         x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
         # The event of the last step may not be written yet; the peak was reached before it.
         x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
-
-
-def reason_of(last: str, status: int) -> str:
-    """Return why a run ended too early, from its last line and its exit status."""
-    if status == -9:  # SIGKILL, which Windows has not
-        return "out of memory, killed by the system"
-    says_why = last and not ITER.search(last)
-    return f"failed: {last.removeprefix('error: ') if says_why else f'exit status {status}'}"
 
 
 # ---- figures -------------------------------------------------------------------------------------------------
@@ -300,7 +264,7 @@ def figures_of(x: Contestant, first: Contestant) -> list[str]:
 def main() -> None:
     parser = OneLineParser(str(__doc__))
     parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
-    parser.add_argument("--grid", action="append", default=[], metavar="NAME=A,B", help="values of a setting")
+    parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
     parser.add_argument("--start", action="store_true", help="take few steps, for the time of the first one")
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds")
     parser.add_argument("--rounds", type=int, default=3)
@@ -313,7 +277,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         folder = Path(tmp) / "data"
         write_data(folder, a.vocab_size or (65 if c.dataset.endswith("_char") else 50257))
-        runs = cells_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
+        runs = grid_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
         if a.start:
             in_turns(runs, 1, LEAST_STEPS)
@@ -325,7 +289,7 @@ def main() -> None:
     starts = [x.start for x in runs if "device" in x.start]
     sizes = {name: getattr(c, name) for name in SIZES}
     print(f"\n{output.about(*starts)}. {a.rounds} rounds.\n\n{sizes}\n")
-    print(f"    {output.command_line('speed.py')}\n\n{text}")
+    print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -11,15 +11,19 @@ from deskgpt.run.log import read_events
 
 SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
 SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
+START: dict[str, Any] = {
+    "parameters": 120.0,
+    "flops_per_token": 1000,
+    "device": "a chip",
+    "dtype": "float32",
+    "compiled": False,
+}
+START |= {"residual_dtype": "float32", "cpu_kernels": False, "world_size": 1, "peak_flops": 4e6, "git_commit": "abc"}
+START |= {"peak_source": "measured", "tokenizer": "char", "train_tokens": 9000, "val_sha256": "f00"}
 
 
 def log(
-    path: Path,
-    val: dict[int, float],
-    ms: float = 100.0,
-    digest: str | None = "abc",
-    first_digest: str | None = None,
-    **changed: Any,
+    path: Path, val: dict[int, float], ms: float = 100.0, digest: Any = "abc", first_digest: Any = None, **changed: Any
 ) -> str:
     """Write the log.jsonl of a run with these val losses by step; 64 tokens and ms a step, 1000 FLOPs per token.
 
@@ -27,29 +31,18 @@ def log(
     """
     s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
-    start = {"parameters": 120.0, "flops_per_token": 1000, "tokens_per_step": per_step}
-    start |= {"device": "a chip", "dtype": "float32", "residual_dtype": "float32", "cpu_kernels": False}
-    start |= {"compiled": False, "world_size": 1, "peak_flops": 4e6, "peak_source": "measured", "git_commit": "abc"}
-    start |= {"tokenizer": "char", "val_tokens": 1000, "train_tokens": 9000, "val_sha256": "f00"}
-    start |= {k: v for k, v in changed.items() if k not in SETTINGS}
+    start = START | {"tokens_per_step": per_step} | {k: v for k, v in changed.items() if k not in SETTINGS}
     lines = [{"event": "start", "iter": 0, "settings": s} | start]
     for i in range(max(val) + 1):
-        done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
         if i in val:
-            loss: dict[str, Any] = {
-                "train_loss": val[i] - 0.1,
-                "val_loss": val[i],
-                "val_se": 0.01,
-                "lr": 1e-3,
-                "eval_s": 2.0,
-            }
+            loss: dict[str, Any] = {"train_loss": val[i] - 0.1, "val_loss": val[i], "val_se": 0.01, "eval_s": 2.0}
             loss |= {"eval_windows": 10, "eval_digest": first_digest if first_digest and i == 0 else digest}
-            lines.append({"event": "eval", "iter": i} | loss | done)
+            done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
+            lines.append({"event": "eval", "iter": i, "lr": 1e-3} | loss | done)
         if i < max(val):
-            step = {"loss": 3.0, "mfu": 0.1, "tokens_per_s": 1.0, "data_wait": 0.0}
-            step["time_ms"] = ms * (1 + 0.1 * (i % 3 - 1))
-            step |= {"lr": 1e-3, "grad_norm": 1.0, "tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
-            lines.append({"event": "iter", "iter": i} | step)
+            step = {"loss": 3.0, "lr": 1e-3, "grad_norm": 1.0, "time_ms": ms * (1 + 0.1 * (i % 3 - 1))}
+            done = {"tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
+            lines.append({"event": "iter", "iter": i} | step | done)
     lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})
     path.mkdir(parents=True, exist_ok=True)
     (path / "log.jsonl").write_bytes("".join(json.dumps(e) + "\n" for e in lines).encode())

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import time
-
 import psutil
 import pytest
+from conftest import until
 
 from bench import qualify
 
 
 def test_output_of_a_stage_that_is_cut_is_kept_and_all_its_processes_end(tmp_path):
     child = "import time; time.sleep(100)"
-    code = (
-        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True); {child}"
-    )
-    t0 = time.monotonic()
+    popen = f"subprocess.Popen([sys.executable, '-c', {child!r}])"
+    code = f"import subprocess, sys; print({popen}.pid, flush=True); {child}"
     assert qualify.run(["-c", code], tmp_path / "a.txt", 2.0) == "cut after 2 s"
-    assert time.monotonic() - t0 < qualify.GRACE_S
     lines = qualify.lines_of(tmp_path / "a.txt")
     assert "KeyboardInterrupt" in lines  # as pytest gets it, which then prints what has failed
     assert lines[-1] == "cut after 2 s"
-    while runs(int(lines[0])):
-        assert time.monotonic() - t0 < 60
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    pid = int(lines[0])
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +31,14 @@ def test_last_line_of_a_stage_is_its_outcome(code, outcome, tmp_path):
 
 
 @pytest.mark.slow
-def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script, monkeypatch):
+def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script):
     ours = ["bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}"]
     done = script(*ours, "--only", "facts", "check")
-    assert done.code == 0, done.out
     [page] = tmp_path.glob("*/page.md")
     text = page.read_text()
+    assert done.code == 0, text
     assert "## facts: passed" in text
-    assert text.count(": right") == 6
+    assert "6 passed" in text  # three dtypes, two models
     assert "## tests: not run" in text
     done = script(*ours, "--minutes=0")
     assert done.code == 1

@@ -136,27 +136,24 @@ def read_run(path: str) -> Run:
     return run
 
 
-def number(value: Any) -> float | None:
-    """Return the number; None for what is not a number or what no run can have: NaN, infinity, 1e300."""
-    if type(value) not in (int, float):
-        return None
-    return value if value == 0 or 1 / LARGEST <= abs(value) <= LARGEST else None
-
-
 def numbers(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an event that are numbers and can be right."""
-    found = {name: number(value) for name, value in event.items() if len(name) <= 100}
-    return {name: v for name, v in found.items() if v is not None and (v >= 0 or name not in NOT_NEGATIVE)}
+    """Return the fields of an event that are numbers and can be right: no NaN, no infinity, no 1e300."""
+    found = {}
+    for name, value in event.items():
+        if type(value) not in (int, float) or len(name) > 100:
+            continue
+        can_be_right = value == 0 or 1 / LARGEST <= abs(value) <= LARGEST
+        if can_be_right and (value >= 0 or name not in NOT_NEGATIVE):
+            found[name] = value
+    return found
 
 
 def add_logged(run: Run, text: str) -> None:
     """Fill a run from its log.jsonl."""
     lines = [line for line in text.splitlines() if line.strip()]
-    events = []
-    for event in map(event_of, lines):
-        if event is None or type(event.setdefault("iter", 0)) is not int or not 0 <= event["iter"] < MOST_STEPS:
-            continue
-        events.append(event)
+    events = [e for e in map(event_of, lines) if e is not None and type(e.setdefault("iter", 0)) is int]
+    events = [e for e in events if 0 <= e["iter"] < MOST_STEPS]
+    for event in events:
         if event["event"] == "start":
             # In a run from before a setting existed, what is its default now was the only way.
             event["settings"] = DEFAULTS | (event["settings"] if isinstance(event.get("settings"), dict) else {})
@@ -284,10 +281,8 @@ def complete(run: Run) -> None:
     lost = [e["iter"] for e in run.iters if "loss" not in e] + [e["iter"] for e in run.evals if "val_loss" not in e]
     if lost:
         run.notes.append(f"its loss is not a number at step {min(lost):,}")
+    add_flops(run)
     ms = run.median_ms
-    if run.start.get("nanogpt_mfu") and ms and run.tokens_per_step:
-        # MFU x seconds x peak are the FLOPs of one GPU, tokens_per_step the tokens of all GPUs.
-        add_flops(run, run.start["nanogpt_mfu"] * ms / 1e3 * NANOGPT_PEAK / run.tokens_per_step)
     for e, steps in [(e, e["iter"] + 1) for e in run.iters] + [(e, e["iter"]) for e in run.evals]:
         if run.tokens_per_step:
             e.setdefault("tokens", steps * run.tokens_per_step)
@@ -295,17 +290,21 @@ def complete(run: Run) -> None:
             e.setdefault("train_s", steps * ms / 1e3)
 
 
-def add_flops(run: Run, of_one_gpu: float) -> None:
-    """Add the FLOPs per token of a nanoGPT run, from those of one GPU over the tokens of all.
+def add_flops(run: Run) -> None:
+    """Add the FLOPs per token of a nanoGPT run and, if it is above one, its number of GPUs.
 
-    The log does not say the number of GPUs. A token takes at least 6 FLOPs per parameter, and hardly twice as many, so
-    the number is the lowest power of two that gives as many.
+    MFU x seconds x peak are the FLOPs of one GPU, tokens_per_step the tokens of all, and the log does not say how many
+    there are. A token takes at least 6 FLOPs per parameter, and hardly twice as many, so it is the lowest power of two
+    that gives as many.
     """
-    at_least = 6 * (run.start.get("parameters", 0.0) - 5e3)  # it is printed in M, to two places
-    gpus = next((2**i for i in range(13) if 2**i * of_one_gpu >= at_least), None)
-    if gpus is None:
+    mfu = run.start.get("nanogpt_mfu")
+    if not mfu or not run.median_ms or not run.tokens_per_step:
         return
-    run.start["flops_per_token"] = gpus * of_one_gpu
+    of_one_gpu = mfu * run.median_ms / 1e3 * NANOGPT_PEAK / run.tokens_per_step
+    at_least = 6 * (run.start.get("parameters", 0.0) - 5e3)  # it is printed in M, to two places
+    gpus = next((2**i for i in range(13) if 2**i * of_one_gpu >= at_least), 0)
+    if gpus:
+        run.start["flops_per_token"] = gpus * of_one_gpu
     if gpus > 1:
         run.start["world_size"] = gpus
         run.notes.append(f"taken for a run on {gpus} GPUs, because its MFU is of one and its tokens are of all")

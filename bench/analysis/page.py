@@ -23,10 +23,21 @@ MOST_NUMBERS = 40  # of a run's own, which have a chart each
 MOST_TEXTS = 10  # evaluations of a run whose texts are shown, the last ones first
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
-CHARTS = {"time_ms": "Time of a step (ms)", "lr": "Learning rate", "grad_norm": "Gradient norm, before clipping"}
-# Numbers of train.py's steps without a chart of their own; all others get one.
-NO_CHART = {"iter", "loss", "mfu", "mfu_measured", "clip_rate", "data_wait", "tokens_per_s", "tokens", "train_s"}
-NO_CHART |= {"peak_memory_bytes"}
+Curve = tuple[str, str, str, dict[str, Any]]  # its name, its events, its number in them, and plotly's style
+LOSS = "Loss (nats per token)"
+CHARTS: dict[str, list[Curve]] = {
+    LOSS: [
+        ("each step", "iters", "loss", {"line": {"width": 1}, "opacity": 0.6}),
+        ("train", "evals", "train_loss", {"line": {"dash": "dash"}}),
+        ("val", "evals", "val_loss", {"mode": "lines+markers"}),
+    ],
+    "Time of a step (ms)": [("", "iters", "time_ms", {})],
+    "Learning rate": [("", "iters", "lr", {})],
+    "Gradient norm, before clipping": [("", "iters", "grad_norm", {})],
+}
+# Numbers of train.py's steps; all others are a run's own and get a chart.
+KNOWN = {"iter", "loss", "time_ms", "lr", "grad_norm", "mfu", "mfu_measured", "clip_rate", "data_wait", "tokens_per_s"}
+KNOWN |= {"tokens", "train_s", "peak_memory_bytes"}
 
 # ---- charts --------------------------------------------------------------------------------------------------
 
@@ -38,68 +49,45 @@ def points(events: list[Event], key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([e["iter"] for e in known], float), np.array([e[key] for e in known], float)
 
 
-def trace(number: int, name: str, x: np.ndarray, y: np.ndarray, **style: Any) -> dict[str, Any]:
-    """Return a curve in the colour of a run as plotly's trace."""
-    style["line"] = {"color": COLOURS[number % len(COLOURS)], "width": 2} | style.get("line", {})
-    found = {"type": "scatter", "name": escape(name), "x": x, "y": y}
-    found["mode"] = "lines" if len(y) > 1 else "lines+markers"  # a line of one point is not seen
-    found["hovertemplate"] = f"%{{y:.5g}} at %{{x:,.6g}}<extra>{escape(name)}</extra>"
-    return found | style
-
-
-def figure(traces: list[dict[str, Any]], height: int, **layout: Any) -> Any:
-    """Return plotly's figure of traces over steps."""
-    from plotly import graph_objects
-
-    shape = {
-        "template": "plotly_white",
-        "height": height,
-        "margin": {"l": 12, "r": 12, "t": 36, "b": 44},
-        "xaxis": {"title": {"text": "steps"}},
-        "yaxis": {"automargin": True, "exponentformat": "power"},
-        "legend": {"orientation": "h", "y": -0.25},
-    }
-    return graph_objects.Figure(traces, shape | layout)
-
-
 def make_charts(runs: list[Run]) -> dict[str, Any]:
     """Return plotly's figures by their title, without those for which no log has values."""
-    names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
-    own = [name for name in names if name not in NO_CHART | CHARTS.keys()]
-    titles = CHARTS | {name: name for name in own[:MOST_NUMBERS]}
-    charts = {"Loss (nats per token)": loss_chart(runs)}
-    charts |= {title: step_chart(runs, key) for key, title in titles.items()}
+    names = dict.fromkeys(name for run in runs for e in run.iters for name in e if name not in KNOWN)
+    own: dict[str, list[Curve]] = {name: [("", "iters", name, {})] for name in [*names][:MOST_NUMBERS]}
+    charts = {title: make_chart(runs, title, curves) for title, curves in (CHARTS | own).items()}
     return {title: chart for title, chart in charts.items() if chart is not None}
 
 
-def step_chart(runs: list[Run], key: str) -> Any:
-    """Return the chart of a number of the steps; None if no run has it."""
-    found = [points(run.iters, key) for run in runs]
-    traces = [trace(i, runs[i].name, x, y, line={"width": 1.5}) for i, (x, y) in enumerate(found) if len(y)]
-    if not traces:
-        return None
-    chart = figure(traces, height=280, showlegend=len(runs) > 1)
-    every = np.concatenate([y for _, y in found])
-    top = 1.25 * float(np.quantile(every, 0.98))
-    if key in ("time_ms", "grad_norm") and every.max() > top:  # so that a few slow steps do not flatten all others
-        chart.update_yaxes(range=[0, top])
-    return chart
+def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
+    """Return plotly's figure of curves of each run over its steps; None if no run has values."""
+    from plotly import graph_objects
 
-
-def loss_chart(runs: list[Run]) -> Any:
-    """Return the chart of losses; None if no run has one."""
     traces: list[dict[str, Any]] = []
     for number, run in enumerate(runs):
-        of_run = f"{run.name}, " if len(runs) > 1 else ""
-        for name, events, key, style in (
-            ("each step", run.iters, "loss", {"line": {"width": 1}, "opacity": 0.6}),
-            ("train", run.evals, "train_loss", {"line": {"dash": "dash"}}),
-            ("val", run.evals, "val_loss", {"mode": "lines+markers"}),
-        ):
-            x, y = points(events, key)
-            if len(y):
-                traces.append(trace(number, of_run + name, x, y, **style))
-    return figure(traces, height=440) if traces else None
+        for name, events, key, style in curves:
+            x, y = points(getattr(run, events), key)
+            if not len(y):
+                continue
+            label = escape(", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part))
+            line = {"color": COLOURS[number % len(COLOURS)], "width": 2} | style.get("line", {})
+            mode = "lines" if len(y) > 1 else "lines+markers"  # a line of one point is not seen
+            traces.append({"mode": mode, "name": label, "x": x, "y": y} | style | {"line": line})
+    if not traces:
+        return None
+    chart = graph_objects.Figure(traces)
+    chart.update_layout(
+        template="plotly_white",
+        height=440 if title == LOSS else 280,
+        margin={"l": 12, "r": 12, "t": 36, "b": 44},
+        xaxis={"title": {"text": "steps"}},
+        yaxis={"automargin": True, "exponentformat": "power"},
+        legend={"orientation": "h", "y": -0.25},
+        showlegend=len(traces) > 1,
+    )
+    every = np.concatenate([trace["y"] for trace in traces])
+    top = 1.25 * float(np.quantile(every, 0.98))
+    if title in CHARTS and title != LOSS and every.max() > top:  # so that a few slow steps do not flatten all others
+        chart.update_yaxes(range=[0, top])
+    return chart
 
 
 # ---- HTML ----------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bench.analysis.logs import NANOGPT_PEAK, Run, letters
-from bench.asking.statistics import alpha_of_each, interval, welch
-from deskgpt.run.settings import NOT_LEARNING
+from bench.asking.statistics import interval
+from deskgpt.run.settings import NOT_LEARNING, PLANNED
 from deskgpt.system.terminal import clock, in_gib
 
 WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled"]
@@ -20,12 +20,10 @@ WHAT_RAN += ["versions", "git_commit", "tokenizer", "train_tokens", "val_sha256"
 # Settings that a resumed run does not compare, or compares by what follows from them, and that count for runs beside
 # each other. The data count by train_tokens and val_sha256.
 COUNT_TOO = {"init_from", "max_minutes", "batch_size", "gradient_accumulation_steps"}
-PLANNED = {"max_iters", "warmup_iters", "lr_decay_iters"}  # settings that follow from max_minutes and the machine
 SAME_SCHEDULE = 1.01  # the ratio up to which two schedules count as equally long
 
 # A label, the figure of a run (None if it is not known), and how a figure is written.
 Figure = tuple[str, Callable[[Run], Any], Callable[[Any], str]]
-Gap = tuple[float, float | None]  # a difference of means, and half its 95% interval
 
 
 @dataclass
@@ -66,7 +64,7 @@ def experiment(run: Run) -> dict[str, Any]:
     """Return what repeats have in common: settings that change what is learned, and what ran."""
     left_out = (NOT_LEARNING | {"seed"}) - COUNT_TOO
     if run.settings.get("max_minutes"):
-        left_out |= PLANNED
+        left_out |= {*PLANNED}  # they follow from the machine
     found = {name: value for name, value in run.settings.items() if name not in left_out and value != "auto"}
     found |= {name: run.start.get(name) for name in WHAT_RAN}
     return {name: value for name, value in found.items() if value is not None}
@@ -104,13 +102,13 @@ def change_rows(groups: list[Group]) -> list[list[str]]:
     of_runs = [experiment(run) | {"tokens per step": run.tokens_per_step} for run in runs]
     rows = []
     for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
-        cells = [short(of_run.get(name)) for of_run in of_runs]
+        cells = [as_text(of_run.get(name)) for of_run in of_runs]
         if len({*cells} - {"n/a"}) > 1 or name == "tokens per step":
             rows.append([name, *cells])
     return rows
 
 
-def short(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a setting or metadata field as a cell's text."""
     if value is None:
         return "n/a"
@@ -122,10 +120,9 @@ def short(value: Any) -> str:
 # ---- losses --------------------------------------------------------------------------------------------------
 
 LOSS = "{:.4f}".format
-LAST: Figure = ("val loss at the last evaluation", lambda r: r.last.get("val_loss"), LOSS)
 LEARNING: list[Figure] = [
     ("last step evaluated", lambda r: r.last.get("iter"), "{:,.0f}".format),
-    LAST,
+    ("val loss at the last evaluation", lambda r: r.last.get("val_loss"), LOSS),
     ("train loss there", lambda r: r.last.get("train_loss"), LOSS),
     ("lowest val loss", lambda r: r.best.get("val_loss"), LOSS),
     ("its standard error, by the text alone", lambda r: r.best.get("val_se"), LOSS),
@@ -134,30 +131,24 @@ LEARNING: list[Figure] = [
 ]
 
 
-def curve(run: Run) -> list[tuple[float, float]]:
-    """Return (tokens so far, val loss) of each evaluation after the first step."""
-    return [(e["tokens"], e["val_loss"]) for e in run.val if e.get("tokens")]
-
-
-def loss_at(run: Run, tokens: float) -> float | None:
-    """Return the val loss after so many tokens, linear in their logarithm between evaluations; None outside of them."""
-    points = curve(run)
-    if not points or not points[0][0] <= tokens <= points[-1][0]:
-        return None
-    x, loss = np.array(points).T
-    return float(np.interp(math.log(tokens), np.log(x), loss))
-
-
-def equal_training(runs: list[Run]) -> Figure | None:
+def loss_after_equal_training(runs: list[Run]) -> Figure | None:
     """Return the val loss after as many tokens as the run with the fewest has read.
 
     None if that is not known of some run or if one has diverged.
     """
-    curves = [curve(run) for run in runs]
-    if not all(curves) or any("val_loss" not in run.evals[-1] for run in runs):
+    read = [max((e["tokens"] for e in run.val if "tokens" in e), default=0) for run in runs]
+    if not min(read) or any("val_loss" not in run.evals[-1] for run in runs):
         return None
-    tokens = min(points[-1][0] for points in curves)
-    return f"val loss after {tokens:,.0f} tokens", functools.partial(loss_at, tokens=tokens), LOSS
+    return f"val loss after {min(read):,.0f} tokens", functools.partial(loss_at, tokens=min(read)), LOSS
+
+
+def loss_at(run: Run, tokens: float) -> float | None:
+    """Return the val loss after so many tokens, linear in their logarithm between evaluations; None outside of them."""
+    points = [(e["tokens"], e["val_loss"]) for e in run.val if e.get("tokens")]  # after the first step
+    if not points[0][0] <= tokens <= points[-1][0]:
+        return None
+    x, loss = np.array(points).T
+    return float(np.interp(math.log(tokens), np.log(x), loss))
 
 
 def has_equal_schedules(runs: list[Run]) -> bool:
@@ -167,23 +158,6 @@ def has_equal_schedules(runs: list[Run]) -> bool:
     """
     ends = [run.schedule_end * run.tokens_per_step for run in runs if run.schedule_end and run.tokens_per_step]
     return not ends or max(ends) <= SAME_SCHEDULE * min(ends)
-
-
-def gaps_of(groups: list[Group], figure: Figure) -> list[Gap]:
-    """Return how much each group but the first is above the first; the 95% intervals hold together (Bonferroni).
-
-    Empty if the figure of some run is not known.
-    """
-    values = [[figure[1](run) for run in group.runs] for group in groups]
-    if any(None in of_group for of_group in values):
-        return []
-    error = alpha_of_each(len(groups) - 1)
-    return [welch(values[0], of_group, error) for of_group in values[1:]]
-
-
-def gap_text(gap: Gap) -> str:
-    mean, half = gap
-    return f"{round(mean, 4) + 0.0:+.4f} ± {'?' if half is None else LOSS(half)}"
 
 
 # ---- speed ---------------------------------------------------------------------------------------------------

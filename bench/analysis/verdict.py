@@ -7,12 +7,14 @@ from typing import Any
 
 from bench.analysis import table
 from bench.analysis.logs import Run, letters
-from bench.analysis.table import Group
+from bench.analysis.table import LOSS, Figure, Group
+from bench.asking.statistics import ALPHA, welch
 
 OTHER_VOCABULARY = 0.7  # nats between the losses of untrained models: one has about twice the tokens of the other
 ALIKE = (
     "To compare the models, evaluate each with --eval_only=True and the same --dataset, --block_size and --eval_tokens."
 )
+THEN = ", then "  # between the windows of a run whose evaluations read several
 
 
 @dataclass
@@ -35,24 +37,23 @@ def compare(runs: list[Run]) -> Comparison:
     """Compare runs; of a single one, describe what it learned."""
     groups = table.groups_of(runs)
     lines = [f"{run.name}: {note}." for run in runs for note in run.notes]
-    changes: list[list[str]] = []
-    losses = table.rows_of(groups, table.LEARNING)
+    rows = {
+        "What changed": table.change_rows(groups) if len(groups) > 1 else [],
+        "Learning": table.rows_of(groups, table.LEARNING),
+        "Speed": table.rows_of(groups, table.SPEED),
+    }
     if len(runs) == 1:
         headline = summary(runs[0])
     elif len(groups) == 1:
         headline = f"The runs differ in nothing but their seed ({groups[0].name})"
     else:
-        changes = table.change_rows(groups)
-        equal = table.equal_training(runs)
-        if equal:
-            losses += table.rows_of(groups, [equal])
+        figure = table.loss_after_equal_training(runs)
+        rows["Learning"] += table.rows_of(groups, [figure] if figure else [])
+        headline = compare_losses(groups, figure)
         reason = not_comparable(runs)
         if reason:
             headline = f"The losses are not comparable: {reason}"
             lines.insert(0, ALIKE)
-        else:
-            headline = compare_losses(groups, equal)
-    rows = {"What changed": changes, "Learning": losses, "Speed": table.rows_of(groups, table.SPEED)}
     return Comparison(runs, headline, lines, groups, rows)
 
 
@@ -63,16 +64,18 @@ def summary(run: Run) -> str:
     return f"The lowest val loss is {run.best['val_loss']:.4f}, at step {run.best['iter']:,} of {run.last['iter']:,}"
 
 
-def compare_losses(groups: list[Group], figure: table.Figure | None) -> str:
-    """Return the differences in a figure, the val loss after equal training, in a sentence."""
+def compare_losses(groups: list[Group], figure: Figure | None) -> str:
+    """Return how much each group's loss is above the first one's, in a sentence; the 95% intervals hold together."""
     if not table.has_equal_schedules([run for group in groups for run in group.runs]):
         return "The losses after equal training are not compared: the learning rates decay until unequal tokens"
-    gaps = table.gaps_of(groups, figure) if figure else []
-    if figure is None or not gaps:
+    values = [[figure[1](run) for run in group.runs] for group in groups] if figure else []
+    if figure is None or any(None in of_group for of_group in values):
         return "The losses after equal training are not known"
-    first, *others = [group.label for group in groups]
-    texts = [f"{label} {table.gap_text(gap)}" for label, gap in zip(others, gaps, strict=True)]
-    return f"The {figure[0]}, less that of {first}: {'; '.join(texts)}"
+    texts = []
+    for group, of_group in zip(groups[1:], values[1:], strict=True):
+        gap, half = welch(values[0], of_group, ALPHA / (len(groups) - 1))  # Bonferroni
+        texts.append(f"{group.label} {round(gap, 4) + 0.0:+.4f} ± {'?' if half is None else LOSS(half)}")
+    return f"The {figure[0]}, less that of {groups[0].label}: {'; '.join(texts)}"
 
 
 # ---- which losses compare ------------------------------------------------------------------------------------
@@ -80,23 +83,20 @@ def compare_losses(groups: list[Group], figure: table.Figure | None) -> str:
 
 def not_comparable(runs: list[Run]) -> str:
     """Return why the losses of runs cannot be compared, "" if they can: all must be of the same windows of text."""
-    data = [run.start.get("val_sha256") for run in runs]
     of_runs: dict[str, list[Any]] = {
         "tokenizers": [run.start.get("tokenizer") for run in runs],
-        "validation data": data,
+        "validation data": [run.start.get("val_sha256") for run in runs],
         "validation windows": [windows(run) for run in runs],
     }
     untrained = [e["val_loss"] for run in runs for e in run.val if e["iter"] == 0]
-    if None in data and len(untrained) == len(runs) and max(untrained) - min(untrained) > OTHER_VOCABULARY:
+    differ = len(untrained) == len(runs) and max(untrained) - min(untrained) > OTHER_VOCABULARY
+    if None in of_runs["validation data"] and differ:
         of_runs["losses at step 0, so other vocabularies or data"] = [f"{loss:.2f}" for loss in untrained]
     for what, values in of_runs.items():
         if len(set(values) - {None}) > 1 or any(THEN in str(value) for value in values):
             shown = [f"{x} {value or 'not known'}" for x, value in zip(letters(len(runs)), values, strict=True)]
             return f"different {what}: {'; '.join(shown)}"
     return ""
-
-
-THEN = ", then "  # between the windows of a run whose evaluations read several
 
 
 def windows(run: Run) -> str:

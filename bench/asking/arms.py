@@ -6,6 +6,7 @@ working in the checkout while a question runs overnight.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.asking.ledger import digest
 from deskgpt.system.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,8 @@ TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
 # The question gives these to each run, so an arm cannot have them.
 GIVEN = {*TO_THE_END, "seed", "out_dir", "dataset", "init_from", "device", "eval_interval", "eval_iters", "eval_tokens"}
 NOT_CODE = ("docs/", "tests/", "bench/", "config/")  # a run uses nothing in them but settings
+# Without hooks, and also if the user has no name.
+GIT = ["git", "-c", "user.name=bench/ask.py", "-c", "user.email=ask@localhost", "-c", f"core.hooksPath={os.devnull}"]
 
 READ_SETTINGS = """
 import json, sys
@@ -98,11 +100,10 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
             )
     folder = below / label
     code = check_out(folder, commit, patches)
-    # Settings are read by the code in the worktree, from its own configs.
-    arguments = [
-        word if word.startswith("-") or (folder / word).exists() else os.path.abspath(word) for word in arguments
-    ]
-    command = [sys.executable, "-c", READ_SETTINGS, *arguments]
+    command = [sys.executable, "-c", READ_SETTINGS]
+    for word in arguments:  # settings are read by the code in the worktree, from its own configs
+        is_there = word.startswith("-") or (folder / word).exists()
+        command.append(word if is_there else os.path.abspath(word))
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
@@ -143,15 +144,15 @@ def check_out(folder: Path, commit: str | None, patches: Sequence[str]) -> str:
 def git(*arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktree of this checkout") -> str:
     """Return what git prints about a checkout. Raises ConfigError, which begins with `what`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    configured = ("user.name=bench/ask.py", "user.email=ask@localhost", f"core.hooksPath={os.devnull}")
-    options = [word for setting in configured for word in ("-c", setting)]
-    try:
-        done = subprocess.run(["git", *options, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ConfigError(f"{what}: git is not installed") from None
+    done = subprocess.run([*GIT, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
     return done.stdout.strip()
+
+
+def digest(value: Any) -> str:
+    """Return sixteen hex digits of the SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def last_line(text: str) -> str:

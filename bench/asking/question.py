@@ -116,7 +116,7 @@ class Question:
         means = [f"{label} {statistics.fmean(self.values(label)):.4f}" for label in self.runs]
         found = [f"val loss of b less that of a {nats(-e.d)} nats ({limits}, n = {e.n})", f"means {', '.join(means)}"]
         for label, runs in self.runs.items():
-            diverged = sum(run["outcome"] == "diverged" for run in runs)
+            diverged = sum(run["has_diverged"] for run in runs)
             if diverged:
                 found.append(f"{diverged} of {len(runs)} runs of {label} diverged and count as guessing")
         return "; ".join(found)

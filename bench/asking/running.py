@@ -1,7 +1,12 @@
-"""Runs of train.py for a question: each once, resumed if it was killed, and recorded in the ledger."""
+"""Runs of train.py for a question: each once, and resumed if it was killed.
+
+A run's out_dir is named by a digest of all that its result depends on. A finished run keeps its log.jsonl and a
+result.json there, which every later question finds.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -16,10 +21,9 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from bench.asking.arms import Arm, last_line
-from bench.asking.ledger import Ledger, digest
+from bench.asking.arms import Arm, digest, last_line
 from deskgpt.run.log import read_events
-from deskgpt.system.files import file_sha256
+from deskgpt.system.files import file_sha256, write_atomically
 
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
@@ -28,72 +32,71 @@ WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains arms by train.py, and keeps the runs in a ledger."""
+    """Train arms by train.py, and keep the runs."""
 
-    ledger: Ledger
+    folder: Path  # of all runs
     data: str  # digest of the data
     machine: str
 
-    def key(self, arm: Arm, seed: int) -> str:
-        """Return the run's name in the ledger: a digest of everything that its result depends on."""
-        return digest([*arm.identity(), seed, self.data, self.machine, torch.get_num_threads(), torch.__version__])
-
     def out_dir(self, arm: Arm, seed: int) -> Path:
         """Return the run's out_dir, an absolute path."""
-        return (self.ledger.folder / "runs" / self.key(arm, seed)).resolve()
+        own = [*arm.identity(), seed, self.data, self.machine, torch.get_num_threads(), torch.__version__]
+        return self.folder.resolve() / digest(own)
 
     def run(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """Return the arm's run with this seed: from the ledger, or by train.py, which resumes a run that was killed.
+        """Return the result of the arm's run with this seed: the kept one, or by train.py, which resumes a killed run.
 
         Raises ValueError if train.py fails for another reason than a loss that has become infinite; KeyboardInterrupt
         if the user stops it, after it has saved.
         """
         out_dir = self.out_dir(arm, seed)
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         t0 = time.perf_counter()
         with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
-            known = self.ledger.run(self.key(arm, seed))
-            if known is not None:
-                return known
-            has_diverged = self.train_to_the_end(arm, seed, out_dir)
+            kept = out_dir / "result.json"
+            if kept.exists():
+                return json.loads(kept.read_bytes())
+            has_diverged = train_to_the_end(arm, seed, out_dir)
             found = result(arm, read_events(out_dir / "log.jsonl"), has_diverged)
             found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])  # it may have begun in an earlier process
-            self.ledger.add("run", key=self.key(arm, seed), seed=seed, steps=arm.steps, code=arm.code, **found)
+            write_atomically(kept, json.dumps(found).encode())
             for path in out_dir.glob("ckpt*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         return found
 
-    def train_to_the_end(self, arm: Arm, seed: int, out_dir: Path) -> bool:
-        """Train until the last step. Return whether the run diverged before. Raises as `run` does."""
-        log = out_dir / "log.jsonl"
-        while not has_ended(log, arm.steps):
-            status, message = self.train(arm, seed, out_dir)
-            if status > 0 and NOT_FINITE.search(message):
-                return True
-            if IN_USE in message:  # by a run that outlived its question, which was killed
-                time.sleep(WAIT_S)
-            elif status or not has_ended(log, arm.steps):
-                raise ValueError(f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}")
-        return False
 
-    def train(self, arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
-        """Follow a run of train.py to its end. Return its exit status and the last line of its stderr."""
-        settings = arm.settings | {"seed": seed, "out_dir": out_dir}
-        if any(out_dir.glob("ckpt*")):
-            settings["init_from"] = "resume"
-        arguments = [f"--{name}={value}" for name, value in settings.items() if value != ""]
-        command = [sys.executable, "train.py", *arguments]
-        print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr, flush=True)
-        # A session of its own: Ctrl+C reaches it once, from here.
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, cwd=arm.folder, start_new_session=True, **quiet)
-        try:
-            _, errors = process.communicate()
-        except BaseException:
-            process.send_signal(signal.SIGTERM)  # it saves and ends
-            process.communicate()
-            raise
-        return process.returncode, last_line(errors)
+def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> bool:
+    """Train until the last step. Return whether the run diverged before. Raises as Trainer.run does."""
+    log = out_dir / "log.jsonl"
+    while not has_ended(log, arm.steps):
+        status, message = train(arm, seed, out_dir)
+        if status > 0 and NOT_FINITE.search(message):
+            return True
+        if IN_USE in message:  # by a run that outlived its question, which was killed
+            time.sleep(WAIT_S)
+        elif status or not has_ended(log, arm.steps):
+            raise ValueError(f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}")
+    return False
+
+
+def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
+    """Follow a run of train.py to its end. Return its exit status and the last line of its stderr."""
+    settings = arm.settings | {"seed": seed, "out_dir": out_dir}
+    if any(out_dir.glob("ckpt*")):
+        settings["init_from"] = "resume"
+    arguments = [f"--{name}={value}" for name, value in settings.items() if value != ""]
+    command = [sys.executable, "train.py", *arguments]
+    print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr, flush=True)
+    # A session of its own: Ctrl+C reaches it once, from here.
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=arm.folder, start_new_session=True, **quiet)
+    try:
+        _, errors = process.communicate()
+    except BaseException:
+        process.send_signal(signal.SIGTERM)  # it saves and ends
+        process.communicate()
+        raise
+    return process.returncode, last_line(errors)
 
 
 def data_digest(folder: Path) -> str:
@@ -109,7 +112,7 @@ def has_ended(log: Path, steps: int) -> bool:
 
 
 def result(arm: Arm, events: list[dict[str, Any]], has_diverged: bool) -> dict[str, Any]:
-    """Return what the ledger keeps of a finished run: its last val loss, and a digest of the windows that it read.
+    """Return what is kept of a finished run: its last val loss, and a digest of the windows that it read.
 
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
     Raises ValueError if the loss or the gradients were never finite: that is a defect of the arm, not a loss.
@@ -120,11 +123,13 @@ def result(arm: Arm, events: list[dict[str, Any]], has_diverged: bool) -> dict[s
     if has_diverged and all(e["grad_norm"] is None for e in events if e["event"] == "iter"):
         raise ValueError(f"{arm.label} ({arm.name}) is broken: no step has a finite loss and gradients")
     last = [e for e in evaluations if e["val_loss"] is not None][-1]
-    start = next(e for e in events if e["event"] == "start")
-    guessing = math.log(start["model_args"]["vocab_size"])
+    loss = last["val_loss"]
+    if has_diverged:
+        start = next(e for e in events if e["event"] == "start")
+        loss = max(loss, math.log(start["model_args"]["vocab_size"]))
     return {
-        "outcome": "diverged" if has_diverged else "ended",
-        "val_loss": max(last["val_loss"], guessing) if has_diverged else last["val_loss"],
+        "has_diverged": has_diverged,
+        "val_loss": loss,
         "eval_digest": last.get("eval_digest"),  # commits before 2026-11-26 do not log it
         "train_s": last.get("train_s") or 0.0,
     }

@@ -158,11 +158,6 @@ def verdict(e: Estimate, min_effect: float) -> str:
     return "open"
 
 
-def alpha_of_each(intervals: int) -> float:
-    """Return the share of ALPHA for each of several intervals, so that all of them hold together (Bonferroni)."""
-    return ALPHA / max(1, intervals)
-
-
 # ---- the cost ------------------------------------------------------------------------------------------------
 
 
