@@ -44,7 +44,7 @@ def test_same_weights_write_the_same_texts_and_the_last_step_samples(chars, tmp_
 def test_cache_is_compared_once_in_a_run(chars, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("model.MLP.forward", over_time)
     train.main(tiny(chars, tmp_path, sample_interval=1))
-    printed = [line for line in capfd.readouterr().out.splitlines() if "with a cache" in line]
+    printed = [line for line in capfd.readouterr().err.splitlines() if "with a cache" in line]
     assert len(printed) == 1
     assert [e["iter"] for e in events(tmp_path, "sample")] == [0, 3, 6]
 

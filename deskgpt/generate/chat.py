@@ -1,14 +1,10 @@
-"""A dialogue with a model: the messages that fit into its context, and a dialogue on the terminal."""
+"""The messages of a dialogue: those that another program sends, and those that fit into a model's context."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from data.chat.template import Message, Template, as_message
-from data.tokenizer import Ids, valid_unicode
 from deskgpt.system.terminal import shortened
 
 ANSWER_PART = 8  # for an answer, one of this many parts of the context is left free
@@ -41,45 +37,6 @@ def messages_in(value: Any) -> list[Message]:
     if not isinstance(value, list):
         raise ValueError(f"messages={shortened(value)} must be a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
-    if any(message.role == "system" for message in messages[1:]):
-        raise ValueError("only the first message can be the system's; put all of it there")
-    turns = [message.role for message in messages if message.role != "system"]
-    if not turns or turns[0] != "user" or turns[-1] != "user":
-        raise ValueError("the first message after the system's and the last one must be the user's")
+    if not messages or messages[-1].role != "user":
+        raise ValueError("the last message must be the user's")
     return messages
-
-
-def talk(template: Template, block_size: int, system: str, answer: Callable[[Ids, int], Iterator[str]]) -> None:
-    """Read a line at a time and print the answer as it comes, until the input ends, or Ctrl+C.
-
-    answer: yields the n-th answer, to a prompt (T,), in pieces. If the input is not a terminal, only the answers are
-    printed. Raises ValueError if it is not UTF-8.
-    """
-    messages = [Message("system", system)] if system else []
-    on_terminal = sys.stdin.isatty()
-    if on_terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401 (input() edits lines with it)
-    n = 0
-    try:
-        while True:
-            text = input("you: " if on_terminal else "").strip()
-            if not text:
-                continue
-            try:
-                messages = fitting(template, block_size, [*messages, Message("user", valid_unicode(text))])
-            except ValueError as e:
-                print(f"error: {e}", file=sys.stderr)
-                continue
-            reply = ""
-            for piece in answer(template.prompt(messages), n):
-                print(piece, end="", flush=True)
-                reply += piece
-            print()
-            messages.append(Message("assistant", reply))
-            n += 1
-    except UnicodeDecodeError as e:
-        raise ValueError(f"the input is not UTF-8 text (byte {e.start:,}); convert it first") from None
-    except (EOFError, KeyboardInterrupt):
-        if on_terminal:
-            print()
