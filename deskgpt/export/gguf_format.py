@@ -21,7 +21,7 @@ from deskgpt.export.hugging_face import check_same
 from deskgpt.export.llama_cpp import Llama
 from model import GPT, GPTConfig
 
-# The settings that each architecture computes: GPT-2's, and those of the fast recipes without token shift.
+# The settings that each architecture computes, all without token shift: GPT-2's, and those of the fast recipes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"position": "learned", "norm": "layer", "qk_norm": False, "activation": "gelu_tanh"},
     "apertus": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "bias": False},
@@ -52,14 +52,13 @@ def architecture_of(c: GPTConfig) -> str:
     if ours["activation"] == "gelu":
         ours["activation"] = "gelu_tanh"  # llama.cpp has one GELU, from a table: it rounds more than these two differ
     lacking = {
-        architecture: [f"{k}={ours[k]} (train with --{k}={v})" for k, v in wanted.items() if ours[k] != v]
-        for architecture, wanted in ARCHITECTURES.items()
+        name: [f"{k}={ours[k]} (--{k}={v})" for k, v in (wanted | {"token_shift": False}).items() if ours[k] != v]
+        for name, wanted in ARCHITECTURES.items()
     }
-    nearest = min(lacking, key=lambda architecture: len(lacking[architecture]))
-    problems = lacking[nearest] + (["token_shift=True (train with --token_shift=False)"] if c.token_shift else [])
-    if problems:
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    if lacking[nearest]:
         raise ValueError(
-            f"llama.cpp has no model with {' and '.join(problems)}; a folder (--to=my-model) can be exported as it is"
+            f"llama.cpp has no model with {', '.join(lacking[nearest])}: train so, or export a folder (--to=my-model)"
         )
     return nearest
 

@@ -15,11 +15,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 EPS = 1e-5  # of all norms
 ROPE_THETA = 10000.0
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu2": "relu2"}  # ours, and transformers'
 
 
 class DeskGPTConfig(PretrainedConfig):
@@ -39,12 +41,6 @@ def make_norm(config: DeskGPTConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, eps=EPS)
     return nn.LayerNorm(config.n_embd, eps=EPS, bias=config.bias)
-
-
-def activation(x: Tensor, name: str) -> Tensor:
-    if name == "relu2":
-        return F.relu(x) ** 2
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def rotary(position_ids: Tensor, D: int) -> tuple[Tensor, Tensor]:
@@ -125,13 +121,14 @@ class MLP(nn.Module):
         super().__init__()
         self.config = config
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.act = ACT2FN[ACTIVATIONS[config.activation]]
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         if self.config.token_shift:
             x = token_shift(x, step)
-        return self.dropout(self.c_proj(activation(self.c_fc(x), self.config.activation)))
+        return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
 class Block(nn.Module):
