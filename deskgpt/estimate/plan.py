@@ -88,8 +88,6 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         return False
     peak = card.peak(dtype) if card else peaks.peak_flops(dist.device, dtype)
     print_time(config, batching, flops_per_step, peak, usual_mfu(card), dist)
-    if device_type != "cuda":
-        dist.print0('on a card that you do not have here: --plan_for="RTX 4070", on eight: --plan_for="8x H100"')
     return True
 
 
