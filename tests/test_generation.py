@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
@@ -16,19 +15,18 @@ from data.tokenizer import BytesTokenizer
 from deskgpt.generate.engine import InferenceEngine
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.kernels.kv_cache import KVCache
-from deskgpt.kernels.ops import matmul_attention
 from deskgpt.system.hardware import autocast
 from model import GPT, MLP, activation, sample_tokens
 
 
 def drawn(model: GPT, idx: Tensor, n: int, cached: bool, **options: Any) -> Tensor:
-    """The next n tokens (n, B)."""
+    """Return the next n tokens (n, B)."""
     cache = KVCache(model.config.block_size) if cached else None
     return torch.stack(list(model.generate(idx, n, cache=cache, **options)))
 
 
 def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> list[str]:
-    """What the engine writes after each row of idx."""
+    """Return what the engine writes after each row of idx."""
     samples = [Sample(BytesTokenizer(), "") for _ in idx]
     for _ in engine.write(idx, samples, GenerationConfig(max_new_tokens=n), watch):
         pass
@@ -39,18 +37,17 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> 
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("prompt", [1, 9, 40])
-def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, temperature, config):
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, config):
     model, idx = make(config).eval(), tokens(3, prompt)
     n = max(6, 38 - prompt)  # past block_size=32
-    found = drawn(model, idx, n, cached=True, temperature=temperature, seed=5)
-    assert torch.equal(found, drawn(model, idx, n, cached=False, temperature=temperature, seed=5))
-    if temperature == 0:  # and both are the model's
-        text = torch.cat((idx, found.t()), 1)
-        for t in range(prompt, prompt + n):
-            context = text[:, max(0, t - 32) : t]
-            assert torch.equal(model(context)[0][:, -1].argmax(1), text[:, t])
+    found = drawn(model, idx, n, cached=True, temperature=1.0, seed=5)
+    assert torch.equal(found, drawn(model, idx, n, cached=False, temperature=1.0, seed=5))
+    found = drawn(model, idx, n, cached=True, temperature=0.0)
+    text = torch.cat((idx, found.t()), 1)
+    for t in range(prompt, prompt + n):
+        context = text[:, max(0, t - 32) : t]
+        assert torch.equal(model(context)[0][:, -1].argmax(1), text[:, t])
 
 
 def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
@@ -119,13 +116,14 @@ def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize("T", [30, 1])
-def test_attention_of_apple_gpus_is_torchs(T):
-    """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
-    q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(30, 30, dtype=torch.bool).tril() if T > 1 else None
-    expected = F.scaled_dot_product_attention(q[:, :, -T:], k, v, attn_mask=mask)
-    torch.testing.assert_close(matmul_attention(q[:, :, -T:], k, v, mask, 0.0), expected)
+def test_cache_serves_only_a_text_that_continues_its_own():
+    model = make().eval()
+    cache = KVCache(SMALL.block_size)
+    first, other = tokens(1, 8), tokens(1, 8).flip(1)
+    with torch.no_grad():
+        model.next_logits(first, cache)
+        for text in (torch.cat((first, other), 1), other, torch.cat((other, first[:, :1]), 1), first):
+            torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------
@@ -161,13 +159,3 @@ def test_top_k_keeps_the_likeliest_and_top_p_the_fewest_that_reach_it():
     assert (counts(p, top_p=1e-9) > 0).tolist() == [False, True, False, False]
     assert (counts(p, top_k=3, top_p=0.5) > 0).tolist() == [False, True, False, True]
     assert (counts(p, top_k=99) > 0).all()
-
-
-def test_cache_serves_only_a_text_that_continues_its_own():
-    model = make().eval()
-    cache = KVCache(SMALL.block_size)
-    first, other = tokens(1, 8), tokens(1, 8).flip(1)
-    with torch.no_grad():
-        model.next_logits(first, cache)
-        for text in (torch.cat((first, other), 1), other, torch.cat((other, first[:, :1]), 1), first):
-            torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))

@@ -293,7 +293,7 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 
 
 def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
-    monkeypatch.setattr(server, "ARRIVAL_S", 0.3)
+    monkeypatch.setattr(server, "ARRIVAL_S", 0.1)
     head = f"Host: localhost\r\nAuthorization: Bearer {chat.writer.token}\r\nContent-Length: 99\r\n\r\n"
     halves = ["", "POST /v1/completions HTTP/1.1\r\n", f"POST /v1/completions HTTP/1.1\r\n{head}{{"]
     halves.append("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod")  # a second one
