@@ -38,59 +38,47 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         self.server.requests.append(f"{self.command} {url.path}")
+        asked = r"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(resolve|tree|revision)/[^/]+/?(.*))?"
+        match = re.fullmatch(asked, urllib.parse.unquote(url.path))
         if self.server.down:
-            self.send(503, b"", {})
-        elif "/datasets/" not in url.path:
-            self.send(404, b"", {})
-        elif "/resolve/" in url.path:
-            self.send_file(*self.repo("resolve"))
-        elif "/tree/" in url.path:
-            folder, inside = self.repo("tree")
-            found = (folder / inside).glob("**/*" if "recursive=true" in url.query.lower() else "*")
+            self.send(503)
+            return
+        folder = self.server.root / match[1] if match else None
+        if match is None or folder is None or not folder.is_dir():
+            self.send(404, headers={"X-Error-Code": "RepoNotFound"})
+        elif match[2] == "resolve":
+            self.send_file(folder / match[3])
+        elif match[2] == "tree":
+            found = (folder / match[3]).glob("**/*" if "recursive=true" in url.query.lower() else "*")
             self.send_json([self.entry(folder, p) for p in sorted(found)])
         else:
-            folder, _ = self.repo("revision")
-            if not folder.is_dir():
-                self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
-                return
             files = [self.entry(folder, p) for p in sorted(folder.rglob("*")) if p.is_file()]
             siblings = [f | {"rfilename": f["path"]} for f in files]
-            self.send_json({"id": "/".join(folder.parts[-2:]), "sha": SHA, "siblings": siblings, "private": False})
-
-    def repo(self, verb: str) -> tuple[Path, str]:
-        """(folder of the data set, path inside it) that the request is about."""
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        match = re.fullmatch(rf"(?:/api)?/datasets/([^/]+/[^/]+)(?:/{verb}/[^/]+/?(.*))?", path)
-        assert match, path
-        return self.server.root / match[1], match[2] or ""
+            self.send_json({"id": match[1], "sha": SHA, "siblings": siblings, "private": False})
 
     def entry(self, folder: Path, path: Path) -> dict[str, Any]:
+        """Return what the hub lists of a file or a folder."""
         name = path.relative_to(folder).as_posix()
         if path.is_dir():
             return {"type": "directory", "path": name, "oid": "0" * 40}
-        content = path.read_bytes()
-        sha256 = hashlib.sha256(content).hexdigest()
-        lfs = {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": 130}
-        return {"type": "file", "path": name, "oid": "0" * 40, "size": len(content), "lfs": lfs}
+        return {"type": "file", "path": name, "oid": "0" * 40, "size": path.stat().st_size}
 
-    def send_file(self, folder: Path, inside: str) -> None:
-        path = folder / inside
+    def send_file(self, path: Path) -> None:
         if not path.is_file():
-            self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
+            self.send(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
             return
         content = path.read_bytes()
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
         if self.command == "GET" and self.server.faults and path.suffix != ".md":
             if self.server.faults.pop(0) == "503":
-                self.send(503, b"", {})
+                self.send(503)
                 return
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content[: len(content) // 2])
             self.close_connection = True
-            return
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+        elif match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             self.send(206, content[first : last + 1], headers)
@@ -100,9 +88,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def send_json(self, value: Any) -> None:
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+    def send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

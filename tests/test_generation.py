@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
@@ -15,6 +16,7 @@ from data.tokenizer import BytesTokenizer
 from deskgpt.generate.engine import InferenceEngine
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.kernels.kv_cache import KVCache
+from deskgpt.kernels.ops import matmul_attention
 from deskgpt.system.hardware import autocast
 from model import GPT, MLP, activation, sample_tokens
 
@@ -88,9 +90,8 @@ def test_each_token_is_one_pass_over_itself(monkeypatch):
     assert lengths == [9] + [1] * 19
 
 
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-def test_weights_are_cast_once_for_a_text_in_16_bits_and_logits_are_autocasts_own(config):
-    model, idx = make(config).eval(), tokens(2, 9)
+def test_weights_are_cast_once_for_a_text_in_16_bits_and_logits_are_autocasts_own():
+    model, idx = make().eval(), tokens(2, 9)
     with torch.inference_mode(), autocast(torch.device("cpu"), "bfloat16"):
         expected = model.next_logits(idx)
     shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
@@ -124,6 +125,15 @@ def test_cache_serves_only_a_text_that_continues_its_own():
         model.next_logits(first, cache)
         for text in (torch.cat((first, other), 1), other, torch.cat((other, first[:, :1]), 1), first):
             torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
+
+
+@pytest.mark.parametrize("T", [30, 1])
+def test_attention_of_apple_gpus_is_torchs(T):
+    """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
+    q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(30, 30, dtype=torch.bool).tril() if T > 1 else None
+    expected = F.scaled_dot_product_attention(q[:, :, -T:], k, v, attn_mask=mask)
+    torch.testing.assert_close(matmul_attention(q[:, :, -T:], k, v, mask, 0.0), expected)
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------

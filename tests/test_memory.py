@@ -60,10 +60,10 @@ def real_peak(config: GPTConfig, batch_size: int, variant: Variant, micro_steps:
 
 CASES: list[tuple[GPTConfig, int, Variant, int, int]] = [
     # model, batch, variant, tokens in a chunk of the loss (some make it in one piece), micro-batches
-    (SMALL, 16, Variant("float16"), 256, 2),
+    (SMALL, 8, Variant("float16"), 128, 2),
     (replace(SMALL, block_size=48), 16, Variant("float32", recompute="full"), 128, 2),
     (replace(SMALL, **MODERN_SETTINGS), 16, Variant("float32"), 256, 2),
-    (replace(SMALL, **MODERN_SETTINGS), 16, Variant("bfloat16", recompute="selective"), 64, 2),
+    (replace(SMALL, **MODERN_SETTINGS), 8, Variant("bfloat16", recompute="selective"), 64, 2),
 ]
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BPE_CACHE, ROOT, SHAKESPEARE
-from transformers import GPT2Config, GPT2LMHeadModel
 from warm_python import warm_python, write_program
 
 from data.token_files import write_tokens
@@ -53,6 +52,8 @@ SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, text) -> Iterator[Path]:
     """Make a copy of the repository without what git ignores, with texts to train on and a .venv of this Python."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, which the quick tests do without
+
     folder = tmp_path_factory.mktemp("clone") / "deskgpt"
     ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
     shutil.copytree(ROOT, folder, ignore=ignored)
