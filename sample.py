@@ -20,8 +20,6 @@ from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
-from torch import Tensor
-
 from configurator import configure
 from data.chat import template
 from data.text_files import read_text
@@ -71,15 +69,16 @@ def main(c: SampleConfig) -> list[str]:
     prompt = prompt_of(c)
     trained = load(c.init_from, c.out_dir, device)
     trained.model.eval().to(device)
+    writer = writer_of(c, prompt, trained)
     if c.serve:
-        serve(writer_of(c, prompt, trained), c.port)
+        serve(writer, c.port)
         return []
     if c.chat:
-        talk(writer_of(c, prompt, trained))
+        talk(writer)
         return []
     prompts = encode_prompt(prompt, trained.tokenizer).to(device).repeat(c.num_samples, 1)
     samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(c.num_samples)]
-    print_samples(samples, engine_for(c, trained, prompts).write(prompts, samples, c))
+    print_samples(samples, writer.engine.write(prompts, samples, c))
     return [sample.text for sample in samples]
 
 
@@ -101,14 +100,6 @@ def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def engine_for(c: SampleConfig, trained: Trained, prompts: Tensor) -> InferenceEngine:
-    """Return the engine that continues prompts (B, T). Its dtype on a CPU is float32 unless c names another."""
-    dtype: str = c.dtype
-    if dtype == "auto":
-        dtype = "float32" if prompts.device.type == "cpu" else peaks.fast_dtype(prompts.device)
-    return InferenceEngine(trained.model, prompts, dtype)
-
-
 def prompt_of(c: SampleConfig) -> str:
     """Return the prompt that c asks for. Raises ValueError if it is empty or is not UTF-8."""
     prompt = read_text(Path(c.start[5:]).expanduser()) if c.start.startswith("FILE:") else c.start
@@ -119,20 +110,21 @@ def prompt_of(c: SampleConfig) -> str:
     return prompt
 
 
-# ---- chat and page -------------------------------------------------------------------------------------------
-
-
 def writer_of(c: SampleConfig, prompt: str, trained: Trained) -> Writer:
-    """Return the model of a dialogue or of the page. It talks if it saw dialogues, or with --chat.
+    """Return the model in the dtype that c asks for; on a CPU that is float32 by default.
 
-    Raises ValueError if it cannot talk, or if there is no room for the system message.
+    It talks if it saw dialogues, or with --chat. Raises ValueError if it cannot talk, or if there is no room for the
+    system message.
     """
+    device = next(trained.model.parameters()).device
+    dtype: str = c.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else peaks.fast_dtype(device)
     chat_template = template.Template(trained.tokenizer) if c.chat or trained.saw_chat else None
     if c.chat and not trained.saw_chat:
         note = f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/sampling.md"
         print(note, file=sys.stderr)
-    device = next(trained.model.parameters()).device
-    engine = engine_for(c, trained, encode_prompt(prompt, trained.tokenizer).to(device))
+    engine = InferenceEngine(trained.model, encode_prompt(prompt, trained.tokenizer).to(device), dtype)
     return Writer(trained, engine, c, prompt, chat_template, c.system)
 
 

@@ -82,14 +82,13 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
     writer.add_feed_forward_length(4 * c.n_embd)
     writer.add_head_count(c.n_head)
     writer.add_head_count_kv(c.n_head)
-    if c.norm == "rms":
-        writer.add_layer_norm_rms_eps(1e-5)
-    else:
+    if architecture == "gpt2":
         writer.add_layer_norm_eps(1e-5)
-    if c.position == "rope":
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_dimension_count(c.n_embd // c.n_head)
         writer.add_rope_freq_base(10000.0)
-    if architecture == "apertus":  # its xIELU is relu2 if softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0
+        # xIELU is relu2 if softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0.
         writer.add_xielu_alpha_p([math.log(math.e - 1)] * c.n_layer)
         writer.add_xielu_alpha_n([-100.0] * c.n_layer)
         writer.add_xielu_beta([0.0] * c.n_layer)

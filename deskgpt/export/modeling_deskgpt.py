@@ -177,21 +177,20 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (B, T, V) of what follows input_ids (B, T), and the mean loss of labels (B, T), -100 left out.
 
         attention_mask (B, S): 0 for padding, on the left or on the right; also of the tokens in the cache.
         """
-        x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
+        x = self.transformer.wte(input_ids)  # (B, T, C)
         if use_cache is None:
             use_cache = not self.training and not self.config.token_shift
         cache = past_key_values if use_cache else None
@@ -217,8 +216,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         for block in self.transformer.h:
             x = block(x, step)
         x = self.transformer.ln_f(x)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(x[:, kept])
+        logits = self.lm_head(x[:, -logits_to_keep:])  # 0: all
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
