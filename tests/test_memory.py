@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, flags, tiny, trajectory
+from conftest import TINY, assert_one_line, flags, raises_one_line, tiny, trajectory
 from tiny_models import MODERN_SETTINGS
 from torch.profiler import ProfilerActivity, profile
 
@@ -80,19 +80,6 @@ def test_prediction_is_within_a_tenth_of_a_real_step(config, batch_size, variant
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def test_halved_micro_batch_is_the_same_training_or_the_settings_to_type(capsys):
-    batching = Batching(batch_size=64, block_size=64)
-    same = fit.halved_batch(CPU, True, batching)
-    assert (same.batch_size, same.sequences) == (32, 64)
-    assert_one_line(capsys.readouterr().out, "out of memory", "--batch_size=32")
-    with pytest.raises(ValueError, match="does not fit") as error:
-        fit.halved_batch(CPU, False, batching)
-    assert_one_line(error.value, "batch_size=64", "--batch_size=32 --gradient_accumulation_steps=2")
-    with pytest.raises(ValueError, match="not even batch_size=1") as error:
-        fit.halved_batch(CPU, True, Batching(batch_size=1, block_size=64))
-    assert_one_line(error.value, "--block_size=32")
-
-
 def test_micro_batch_that_surely_does_not_fit_is_refused_before_it_is_tried(chars, tmp_path, script):
     settings = TINY | {"batch_size": 1 << 19, "n_embd": 256, "block_size": 256}
     done = script("train.py", *flags(**settings, dataset=chars, out_dir=tmp_path))
@@ -123,6 +110,11 @@ def memory_for_five_sequences(monkeypatch):
         return forward(self, idx, targets)
 
     monkeypatch.setattr(GPT, "forward", limited)
+
+
+def test_micro_batch_of_one_sequence_is_not_halved():
+    with raises_one_line("not even batch_size=1", "--block_size=32"):
+        fit.halved_batch(CPU, True, Batching(batch_size=1, block_size=64))
 
 
 @pytest.mark.slow
