@@ -63,11 +63,11 @@ class Sampler:
 def sampler_for(
     every: int, model: GPT, variant: Variant, dist: DistContext, tokenizer: dict[str, Any]
 ) -> Sampler | None:
-    """Return the Sampler of every `every`-th evaluation; None on ranks that only wait meanwhile.
+    """Return the Sampler of every `every`-th evaluation; None for 0, and on ranks that only wait meanwhile.
 
     tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need them.
     """
-    if not dist.is_first:
+    if not every or not dist.is_first:
         return None
     try:
         return Sampler(model, variant, from_meta(tokenizer), every)
