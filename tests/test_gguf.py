@@ -32,14 +32,14 @@ SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)
 def exported(
     folder: Path, config: GPTConfig = SMALL, meta: dict[str, Any] = BYTES, chat: Any = None
 ) -> tuple[GPT, Path]:
-    """(a model of random weights, the file that it was exported to)"""
+    """Return a model of random weights, and the file that it was exported to."""
     model = saved(folder / "out", config, meta, chat)
     main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "a.gguf")))
     return model, folder / "a.gguf"
 
 
 def their_greedy(llama: Llama, prompt: str, n: int) -> list[int]:
-    """The tokens that follow; never the end of text, with which llama.cpp would end."""
+    """Return the tokens that follow; never the end of text, with which llama.cpp would end."""
     options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
     return llama.ask("completion", prompt=prompt, n_predict=n, **options)["tokens"]
 

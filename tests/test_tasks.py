@@ -122,9 +122,7 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     tasks.main(["test", "--", "-k", "resume"])
     _, pip, test = machine.calls()
     assert "-r requirements-dev.txt" in pip
-    assert test == "-m pytest -n 2 --dist=worksteal -m not slow and not nightly -k resume"
-    tasks.main(["qualify", "--", "--minutes=9"])
-    assert machine.calls() == ["bench/qualify.py --minutes=9"]
+    assert test.endswith(" -m not slow and not nightly -k resume")
     tasks.main(["train"])
     assert not [call for call in machine.calls() if "pip" in call]
 
@@ -161,9 +159,11 @@ signal.signal(signal.SIGINT, end); signal.signal(signal.SIGTERM, end)
 open("ready", "w").close()
 time.sleep(60)
 """
-CALLER = (
-    "import signal, sys, tasks; signal.signal(signal.SIGINT, lambda *_: None); tasks.run(sys.executable, sys.argv[1])"
-)
+CALLER = """
+import signal, sys, tasks
+signal.signal(signal.SIGINT, lambda *_: None)
+tasks.run(sys.executable, sys.argv[1])
+"""
 
 
 @pytest.mark.parametrize("ended", ["Ctrl+C", "kill"])
