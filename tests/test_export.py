@@ -142,29 +142,13 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
 # ---- what transformers computes ------------------------------------------------------------------------------
 
 
-def as_theirs(model: GPT) -> Any:
-    """The model in its class of transformers, as if loaded from a folder."""
-    import transformers
-
-    from deskgpt.export import modeling_deskgpt
-
-    name = hugging_face.class_name(model.config)
-    cls: Any = getattr(modeling_deskgpt, name, transformers.GPT2LMHeadModel)
-    theirs = cls(cls.config_class(**hugging_face.config_json(model.config, None))).eval()
-    weights = hugging_face.to_hugging_face(model.config, model.state_dict())
-    found = theirs.load_state_dict(weights, strict=False)
-    assert found.unexpected_keys == []
-    assert set(found.missing_keys) <= {"lm_head.weight"}
-    return theirs
-
-
 @pytest.mark.slow
-def test_logits_are_ours_for_each_of_the_choices():
+@pytest.mark.parametrize("choices", COMBINATIONS)
+def test_logits_are_ours_for_each_of_the_choices(tmp_path, choices):
     x = tokens(2, 26, vocab=65)
-    for choices in COMBINATIONS:
-        model = make(replace(SMALL, tie_weights="bias" in choices, **choices)).eval()
-        with torch.inference_mode():
-            assert (as_theirs(model)(x).logits - model(x)[0]).abs().max() <= 1e-5, choices
+    model, folder = exported(tmp_path, replace(SMALL, tie_weights="bias" in choices, **choices))
+    with torch.inference_mode():
+        assert (loaded(folder)(x).logits - model(x)[0]).abs().max() <= 1e-5
 
 
 @pytest.mark.slow
@@ -204,8 +188,10 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
         theirs(tokens(1, 65, vocab=65))
     with raises_one_line("dynamic"):
         theirs.generate(x, max_new_tokens=3, cache_implementation="static")
+    (tmp_path / "shifted").mkdir()
+    _, folder = exported(tmp_path / "shifted", replace(SMALL, token_shift=True))
     with raises_one_line("use_cache=False"):
-        as_theirs(make(replace(SMALL, token_shift=True))).generate(x, max_new_tokens=3, use_cache=True)
+        loaded(folder).generate(x, max_new_tokens=3, use_cache=True)
 
 
 @pytest.mark.slow

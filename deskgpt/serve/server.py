@@ -132,10 +132,9 @@ async def in_threads(request: Request, events: Iterator[Any]) -> AsyncIterator[A
 
     An error becomes the last item, as error_of has it; so does Ctrl+C.
     """
-    server = getattr(request.app.state, "server", None)
     try:
         async for event in iterate_in_threadpool(events):
-            if server is not None and server.should_exit:
+            if request.app.state.server.should_exit:
                 yield error_of(503, "the server was stopped")
                 return
             yield event
