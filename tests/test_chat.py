@@ -31,9 +31,8 @@ from data.tokenizer import BytesTokenizer, Tokenizer, gpt2
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
-from deskgpt.generate.chat import fitting
 from deskgpt.generate.text import GenerationConfig
-from deskgpt.generate.writer import Writer, talk
+from deskgpt.generate.writer import Writer, fitting, talk
 from model import GPT, GPTConfig
 from train import main as train
 

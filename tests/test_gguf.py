@@ -19,7 +19,7 @@ from torch import Tensor
 from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer
 from deskgpt.export import gguf_format
-from deskgpt.export.llama_cpp import Llama
+from deskgpt.export.gguf_format import Llama
 from export import ExportConfig, main
 from model import GPT, GPTConfig, activation
 

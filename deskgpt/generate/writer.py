@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.chat.template import FORGED_TURN, Message, Template
+from data.chat.template import FORGED_TURN, Message, Template, as_message
 from data.tokenizer import valid_unicode
-from deskgpt.generate.chat import fitting, messages_in
 from deskgpt.generate.engine import InferenceEngine
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.generate.trained import Trained, encode_prompt
 from deskgpt.system.terminal import shortened
+
+ANSWER_PART = 8  # for an answer, one of this many parts of the context is left free
 
 
 @dataclass
@@ -63,6 +64,41 @@ class Writer:
         stops = (*stops, FORGED_TURN)
         text = Sample(self.trained.tokenizer, "", *stops, last_token=self.chat_template.end_of_text)
         return text, torch.from_numpy(ids.astype("int64"))[None].to(self.engine.device)
+
+
+# ---- dialogues -----------------------------------------------------------------------------------------------
+
+
+def fitting(template: Template, block_size: int, messages: list[Message]) -> list[Message]:
+    """Return the messages without the oldest turns, if they do not fit into the context with room for an answer.
+
+    A system message, which is the first one, is kept. Raises ValueError if it or the last message does not fit.
+    """
+    system = [message for message in messages[:1] if message.role == "system"]
+    turns = messages[len(system) :]
+    room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
+    first = len(turns)
+    used = 0
+    for at in reversed(range(len(turns))):
+        used += len(template.encode([turns[at]]).ids) - 1  # without the token with which a dialogue begins
+        if used > room:
+            break
+        if turns[at].role == "user":  # an answer without its question is left out
+            first = at
+    if first == len(turns):
+        what = "the system message is too long" if room < 0 else f"the message takes {used:,} tokens"
+        raise ValueError(f"{what}: {max(0, room):,} of the model's context of {block_size:,} are left for it; say less")
+    return system + turns[first:]
+
+
+def messages_in(value: Any) -> list[Message]:
+    """Return the messages that another program sends: a JSON list that ends with the user's. Raises ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"messages={shortened(value)} must be a list")
+    messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
+    if not messages or messages[-1].role != "user":
+        raise ValueError("the last message must be the user's")
+    return messages
 
 
 def talk(writer: Writer) -> None:
