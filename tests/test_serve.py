@@ -120,10 +120,6 @@ def error_in(body: bytes) -> str:
     return json.loads(body)["error"]["message"]
 
 
-def text_of(events: list[dict[str, Any]]) -> str:
-    return "".join(e.get("text", "") for e in events)
-
-
 # ---- the page: what it shows ---------------------------------------------------------------------------------
 
 
@@ -132,7 +128,7 @@ def test_text_of_the_page_is_the_one_that_sample_prints_first(plain, changes):
     settings = {k: v for k, v in (SETTINGS | changes).items() if k != "prompt"}
     folder = plain.writer.trained.source
     (expected,) = sample.main(SampleConfig(out_dir=folder, device="cpu", start="the ", num_samples=1, **settings))
-    assert "the " + text_of(plain.write(**changes)) == expected
+    assert "the " + "".join(event.get("text", "") for event in plain.write(**changes)) == expected
 
 
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
