@@ -37,6 +37,8 @@ from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.terminal import millions
 from model import GPT
 
+CARD = Path(hugging_face.__file__).with_name("card.md")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
@@ -70,18 +72,9 @@ def write_folder(trained: Trained, model: GPT, to: Path) -> tuple[str, str]:
     """
     config = model.config
     tokenizer = trained.tokenizer
-    is_gpt2 = hugging_face.is_gpt2(config)
     class_name = hugging_face.class_name(config)
-    if not is_gpt2:
-        class_name += f", in {MODELING_FILE} beside the weights; trust_remote_code=True runs it"
-    card = Path(hugging_face.__file__).with_name("card.md").read_text(encoding="utf-8")
-    card = card.format(
-        name=to.resolve().name,
-        class_name=class_name,
-        trust="" if is_gpt2 else ", trust_remote_code=True",
-        prompt=tokenizer.meta().get("chars", "\n")[0],  # which the tokenizer knows
-        new_tokens=max(1, min(100, config.block_size // 2)),
-    )
+    prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
+    card = CARD.read_text(encoding="utf-8").format(name=to.resolve().name, class_name=class_name, prompt=prompt)
     end_of_text = tokenizer.end_of_text
     chat_template = template.JINJA if trained.saw_chat else None
     records = {
@@ -94,8 +87,8 @@ def write_folder(trained: Trained, model: GPT, to: Path) -> tuple[str, str]:
         for file, record in records.items():
             text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
             (folder / file).write_text(text, encoding="utf-8", newline="\n")
-        if not is_gpt2:
-            shutil.copyfile(Path(hugging_face.__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
+        if not hugging_face.is_gpt2(config):
+            shutil.copy(CARD.with_name(MODELING_FILE), folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
         hugging_face.write_weights(folder / "model.safetensors", config, model.state_dict())
         return class_name, hugging_face.compare(folder, trained.model.eval(), text_to_compare(trained))

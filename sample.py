@@ -14,23 +14,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
-from torch import Tensor
-
 from configurator import configure
 from data.chat import template
 from data.text_files import read_text
-from data.tokenizer import Ids
-from deskgpt.generate.chat import talk
 from deskgpt.generate.engine import InferenceEngine
 from deskgpt.generate.text import PROMPT, GenerationConfig, Sample
 from deskgpt.generate.trained import Trained, encode_prompt, load
-from deskgpt.generate.writer import Writer
+from deskgpt.generate.writer import Writer, talk
 from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.settings import AtLeast1, FilePath, Range
@@ -70,15 +66,16 @@ def main(c: SampleConfig) -> list[str]:
     prompt = prompt_of(c)
     trained = load(c.init_from, c.out_dir, device)
     trained.model.eval().to(device)
+    writer = writer_of(c, prompt, trained)
     if c.serve:
-        serve(c, prompt, trained)
+        serve(writer, c.port)
         return []
     if c.chat:
-        chat(c, prompt, trained)
+        talk(writer)
         return []
     prompts = encode_prompt(prompt, trained.tokenizer).to(device).repeat(c.num_samples, 1)
     samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(c.num_samples)]
-    print_samples(samples, engine_for(c, trained, prompts).write(prompts, samples, c))
+    print_samples(samples, writer.engine.write(prompts, samples, c))
     return [sample.text for sample in samples]
 
 
@@ -100,14 +97,6 @@ def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
 # ---- set-up --------------------------------------------------------------------------------------------------
 
 
-def engine_for(c: SampleConfig, trained: Trained, prompts: Tensor) -> InferenceEngine:
-    """Return the engine that continues prompts (B, T). Its dtype on a CPU is float32 unless c names another."""
-    dtype: str = c.dtype
-    if dtype == "auto":
-        dtype = "float32" if prompts.device.type == "cpu" else peaks.fast_dtype(prompts.device)
-    return InferenceEngine(trained.model, prompts, dtype)
-
-
 def prompt_of(c: SampleConfig) -> str:
     """Return the prompt that c asks for. Raises ValueError if it is empty or is not UTF-8."""
     prompt = read_text(Path(c.start[5:]).expanduser()) if c.start.startswith("FILE:") else c.start
@@ -118,42 +107,31 @@ def prompt_of(c: SampleConfig) -> str:
     return prompt
 
 
-# ---- chat and page -------------------------------------------------------------------------------------------
-
-
-def chat(c: SampleConfig, prompt: str, trained: Trained) -> None:
-    """Answer on the terminal until the input ends. Raises ValueError if the model cannot talk."""
-    writer = writer_of(c, prompt, trained)
-
-    def answer(ids: Ids, n: int) -> Iterator[str]:
-        """Yield the n-th answer, in pieces as they come."""
-        text, prompts = writer.answer(Sample, ids, c.stop)
-        for shown in writer.engine.write(prompts, [text], replace(c, seed=c.seed + n)):
-            yield shown[0]
-
-    assert writer.chat_template is not None
-    talk(writer.chat_template, writer.block_size, c.system, answer)
-
-
-def serve(c: SampleConfig, prompt: str, trained: Trained) -> None:
-    """Serve the page and OpenAI's API until Ctrl+C. Raises ValueError and OSError."""
-    from deskgpt.serve import openai_api, playground, server  # which need packages of their own
-
-    writer = writer_of(c, prompt, trained)
-    about = f"for programs, as OpenAI's API: base_url={{address}}/v1 api_key={writer.token}"
-    app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])
-    server.run_app(app, c.port, f"/{writer.token}/", about)
-
-
 def writer_of(c: SampleConfig, prompt: str, trained: Trained) -> Writer:
-    """Return the model of a dialogue or of the page. It talks if it saw dialogues, or with --chat."""
+    """Return the model in the dtype that c asks for; on a CPU that is float32 by default.
+
+    It talks if it saw dialogues, or with --chat. Raises ValueError if it cannot talk, or if there is no room for the
+    system message.
+    """
+    device = next(trained.model.parameters()).device
+    dtype: str = c.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else peaks.fast_dtype(device)
     chat_template = template.Template(trained.tokenizer) if c.chat or trained.saw_chat else None
     if c.chat and not trained.saw_chat:
         note = f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/sampling.md"
         print(note, file=sys.stderr)
-    device = next(trained.model.parameters()).device
-    engine = engine_for(c, trained, encode_prompt(prompt, trained.tokenizer).to(device))
+    engine = InferenceEngine(trained.model, encode_prompt(prompt, trained.tokenizer).to(device), dtype)
     return Writer(trained, engine, c, prompt, chat_template, c.system)
+
+
+def serve(writer: Writer, port: int) -> None:
+    """Serve the page and OpenAI's API until Ctrl+C. Raises OSError."""
+    from deskgpt.serve import openai_api, playground, server  # which need packages of their own
+
+    about = f"{{address}}/{writer.token}/ (Ctrl+C ends it)\n"
+    about += f"for programs, as OpenAI's API: base_url={{address}}/v1 api_key={writer.token}"
+    server.run_app(server.make_app([*playground.routes(writer), *openai_api.routes(writer)]), port, about)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -54,8 +54,8 @@ from deskgpt.compute.distributed import (
 )
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.optimizer import step_if_finite
-from deskgpt.compute.variant import Variant
 from deskgpt.estimate.fit import halved_batch
+from deskgpt.generate.training_samples import sampler_for
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState, initial_state
 from deskgpt.run.log import code_versions
@@ -71,9 +71,6 @@ from deskgpt.system.hardware import autocast, seed_all
 from deskgpt.system.peaks import find_cards
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, ModelSettings
-
-if TYPE_CHECKING:
-    from deskgpt.generate.training_samples import Sampler
 
 DATA = Path(__file__).parent / "data"
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
@@ -193,7 +190,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     saver = Saver.of(config, init.best_val_loss, state)
     health = Health(state, report, saver, config.on_spike)
     stops = StopController(dist, started, config.max_hours, config.save_minutes, config.patience)
-    sampler = sampler_for(config, model, variant, dist, data.tokenizer)
+    sampler = sampler_for(0 if config.eval_only else config.sample_interval, model, variant, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
     report.start(started)
     evaluated_at = -1
@@ -347,17 +344,6 @@ def print_plan(config: TrainConfig, init: InitState, data: Dataset, dist: DistCo
     if fits and not config.plan_for and dist.world == 1:
         init.check_model(config, data, dist)
     return math.inf
-
-
-def sampler_for(
-    config: TrainConfig, model: GPT, variant: Variant, dist: DistContext, tokenizer: dict[str, Any]
-) -> Sampler | None:
-    """Return the sampler of --sample_interval; None without it."""
-    if config.eval_only or not config.sample_interval:
-        return None
-    from deskgpt.generate import training_samples
-
-    return training_samples.sampler_for(config.sample_interval, model, variant, dist, tokenizer)
 
 
 def finish(

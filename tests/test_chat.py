@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from data.tokenizer import BytesTokenizer, Tokenizer, gpt2
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
-from deskgpt.generate.chat import fitting, talk
+from deskgpt.generate.text import GenerationConfig
+from deskgpt.generate.writer import Writer, fitting, talk
 from model import GPT, GPTConfig
 from train import main as train
 
@@ -291,15 +293,22 @@ def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message
 
 
 def test_empty_lines_are_passed_over_and_what_is_too_long_is_one_error(monkeypatch, capsys):
-    def answer(prompt: Any, n: int) -> Iterator[str]:  # an echo
-        typed = bytes(prompt.astype(np.uint8)).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
-        if typed == "Ctrl+C":
-            raise KeyboardInterrupt
-        yield from (f"{n}: ", typed)
+    class Echo:  # in place of the engine
+        device = CPU
+
+        def write(self, prompts: Any, samples: Any, config: Any) -> Iterator[list[str]]:
+            typed = bytes(prompts[0].tolist()).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
+            if typed == "Ctrl+C":
+                raise KeyboardInterrupt
+            yield from ([f"{config.seed}: "], [typed])
+
+    tokenizer = BytesTokenizer()
+    trained: Any = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(block_size=80)))
+    echo: Any = Echo()
 
     def talked(typed: bytes) -> list[str]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-        talk(Template(BytesTokenizer()), 80, "", answer)
+        talk(Writer(trained, echo, GenerationConfig(seed=0), "", Template(tokenizer)))
         out, err = capsys.readouterr()
         return (out + err).splitlines()
 

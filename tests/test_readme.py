@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BPE_CACHE, ROOT, SHAKESPEARE
-from transformers import GPT2Config, GPT2LMHeadModel
+from conftest import ROOT, SHAKESPEARE, needs_bpe
 from warm_python import warm_python, write_program
 
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
@@ -40,8 +39,6 @@ NOT_RUN = (
     "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
     *("python sample.py --serve", "python bench/evaluate.py"),
 )
-NEEDS_BPE = ("gpt2", "data/shakespeare/", "config/finetune", "data/chat/", "--out_dir=out-chat ")
-WITHOUT_BPE = "TIKTOKEN_CACHE_DIR" not in os.environ and not BPE_CACHE.is_dir()
 # Compiling takes longer than the steps of these runs.
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
 GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would have to be downloaded
@@ -51,6 +48,8 @@ SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, text) -> Iterator[Path]:
     """Make a copy of the repository without what git ignores, with texts to train on and a .venv of this Python."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, which the quick tests do without
+
     folder = tmp_path_factory.mktemp("clone") / "deskgpt"
     ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
     shutil.copytree(ROOT, folder, ignore=ignored)
@@ -95,8 +94,6 @@ def run(clone: Path, command: str) -> str:
 def shortened(command: str) -> str:
     """Return the same command with a tiny model, few steps, and data that is here instead of on the hub."""
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
-    if WITHOUT_BPE and "data/text/prepare.py" in command:
-        command = command.replace("--tokenizer gpt2", "--tokenizer bytes")  # later commands train on these data
     if "data/chat/prepare.py" in command:
         return f"{command} --block_size {16 if 'novel' in command else 32}"  # as training_flags sets it
     if "fineweb_edu/prepare.py" in command:
@@ -127,25 +124,19 @@ def training_flags(command: str) -> str:
 # ---- the tests -------------------------------------------------------------------------------------------------
 
 
+@needs_bpe
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
 def test_commands_of_the_pages_run(clone):
-    skipped = []
     for command in COMMANDS:
         if command.startswith(NOT_RUN):
             continue
-        short = shortened(command)
-        if WITHOUT_BPE and any(word in short for word in NEEDS_BPE):
-            skipped.append(command)
-            continue
-        out = run(clone, short)
+        out = run(clone, shortened(command))
         if "train.py" in command and not any(word in command for word in ("--help", "--dry_run", "--plan_for")):
             assert re.search(r"^step \d+: train loss", out, re.M), command
     (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
     (clone / "block.py").write_text(block)
     run(clone, "python block.py")
-    if skipped:
-        pytest.skip(f"no GPT-2 BPE files for {len(skipped)} of {len(COMMANDS)} commands; the others passed")
 
 
 def heading_anchors(page: Path) -> set[str]:

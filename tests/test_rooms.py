@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,16 +15,17 @@ ORDER += ["generate", "serve", "train", "sample", "tasks", "bench"]
 SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Yield the names of modules that a file imports, also within functions and for types."""
+@functools.cache
+def imports_of(path: Path) -> set[str]:
+    """Return the names of modules that a file imports, also within functions and for types."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.module, f"{path}: a relative import"
-            assert not node.level, f"{path}: a relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def room_of(module: str) -> str | None:

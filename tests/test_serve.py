@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import ROOT, assert_one_line
+from conftest import ROOT, assert_one_line, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -54,7 +53,7 @@ class Served:
         return f"/{self.writer.token}/"
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, bytes]:
-        """(status, headers, body) of a request."""
+        """Return (status, headers, body) of the answer to a request."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         with closing(http.client.HTTPConnection(server.HOST, self.port, timeout=60)) as connection:
             connection.request(method, path, data, headers)
@@ -65,7 +64,7 @@ class Served:
         return self.ask("POST", path, body, Authorization=f"Bearer {self.writer.token}")
 
     def write(self, **changes: Any) -> list[dict[str, Any]]:
-        """The events of a text on the page."""
+        """Return the events of a text on the page."""
         status, _, body = self.ask("POST", f"{self.page}write", SETTINGS | changes)
         assert status == 200, body
         return [json.loads(line) for line in body.splitlines()]
@@ -80,10 +79,9 @@ def serving(writer: Writer) -> Iterator[Served]:
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
     app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])
-    thread = threading.Thread(target=server.run_app, args=(app, port))
+    thread = threading.Thread(target=server.run_app, args=(app, port, "{address}"))
     thread.start()
-    while not (hasattr(app.state, "server") and app.state.server.started):
-        time.sleep(0.01)
+    until(lambda: hasattr(app.state, "server") and app.state.server.started)
     yield Served(writer, port, app)
     app.state.server.should_exit = True
     thread.join()
@@ -97,6 +95,7 @@ def writer_of(trained: Trained, **settings: Any) -> Writer:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
+    """Return the folder of a model of bytes that saw dialogues."""
     folder = tmp_path_factory.mktemp("run")
     saved(folder, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
     return folder
@@ -104,22 +103,16 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(run) -> Iterator[Served]:
-    """A model of bytes that saw dialogues."""
     with serving(writer_of(load("resume", str(run), CPU))) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory) -> Path:
+def plain(tmp_path_factory) -> Iterator[Served]:
+    """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
     saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(plain_run) -> Iterator[Served]:
-    """A model of characters that saw no dialogues."""
-    with serving(writer_of(load("resume", str(plain_run), CPU))) as served:
+    with serving(writer_of(load("resume", str(folder), CPU))) as served:
         yield served
 
 
@@ -127,27 +120,21 @@ def error_in(body: bytes) -> str:
     return json.loads(body)["error"]["message"]
 
 
-def text_of(events: list[dict[str, Any]]) -> str:
-    return "".join(e.get("text", "") for e in events)
-
-
 # ---- the page: what it shows ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0, "top_k": 0}, {"stop": "he", "temperature": 2.0}])
-def test_text_is_the_very_one_that_sample_prints_first(plain, plain_run, changes):
+@pytest.mark.parametrize("changes", [{"temperature": 0, "top_k": 0}, {"stop": "he", "temperature": 2.0}])
+def test_text_of_the_page_is_the_one_that_sample_prints_first(plain, changes):
     settings = {k: v for k, v in (SETTINGS | changes).items() if k != "prompt"}
-    (expected,) = sample.main(
-        SampleConfig(out_dir=str(plain_run), device="cpu", start="the ", num_samples=1, **settings)
-    )
-    assert "the " + text_of(plain.write(**changes)) == expected
+    folder = plain.writer.trained.source
+    (expected,) = sample.main(SampleConfig(out_dir=folder, device="cpu", start="the ", num_samples=1, **settings))
+    assert "the " + "".join(event.get("text", "") for event in plain.write(**changes)) == expected
 
 
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
     trained = plain.writer.trained
     ids = encode_prompt("the ", trained.tokenizer)
     events = plain.write(top_k=40, temperature=3.0)  # neither of which changes them
-    assert any(e["rank"] > 8 for e in events[1:-1])
     assert (len(events), events[0]["prompt_tokens"]) == (42, 4)
     for e in events[1:-1]:
         with torch.inference_mode():
@@ -161,19 +148,11 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-def test_texts_that_are_asked_for_at_once_do_not_disturb_each_other(plain):
-    def text(seed: int) -> str:
-        return text_of(plain.write(seed=seed))
-
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(text, range(3))) == list(map(text, range(3)))
-
-
 # ---- OpenAI's API: what it writes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drawn", [{"temperature": 0, "seed": 0}, {"seed": 7, "temperature": 1.3, "top_p": 0.8}])
-def test_completion_is_the_text_of_sample_streamed_or_not(chat, run, drawn):
+def test_completion_is_the_text_of_sample_streamed_or_not(chat, run):
+    drawn: dict[str, Any] = {"seed": 7, "temperature": 1.3, "top_p": 0.8}
     stop = ""
     for end in ("length", "stop"):
         settings: dict[str, Any] = {"start": "the ", "stop": stop, "num_samples": 1, "max_new_tokens": 60}
@@ -214,15 +193,10 @@ def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(cha
     ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
     assert len({client.completions.create(model="any", prompt="a", **ignored).choices[0].text for _ in range(3)}) == 3
     assert [model.id for model in client.models.list()] == [run.name]
-    full = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=50).choices[0].text
-    with serving(writer_of(chat.writer.trained, temperature=0.0, stop=full[20:23])) as served:
+    with serving(writer_of(chat.writer.trained, temperature=0.0, max_new_tokens=7)) as served:
         (choice,) = served.client().completions.create(model="any", prompt="a").choices
-    assert (choice.text, choice.finish_reason) == (full[: full.find(full[20:23])], "stop")
-
-
-def test_model_that_saw_no_dialogues_only_completes(plain):
-    assert_bad_request(plain, "/v1/chat/completions", {"messages": ASK}, "/v1/completions")
-    assert json.loads(plain.ask("GET", f"{plain.page}page.json")[2])["system"] is None
+        full = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=7)
+    assert choice == full.choices[0]
 
 
 def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsys):
@@ -257,8 +231,8 @@ def test_only_who_has_the_token_is_answered(chat):
     assert chat.ask("GET", "/v1/models", Authorization="Bearer \xe4")[0] == 401
 
 
-HOSTS = dict.fromkeys(["127.0.0.1:80", "LOCALHOST", "localhost:9000"], 200)  # a tunnel may have another port
-HOSTS |= dict.fromkeys(["example.com", "127.0.0.1.example.com", "localhost.example.com:80", "www.localhost", ""], 400)
+HOSTS = {"LOCALHOST": 200, "localhost:9000": 200}  # a tunnel may have another port
+HOSTS |= {"example.com": 400, "127.0.0.1.example.com": 400, "www.localhost": 400, "": 400}
 
 
 def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or_embed_this_one(chat):
@@ -280,59 +254,42 @@ def test_script_of_the_page_finds_its_elements_and_sets_text_never_html():
 
 
 NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
-WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "both": [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": 5}, "prompt=5"),
-        ({"prompt": "the \u2603"}, "\u2603"),
-        ({"temperature": 10**400}, "temperature="),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"seed": -1}, "seed=-1"),
-    ],
-    "page": [({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")],
-    "api": [
-        ({"prompt": ["a", "b"]}, "prompt="),
-        ({"stop": ["a", 5]}, "stop=5"),
-        ({"stream": "yes"}, "stream='yes'"),
-    ],
-}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": 5}, "prompt=5"),
+    ({"prompt": "the \u2603"}, "\u2603"),
+    ({"temperature": 10**400}, "temperature="),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"seed": -1}, "seed=-1"),
+]
+WRONG_ON_THE_PAGE: list[tuple[dict[str, Any], str]] = [({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")]
+WRONG_STOP: tuple[dict[str, Any], str] = ({"stop": ["a", 5]}, "stop=['a', 5]")
 NO_DIALOGUES: list[Any] = [None, "hi", [], [5], [{"role": "x", "content": "y"}], [*ASK, {"role": "user"}]]
 
 
 def assert_bad_request(served: Served, path: str, body: Any, named: str = "") -> None:
     status, headers, reply = served.post(path, body)
     assert (status, headers["Content-Type"]) == (400, "application/json"), body
-    assert json.loads(reply)["error"].keys() == {"message", "type", "param", "code"}
     assert_one_line(error_in(reply), named)
     assert len(error_in(reply)) < 300
 
 
 def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
-    completion: dict[str, Any] = {"prompt": "a", "max_tokens": 3}
-    for name, path, base in (("page", f"{plain.page}write", SETTINGS), ("api", "/v1/completions", completion)):
-        for body in NO_OBJECTS:
-            assert_bad_request(plain, path, body, "JSON")
-        for change, named in WRONG["both"] + WRONG[name]:
-            assert_bad_request(plain, path, base | change, named)
+    page, api = f"{plain.page}write", "/v1/completions"
+    for body in NO_OBJECTS:
+        assert_bad_request(plain, page, body, "JSON")
+    for change, named in WRONG + WRONG_ON_THE_PAGE:
+        assert_bad_request(plain, page, SETTINGS | change, named)
+    for change, named in [*WRONG, WRONG_STOP]:
+        assert_bad_request(plain, api, {"prompt": "a", "max_tokens": 3} | change, named)
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
+    assert_bad_request(plain, "/v1/chat/completions", {"messages": ASK}, "/v1/completions")  # it saw no dialogues
     assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
 
 
-def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
-    messages = [{"role": role, "content": ""} for _ in range(20_000) for role in ("user", "assistant")]
-    answers = []
-    for some in (messages, messages[-20:]):
-        asked = {"messages": [*some, *ASK], "max_tokens": 3, "temperature": 0}
-        t0 = time.perf_counter()
-        status, _, body = chat.post("/v1/chat/completions", asked)
-        assert (status, time.perf_counter() - t0 < 10) == (200, True)
-        answers.append(json.loads(body)["choices"])
-    assert answers[0] == answers[1]
-
-
 def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
-    monkeypatch.setattr(server, "ARRIVAL_S", 0.3)
+    monkeypatch.setattr(server, "ARRIVAL_S", 0.1)
     head = f"Host: localhost\r\nAuthorization: Bearer {chat.writer.token}\r\nContent-Length: 99\r\n\r\n"
     halves = ["", "POST /v1/completions HTTP/1.1\r\n", f"POST /v1/completions HTTP/1.1\r\n{head}{{"]
     halves.append("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod")  # a second one
@@ -348,26 +305,28 @@ def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, mon
     assert capfd.readouterr() == ("", "")
 
 
+def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
+    messages = [{"role": role, "content": ""} for _ in range(20_000) for role in ("user", "assistant")]
+    answers = []
+    for some in (messages, messages[-20:]):
+        t0 = time.perf_counter()
+        asked = {"messages": [*some, *ASK], "max_tokens": 3, "temperature": 0}
+        answers.append(json.loads(chat.post("/v1/chat/completions", asked)[2])["choices"])
+        assert time.perf_counter() - t0 < 10
+    assert answers[0] == answers[1]
+
+
 # ---- how it ends ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("ends_first", ["reader", "server"])
-def test_text_ends_once_its_reader_has_gone_and_once_the_server_ends(chat, stream, ends_first):
-    with serving(writer_of(chat.writer.trained)) as served:
-        body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
-        connection = http.client.HTTPConnection(server.HOST, served.port)
-        connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {served.writer.token}"})
-        while not served.writer.turn.locked():
-            time.sleep(0.01)
-        if ends_first == "server":
-            served.app.state.server.should_exit = True
-            assert b"the server was stopped" in connection.getresponse().read()
-        connection.close()
-        until = time.monotonic() + 20
-        while served.writer.turn.locked():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+def test_text_ends_once_its_reader_has_gone(chat, stream, capfd):
+    body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
+    with closing(http.client.HTTPConnection(server.HOST, chat.port)) as connection:
+        connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {chat.writer.token}"})
+        until(chat.writer.turn.locked)
+    until(lambda: not chat.writer.turn.locked())
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_cannot_be_served_ends_in_one_line(run, script, chat):

@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_one_line
+from conftest import ROOT, assert_one_line, until
 
 import tasks
 from deskgpt.system import wheels
@@ -86,31 +85,27 @@ def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_t
     assert machine.calls()[0] == rest[0]  # nothing is installed again, and the plays are tried again
 
 
-FIRST = {
-    "cuda 10.0": "config/train_shakespeare_char.py --max_minutes",  # a card's own first model
-    "cpu 1.0": "fast.py --max_iters=1600 --max_minutes",
-    "cpu 0.44": "--n_layer=3",
-    "cpu 0.05": "--n_layer=1",
-    "mps 0.0": "fast.py --max_iters=1600 --max_minutes",
-}
+FIRST = {"cuda 10.0": "shakespeare_char.py", "mps 0.0": "--max_iters=1600"}  # the last word
+FIRST |= {"cpu 1.0": "--max_iters=1600", "cpu 0.44": "--n_layer=3", "cpu 0.05": "--n_layer=1"}
 
 
 @pytest.mark.parametrize("matmul", FIRST)
-def test_first_model_fits_the_machine(matmul, machine):
-    (machine.folder / "matmul").write_text(matmul)
-    (machine.folder / "data" / "shakespeare_char").mkdir(parents=True)
-    (machine.folder / "data" / "shakespeare_char" / "val.bin").touch()
+def test_first_model_fits_the_machine(matmul):
+    device, tflops = matmul.split()
+    words = [word for word in tasks.first_model(device, float(tflops)) if word not in tasks.SLOWER]
+    assert words[-1].endswith(FIRST[matmul])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_own_text_has_a_folder_of_its_own_and_its_model_is_exported(device, machine):
+    (machine.folder / "matmul").write_text(f"{device} 1.0")
     (machine.folder / "my novel.txt").write_text("a text")
-    tasks.main(["train"])
-    [train] = [call for call in machine.calls() if call.startswith("train.py")]
-    assert FIRST[matmul] in train
-    assert "--dataset=shakespeare_char" in train
     tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine", "--to", "my.gguf"])
-    prepare, train, *_, export = machine.calls()
+    _, _, prepare, train, *_, export = machine.calls()
     name = f"my_novel_{sha256(b'a text')[:8]}"  # each text has its own, so that runs on others can be resumed
     assert prepare == f"data/text/prepare.py {machine.folder / 'my novel.txt'} --name {name}"
     assert train.endswith(f"--dataset={name} --out_dir=out-mine")
-    assert ("--token_shift=False" in train) != matmul.startswith("cuda")
+    assert ("--token_shift=False" in train) == (device == "cpu")  # a card's first model is a GPT-2
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
 
 
@@ -127,9 +122,7 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     tasks.main(["test", "--", "-k", "resume"])
     _, pip, test = machine.calls()
     assert "-r requirements-dev.txt" in pip
-    assert test == "-m pytest -n 2 --dist=worksteal -m not slow and not nightly -k resume"
-    tasks.main(["qualify", "--", "--minutes=9"])
-    assert machine.calls() == ["bench/qualify.py --minutes=9"]
+    assert test.endswith(" -m not slow and not nightly -k resume")
     tasks.main(["train"])
     assert not [call for call in machine.calls() if "pip" in call]
 
@@ -149,17 +142,17 @@ def test_what_could_not_be_installed_and_changed_requirements_are_installed_by_t
         assert "pip install" in pip
 
 
-@pytest.mark.parametrize(("word", "status"), [("fails", 3), ("killed", 137)])
-def test_status_of_a_command_is_passed_on(machine, word, status):
-    with pytest.raises(SystemExit) as e:
-        tasks.run(machine.python, word)
-    assert e.value.code == status
+def test_status_of_a_command_is_passed_on(machine):
+    for word, status in {"fails": 3, "killed": 137}.items():
+        with pytest.raises(SystemExit) as e:
+            tasks.run(machine.python, word)
+        assert e.value.code == status
 
 
 ENDS_LATE = """
 import signal, sys, time
 def end(*_):
-    time.sleep(0.3)
+    time.sleep(0.2)
     open("saved", "w").close()
     sys.exit(130)
 signal.signal(signal.SIGINT, end); signal.signal(signal.SIGTERM, end)
@@ -167,23 +160,19 @@ open("ready", "w").close()
 time.sleep(60)
 """
 CALLER = """
-import signal, sys
-sys.path.insert(0, sys.argv[1])
-import tasks
+import signal, sys, tasks
 signal.signal(signal.SIGINT, lambda *_: None)
-tasks.run(sys.executable, "ends_late.py")
+tasks.run(sys.executable, sys.argv[1])
 """
 
 
 @pytest.mark.parametrize("ended", ["Ctrl+C", "kill"])
 def test_command_ends_in_its_own_way_and_is_waited_for(ended, tmp_path):
-    for name, text in {"ends_late.py": ENDS_LATE, "caller.py": CALLER}.items():
-        (tmp_path / name).write_text(text)
-    command = [sys.executable, "caller.py", str(ROOT)]
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    (tmp_path / "ends_late.py").write_text(ENDS_LATE)
+    command = [sys.executable, "-c", CALLER, "ends_late.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL, env=env)
+    until((tmp_path / "ready").exists)
     if ended == "Ctrl+C":
         os.killpg(process.pid, signal.SIGINT)
     else:

@@ -68,10 +68,17 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         total_bytes = hardware.memory_bytes(dist.device)
     if config.dtype != "auto":
         dtype = config.dtype
-    shards = shards_of(config.dp_shard, ranks)
-    variant = variant_for(config, dtype, device_type)
-    step = Step(model_config, batching.batch_size, variant, device_type, shards)
-    parts = memory_by_part(step, ranks)
+    # As choose_variant decides it for a long run.
+    compiled = config.compile is not False and device_type == "cuda"
+    residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
+    variant = Variant(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
+    step = Step(model_config, batching.batch_size, variant, device_type, shards_of(config.dp_shard, ranks))
+    parts = memory(step)
+    if ranks > 1 and step.shards == 1:
+        parts["buckets"] = parts["weights"]  # DDP's copy of the gradients, which it sends
+    if device_type == "cpu":
+        parts["workspaces"] = round(WORKSPACES_ON_CPU * sum(parts.values()))
+        parts["process"] = psutil.Process().memory_info().rss  # Python, torch and what it has loaded
     total = sum(parts.values())
     has = hardware.memory_in_words(free_bytes, total_bytes)
     dist.print0(f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of {has}")
@@ -88,8 +95,6 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         return False
     peak = card.peak(dtype) if card else peaks.peak_flops(dist.device, dtype)
     print_time(config, batching, flops_per_step, peak, usual_mfu(card), dist)
-    if device_type != "cuda":
-        dist.print0('on a card that you do not have here: --plan_for="RTX 4070", on eight: --plan_for="8x H100"')
     return True
 
 
@@ -119,24 +124,6 @@ def print_size(config: Config, model_config: GPTConfig, batching: Batching, dist
         shards = describe_shards(config.dp_shard, b.world)
         dist.print0(f"{b.world:,} ranks{shards}; micro-batches of each rank and step: {b.micro_steps}")
     return flops
-
-
-def variant_for(config: Config, dtype: str, device_type: str) -> Variant:
-    """Return how a long run computes, as choose_variant decides it."""
-    compiled = config.compile is not False and device_type == "cuda"
-    residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
-    return Variant(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
-
-
-def memory_by_part(step: Step, world: int) -> dict[str, int]:
-    """Return the bytes at the peak of a step, with what DDP and, on a CPU, the process add."""
-    parts = memory(step)
-    if world > 1 and step.shards == 1:
-        parts["buckets"] = parts["weights"]  # DDP's copy of the gradients, which it sends
-    if step.device_type == "cpu":
-        parts["workspaces"] = round(WORKSPACES_ON_CPU * sum(parts.values()))
-        parts["process"] = psutil.Process().memory_info().rss  # Python, torch and what it has loaded
-    return parts
 
 
 def print_time(

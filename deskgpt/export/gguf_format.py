@@ -8,7 +8,10 @@ Shape legend: C channels (n_embd), H heads, D = C // H, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import secrets
+import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,9 @@ from torch import Tensor
 
 from deskgpt.compute.check import TOLERANCE
 from deskgpt.export.hugging_face import check_same
-from deskgpt.export.llama_cpp import Llama
 from model import GPT, GPTConfig
 
-# The settings that each architecture computes: GPT-2's, and those of the fast recipes without token shift.
+# The settings that each architecture computes, all without token shift: GPT-2's, and those of the fast recipes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"position": "learned", "norm": "layer", "qk_norm": False, "activation": "gelu_tanh"},
     "apertus": {"position": "rope", "norm": "rms", "qk_norm": True, "activation": "relu2", "bias": False},
@@ -44,6 +46,7 @@ NAMES = {
 # models of up to 24 layers, and 1.6e-3 with weights five times as large. Without GELU the largest was 4e-6, and
 # TOLERANCE["float32"].logits holds.
 SAME_WITH_GELU = 2e-3
+COMPARED = 1000  # of the likeliest tokens: llama.cpp takes 13 s to write down all of GPT-2's
 
 
 def architecture_of(c: GPTConfig) -> str:
@@ -52,14 +55,13 @@ def architecture_of(c: GPTConfig) -> str:
     if ours["activation"] == "gelu":
         ours["activation"] = "gelu_tanh"  # llama.cpp has one GELU, from a table: it rounds more than these two differ
     lacking = {
-        architecture: [f"{k}={ours[k]} (train with --{k}={v})" for k, v in wanted.items() if ours[k] != v]
-        for architecture, wanted in ARCHITECTURES.items()
+        name: [f"{k}={ours[k]} (--{k}={v})" for k, v in (wanted | {"token_shift": False}).items() if ours[k] != v]
+        for name, wanted in ARCHITECTURES.items()
     }
-    nearest = min(lacking, key=lambda architecture: len(lacking[architecture]))
-    problems = lacking[nearest] + (["token_shift=True (train with --token_shift=False)"] if c.token_shift else [])
-    if problems:
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    if lacking[nearest]:
         raise ValueError(
-            f"llama.cpp has no model with {' and '.join(problems)}; a folder (--to=my-model) can be exported as it is"
+            f"llama.cpp has no model with {', '.join(lacking[nearest])}: train so, or export a folder (--to=my-model)"
         )
     return nearest
 
@@ -83,14 +85,13 @@ def write(path: Path, c: GPTConfig, weights: dict[str, Tensor], tokenizer: dict[
     writer.add_feed_forward_length(4 * c.n_embd)
     writer.add_head_count(c.n_head)
     writer.add_head_count_kv(c.n_head)
-    if c.norm == "rms":
-        writer.add_layer_norm_rms_eps(1e-5)
-    else:
+    if architecture == "gpt2":
         writer.add_layer_norm_eps(1e-5)
-    if c.position == "rope":
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
         writer.add_rope_dimension_count(c.n_embd // c.n_head)
         writer.add_rope_freq_base(10000.0)
-    if architecture == "apertus":  # its xIELU is relu2 if softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0
+        # xIELU is relu2 if softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0.
         writer.add_xielu_alpha_p([math.log(math.e - 1)] * c.n_layer)
         writer.add_xielu_alpha_n([-100.0] * c.n_layer)
         writer.add_xielu_beta([0.0] * c.n_layer)
@@ -167,6 +168,55 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
 
 
 # ---- what llama.cpp computes ---------------------------------------------------------------------------------
+
+
+class Llama:
+    """llama.cpp with a model, silent; asked over its server's own interface. Raises ValueError if it cannot load it."""
+
+    def __init__(self, path: str, block_size: int) -> None:
+        import xllamacpp
+
+        self.key = secrets.token_urlsafe()
+        params = xllamacpp.CommonParams()
+        params.model.path = path
+        params.n_ctx = params.n_batch = params.n_ubatch = block_size
+        params.n_parallel = 1
+        params.n_gpu_layers = 0
+        params.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.embedding = True
+        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE  # hidden states of each token
+        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE  # not mapped: Windows renames no open file
+        params.fit_params = False
+        params.warmup = False
+        params.verbosity = -1
+        params.api_keys = [self.key]
+        try:
+            self.server = xllamacpp.Server(params)
+        except RuntimeError as e:
+            raise ValueError(f"llama.cpp cannot load the file: {str(e)[:160]}; nothing was exported") from None
+
+    def ask(self, what: str, **request: Any) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        address = f"{self.server.listening_address}/{what}"
+        asked = urllib.request.Request(address, json.dumps(request).encode(), headers)
+        try:
+            with urllib.request.urlopen(asked) as reply:
+                return json.load(reply)
+        except OSError as e:
+            raise ValueError(f"llama.cpp does not run the file: {e}; nothing was exported") from None
+
+    def hidden_states(self, tokens: list[int]) -> list[list[float]]:
+        """Return what follows the final norm, for each of the tokens (T, C)."""
+        return self.ask("embedding", content=tokens, embd_normalize=-1)[0]["embedding"]
+
+    def next_tokens(self, tokens: list[int]) -> dict[int, float]:
+        """Return log-probabilities of the likeliest tokens after the last one, by their ids."""
+        # Token 33 is drawn, a letter or a sign: llama.cpp answers with whole characters only.
+        request = {"prompt": tokens, "max_tokens": 1, "logprobs": COMPARED, "logit_bias": [[33, 1e9]]}
+        drawn = self.server.handle_completions(request)["choices"][0]["logprobs"]["content"][0]
+        return {entry["id"]: entry["logprob"] for entry in drawn["top_logprobs"]}
 
 
 @torch.inference_mode()

@@ -51,13 +51,8 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for key, w in read_weights(folder / WEIGHTS, name).items():
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
-        if key.endswith(".bias") and not config.bias:  # it was exported as zeros
-            if w.any():
-                raise ValueError(
-                    f"init_from={name}: {key} was trained since the export, and this model has no such parameter; "
-                    "keep it frozen there, or train with --bias=True before the export"
-                )
-            continue
+        if key.endswith(".bias") and not config.bias and not w.any():
+            continue  # it was exported as zeros
         ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
         state[ours] = w.t().contiguous() if hugging_face.is_gpt2(config) and is_conv1d(key, w) else w
     embedding = state.get("transformer.wte.weight")

@@ -117,12 +117,8 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # a table of what does not fit would hide our one line
-    theirs, found = cls.from_pretrained(
-        folder, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    unfit = [*found["unexpected_keys"], *found["mismatched_keys"]]
-    if unfit:
-        raise ValueError(f"{cls.__name__} has no {unfit[0]}, or in another shape; nothing was exported")
+    # What the class lacks, or has in another shape, is left out, and then its logits differ.
+    theirs = cls.from_pretrained(folder, dtype=torch.float32, ignore_mismatched_sizes=True)
     check_same(cls.__name__, theirs.eval()(tokens).logits, ours(tokens)[0])
     return f"transformers computes the same logits as model.py after each of {tokens.numel():,} tokens"
 

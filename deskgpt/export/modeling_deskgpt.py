@@ -15,11 +15,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 EPS = 1e-5  # of all norms
 ROPE_THETA = 10000.0
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu2": "relu2"}  # ours, and transformers'
 
 
 class DeskGPTConfig(PretrainedConfig):
@@ -39,12 +41,6 @@ def make_norm(config: DeskGPTConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, eps=EPS)
     return nn.LayerNorm(config.n_embd, eps=EPS, bias=config.bias)
-
-
-def activation(x: Tensor, name: str) -> Tensor:
-    if name == "relu2":
-        return F.relu(x) ** 2
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def rotary(position_ids: Tensor, D: int) -> tuple[Tensor, Tensor]:
@@ -125,13 +121,14 @@ class MLP(nn.Module):
         super().__init__()
         self.config = config
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.act = ACT2FN[ACTIVATIONS[config.activation]]
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         if self.config.token_shift:
             x = token_shift(x, step)
-        return self.dropout(self.c_proj(activation(self.c_fc(x), self.config.activation)))
+        return self.dropout(self.c_proj(self.act(self.c_fc(x))))
 
 
 class Block(nn.Module):
@@ -180,21 +177,20 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits (B, T, V) of what follows input_ids (B, T), and the mean loss of labels (B, T), -100 left out.
 
         attention_mask (B, S): 0 for padding, on the left or on the right; also of the tokens in the cache.
         """
-        x = self.transformer.wte(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
+        x = self.transformer.wte(input_ids)  # (B, T, C)
         if use_cache is None:
             use_cache = not self.training and not self.config.token_shift
         cache = past_key_values if use_cache else None
@@ -220,8 +216,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         for block in self.transformer.h:
             x = block(x, step)
         x = self.transformer.ln_f(x)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(x[:, kept])
+        logits = self.lm_head(x[:, -logits_to_keep:])  # 0: all
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

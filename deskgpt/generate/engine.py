@@ -32,27 +32,14 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 DRAWN = 8  # tokens that are compared after the prompt, which may be a single one
 
 
-def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 class InferenceEngine:
     """A model in evaluation mode, and how it generates text."""
 
-    def __init__(
-        self,
-        model: GPT,
-        prompt: Tensor,
-        dtype: str,
-        *,
-        is_trained: bool = False,
-        print0: Callable[[str], None] = to_stderr,
-    ) -> None:
+    def __init__(self, model: GPT, prompt: Tensor, dtype: str, *, is_trained: bool = False) -> None:
         """prompt: tokens (B, T). dtype: of the matmuls. is_trained: training continues, so the weights stay float32."""
         self.model = model
         self.device = prompt.device
         self.dtype = dtype
-        self.print0 = print0
         if dtype != "float32" and not is_trained:
             hold_weights(model, hardware.DTYPES[dtype])
         self.cached = self._cache_agrees(prompt)
@@ -102,7 +89,7 @@ class InferenceEngine:
     def _cache_agrees(self, prompt: Tensor) -> bool:
         """Compare the logits after a text in two parts and one token more, with a cache, with the whole forward pass.
 
-        Print a line if they differ. With weights that give NaN nothing can be compared.
+        Print a line on stderr if they differ. With weights that give NaN nothing can be compared.
         """
         c = self.model.config
         drawn = torch.randint(c.vocab_size, (1, DRAWN), generator=torch.Generator().manual_seed(0))
@@ -117,15 +104,16 @@ class InferenceEngine:
             except Exception as e:
                 if is_out_of_memory(e):
                     raise
-                self.print0(f"the model fails with a cache ({reason(e)}): sampling without one, which is slower")
+                print(f"the model fails with a cache ({reason(e)}): sampling without one, slower", file=sys.stderr)
                 return False
         error = distance(found, expected, dim=-1)
         limit = TOLERANCE[precision_of(self.dtype, self.device)].logits
         if error <= limit or not expected.isfinite().all():
             return True
-        self.print0(
+        print(
             f"logits with a cache differ from the forward pass (relative error {error:.2g}, at most {limit:g} is "
-            "rounding): sampling without a cache, which is slower"
+            "rounding): sampling without a cache, which is slower",
+            file=sys.stderr,
         )
         return False
 

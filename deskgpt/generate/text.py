@@ -40,12 +40,12 @@ class Sample:
         self.prompt_end = len(prompt)
         self.shown = len(prompt)  # characters that cannot become a stop text any more
         self.done = False
-        self.n_tokens = 0
+        self.tokens: list[int] = []  # added so far
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """Append a token; return the text that can be shown now: all but what may become a stop text."""
-        self.n_tokens += 1
+        self.tokens.append(token)
         if token == self.last_token:
             rest = self.finish()
             self.done = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ class Trained:
     @property
     def name(self) -> str:
         """Return the name of the folder or file."""
-        return Path(os.path.abspath(self.source)).name
+        return Path(self.source).resolve().name
 
 
 def load(init_from: str, out_dir: str, device: torch.device) -> Trained:

@@ -27,14 +27,11 @@ class Sampler:
     TEXTS = 2
     TOKENS = 200
 
-    def __init__(
-        self, model: GPT, variant: Variant, tokenizer: Tokenizer, every: int, print0: Callable[[str], None]
-    ) -> None:
+    def __init__(self, model: GPT, variant: Variant, tokenizer: Tokenizer, every: int) -> None:
         """every: evaluations from one sample to the next."""
         self.model = model
         self.tokenizer = tokenizer
         self.every = every
-        self.print0 = print0
         device = next(model.parameters()).device
         self.dtype = "float32" if device.type == "cpu" else variant.dtype
         self.is_compiled = variant.compiled
@@ -54,25 +51,26 @@ class Sampler:
         eager = torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
         with eager:
             if self.engine is None:
-                self.engine = InferenceEngine(self.model, self.prompts, self.dtype, is_trained=True, print0=self.print0)
+                self.engine = InferenceEngine(self.model, self.prompts, self.dtype, is_trained=True)
             for _ in self.engine.write(self.prompts, samples, self.config):
                 if break_off():
+                    samples = []
                     break
         self.model.train()
-        return [] if break_off() else [sample.text for sample in samples]
+        return [sample.text for sample in samples]
 
 
 def sampler_for(
     every: int, model: GPT, variant: Variant, dist: DistContext, tokenizer: dict[str, Any]
 ) -> Sampler | None:
-    """Return the Sampler of every `every`-th evaluation; None on ranks that only wait meanwhile.
+    """Return the Sampler of every `every`-th evaluation; None for 0, and on ranks that only wait meanwhile.
 
     tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need them.
     """
-    if not dist.is_first:
+    if not every or not dist.is_first:
         return None
     try:
-        return Sampler(model, variant, from_meta(tokenizer), every, dist.print0)
+        return Sampler(model, variant, from_meta(tokenizer), every)
     except (ValueError, ModuleNotFoundError) as e:
         dist.print0(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
         return None

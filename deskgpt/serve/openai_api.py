@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.generate.text import Sample
 from deskgpt.generate.writer import Writer
 from deskgpt.serve.server import in_threads, json_object
 from deskgpt.system.terminal import shortened
@@ -47,35 +47,47 @@ def routes(writer: Writer) -> list[Route]:
     async def complete(request: Request) -> Response:
         check_key(request)
         asked = {name: value for name, value in (await json_object(request)).items() if value is not None}
-        config = generation_config(asked, writer.defaults)
-        streams = checked(asked.get("stream", False), bool, "stream")
+        chosen = {setting: asked[name] for name, setting in SETTINGS.items() if name in asked}
+        config = replace(writer.defaults, **{"seed": secrets.randbelow(2**32)} | chosen)
         is_chat = request.url.path == CHAT
         text, ids = await run_in_threadpool(begin, writer, asked, is_chat)
-        replies = Replies(writer.trained.name, text, ids, is_chat)
+        reply = Reply(writer.trained.name, text, ids, is_chat)
         written = writer.engine.write(ids, [text], config)
-        if streams:
-            return StreamingResponse(stream(request, replies.chunks(written)), media_type="text/event-stream")
+        if asked.get("stream"):
+            return StreamingResponse(stream(request, reply.chunks(written)), media_type="text/event-stream")
         async with writer.turn:
             async for event in in_threads(request, written):
                 if isinstance(event, dict):  # an error
                     return JSONResponse(event, 500)
                 if await request.is_disconnected():
                     break
-        return JSONResponse(replies.full())
+        return JSONResponse(reply.full())
 
-    async def stream(request: Request, chunks: Iterator[dict[str, Any] | None]) -> AsyncIterator[str]:
+    async def stream(request: Request, chunks: Iterator[dict[str, Any]]) -> AsyncIterator[str]:
         async with writer.turn:
             async for event in in_threads(request, chunks):
-                if event is not None:
-                    yield f"data: {json.dumps(event)}\n\n"
+                yield f"data: {json.dumps(event)}\n\n"
         yield "data: [DONE]\n\n"
 
     completions = [Route(path, complete, methods=["POST"]) for path in ("/v1/completions", CHAT)]
     return [Route("/v1/models", models), *completions]
 
 
-class Replies:
-    """The replies to one request: one with the full text, or chunks of it."""
+def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[Sample, Tensor]:
+    """Return the text to write and its prompt (1, T). Raises ValueError, one line."""
+    stops = asked.get("stop", writer.defaults.stop)
+    stops = stops if isinstance(stops, list) else [stops]
+    if not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"stop={shortened(stops)} must be a text or a list of texts")
+    if is_chat:
+        return writer.begin(None, asked.get("messages", []), *stops)
+    prompt = asked.get("prompt")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    return writer.begin(prompt, None, *stops)
+
+
+class Reply:
+    """The reply to one request: one with the full text, or chunks of it."""
 
     def __init__(self, model: str, text: Sample, ids: Tensor, is_chat: bool) -> None:
         """ids: the prompt (1, T)."""
@@ -87,20 +99,19 @@ class Replies:
     def full(self) -> dict[str, Any]:
         new = self.text.text[self.text.prompt_end :]
         content = {"message": {"role": "assistant", "content": new}} if self.is_chat else {"text": new}
-        return self.reply("chat.completion", content, is_last=True)
+        return self.part("chat.completion", content, is_last=True)
 
-    def chunks(self, written: Iterator[list[str]]) -> Iterator[dict[str, Any] | None]:
-        """Yield the text as it grows; None for a token that shows nothing."""
+    def chunks(self, written: Iterator[list[str]]) -> Iterator[dict[str, Any]]:
+        """Yield the text as it grows, a part for each token."""
         kind = "chat.completion.chunk"
         if self.is_chat:
-            yield self.reply(kind, {"delta": {"role": "assistant", "content": ""}})
+            yield self.part(kind, {"delta": {"role": "assistant", "content": ""}})
         for (new,) in written:
-            content = {"delta": {"content": new}} if self.is_chat else {"text": new}
-            yield self.reply(kind, content) if new else None
-        yield self.reply(kind, {"delta": {}} if self.is_chat else {"text": ""}, is_last=True)
+            yield self.part(kind, {"delta": {"content": new}} if self.is_chat else {"text": new})
+        yield self.part(kind, {"delta": {}} if self.is_chat else {"text": ""}, is_last=True)
 
-    def reply(self, kind: str, content: dict[str, Any], is_last: bool = False) -> dict[str, Any]:
-        n_new = self.text.n_tokens
+    def part(self, kind: str, content: dict[str, Any], is_last: bool = False) -> dict[str, Any]:
+        n_new = len(self.text.tokens)
         usage = {"prompt_tokens": self.n_prompt, "completion_tokens": n_new, "total_tokens": self.n_prompt + n_new}
         reason = "stop" if self.text.done else "length"
         return self.fields | {
@@ -108,29 +119,3 @@ class Replies:
             "choices": [content | {"index": 0, "logprobs": None, "finish_reason": reason if is_last else None}],
             "usage": usage if is_last else None,
         }
-
-
-# ---- what a request asks for: each raises ValueError, one line -----------------------------------------------
-
-
-def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[Sample, Tensor]:
-    """Return the text to write and its prompt (1, T)."""
-    stops = asked.get("stop", writer.defaults.stop)
-    stops = [stops] if isinstance(stops, str) else checked(stops, list, "stop")
-    stops = [checked(stop, str, "stop") for stop in stops]
-    if is_chat:
-        return writer.begin(Sample, None, checked(asked.get("messages"), list, "messages"), *stops)
-    prompt = asked.get("prompt")
-    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-    return writer.begin(Sample, prompt, None, *stops)
-
-
-def generation_config(asked: dict[str, Any], defaults: GenerationConfig) -> GenerationConfig:
-    chosen = {setting: asked[name] for name, setting in SETTINGS.items() if name in asked}
-    return replace(defaults, **{"seed": secrets.randbelow(2**32)} | chosen)
-
-
-def checked(value: Any, kind: type, name: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}={shortened(value)} must be a {kind.__name__}")
-    return value

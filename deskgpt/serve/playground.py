@@ -41,7 +41,7 @@ def routes(writer: Writer) -> list[Mount]:
             config = GenerationConfig(**asked)
         except TypeError:
             raise ValueError("the request is not a JSON object of the page's settings") from None
-        text, ids = await run_in_threadpool(writer.begin, StreamedText, prompt, messages, config.stop)
+        text, ids = await run_in_threadpool(writer.begin, prompt, messages, config.stop)
 
         async def lines() -> AsyncIterator[str]:
             async with writer.turn:
@@ -77,73 +77,48 @@ def description(writer: Writer) -> dict[str, Any]:
     }
 
 
-def events(writer: Writer, config: GenerationConfig, text: StreamedText, ids: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield what the page shows of a text: the prompt's length, each token once its text is final, the end."""
+def events(writer: Writer, config: GenerationConfig, text: Sample, ids: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield what the page shows of a text: the prompt's length, each token and what can be shown since, the end.
+
+    A token that is part of a character, or may become part of a stop text, shows nothing until a later one decides.
+    """
+    p = torch.empty(0)  # probabilities of the next token (V,)
+
+    def watch(logits: Tensor) -> None:
+        nonlocal p
+        p = logits[0].cpu().double().softmax(0)
+
     yield {"prompt_tokens": ids.size(1), "block_size": writer.block_size}
     t0 = time.perf_counter()
-    for _ in writer.engine.write(ids, [text], config, text.watch):
-        yield from text.final()
-    yield {
-        "end": "stop" if text.done else "length",
-        "text": text.text[text.n_sent_chars :],  # a sign for bytes that are not a whole character
-        "tokens_per_s": text.n_sent / (time.perf_counter() - t0),
+    n = 0
+    for (shown,) in writer.engine.write(ids, [text], config, watch):
+        if len(text.tokens) > n:  # the last one is no token, but the rest
+            n += 1
+            yield describe(text.tokens[-1], p, text.tokenizer) | {"text": shown}
+    yield {"end": "stop" if text.done else "length", "text": shown, "tokens_per_s": n / (time.perf_counter() - t0)}
+
+
+def describe(token: int, p: Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the drawn token and the likeliest ones in its place, with their probabilities, of p (V,)."""
+    if not p.isfinite().all():
+        raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
+    likeliest = p.topk(min(ALTERNATIVES, len(p)))
+    top = dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
+    listed = top | {token: p[token].item()}
+    return {
+        "id": token,
+        "name": name_of(token, tokenizer),
+        "p": listed[token],
+        "rank": int((p > p[token]).sum()) + 1,
+        "top": [{"id": i, "name": name_of(i, tokenizer), "p": value} for i, value in top.items()],
+        "rest": max(0.0, 1 - math.fsum(listed.values())),
     }
 
 
-# ---- a text and its tokens -----------------------------------------------------------------------------------
-
-
-class StreamedText(Sample):
-    """A text that describes its tokens. It holds a token back while its text may become part of a stop text."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: str, *stops: str, last_token: int | None = None) -> None:
-        super().__init__(tokenizer, prompt, *stops, last_token=last_token)
-        self.p = torch.empty(0)  # probabilities of the next token (V,)
-        self.waiting: list[tuple[int, int, dict[str, Any]]] = []  # begin, end, description
-        self.n_sent_chars = len(prompt)
-        self.n_sent = 0  # tokens
-
-    def watch(self, logits: Tensor) -> None:
-        self.p = logits[0].cpu().double().softmax(0)
-
-    def add(self, token: int) -> str:
-        begin = len(self.text)
-        shown = super().add(token)
-        self.waiting.append((begin, len(self.text), self.describe(token)))
-        return shown
-
-    def final(self) -> Iterator[dict[str, Any]]:
-        """Yield the tokens whose text can no longer change. A stop text and what follows it are left out."""
-        while self.waiting:
-            begin, end, info = self.waiting[0]
-            if begin >= len(self.text) if self.done else end > self.shown:
-                return
-            del self.waiting[0]
-            self.n_sent_chars = end
-            self.n_sent += 1
-            yield info | {"text": self.text[begin:end]}
-
-    def describe(self, token: int) -> dict[str, Any]:
-        """Return the drawn token and the likeliest ones in its place, with their probabilities."""
-        p = self.p
-        if not p.isfinite().all():
-            raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
-        likeliest = p.topk(min(ALTERNATIVES, len(p)))
-        top = dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
-        shown = top | {token: p[token].item()}
-        return {
-            "id": token,
-            "name": self.name_of(token),
-            "p": shown[token],
-            "rank": int((p > p[token]).sum()) + 1,
-            "top": [{"id": i, "name": self.name_of(i), "p": value} for i, value in top.items()],
-            "rest": max(0.0, 1 - math.fsum(shown.values())),
-        }
-
-    def name_of(self, token: int) -> str:
-        """Return a token for people to read: its text in quotes, or its bytes if they are not whole characters."""
-        content = self.tokenizer.decode_bytes([token])
-        try:
-            return repr(content.decode("utf-8"))
-        except UnicodeDecodeError:
-            return f"bytes {content.hex(' ').upper()}"
+def name_of(token: int, tokenizer: Tokenizer) -> str:
+    """Return a token for people to read: its text in quotes, or its bytes if they are not whole characters."""
+    content = tokenizer.decode_bytes([token])
+    try:
+        return repr(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        return f"bytes {content.hex(' ').upper()}"

@@ -1,6 +1,6 @@
 """The web server of `sample.py --serve`.
 
-    run_app(make_app([Route("/", page)]), port=8000)
+    run_app(make_app([Route("/", page)]), 8000, "{address} is served")
 
 It listens on this machine only, answers no request that names another host (DNS rebinding), limits the size of
 requests and the time that they may take to arrive, and sends no header that would let other sites read a page or embed
@@ -60,8 +60,8 @@ def make_app(routes: Sequence[BaseRoute]) -> Starlette:
     )
 
 
-def run_app(app: Starlette, port: int = 0, path: str = "/", about: str = "") -> None:
-    """Serve the app until Ctrl+C. Print its address, and `about`, in which {address} is the one without the path.
+def run_app(app: Starlette, port: int, about: str) -> None:
+    """Serve the app until Ctrl+C. Print `about` when it can be reached, in which {address} is its address.
 
     port: 0 takes a free one. Raises OSError, one line, if the port is taken.
     """
@@ -82,10 +82,7 @@ def run_app(app: Starlette, port: int = 0, path: str = "/", about: str = "") -> 
     )
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a traceback for each connection beyond the open files
     app.state.server = uvicorn.Server(config)
-    address = f"http://{HOST}:{listener.getsockname()[1]}"
-    print(f"{address}{path} (Ctrl+C ends it)", flush=True)
-    if about:
-        print(about.format(address=address), flush=True)
+    print(about.format(address=f"http://{HOST}:{listener.getsockname()[1]}"), flush=True)
     try:
         app.state.server.run(sockets=[listener])
     except KeyboardInterrupt:
@@ -135,10 +132,9 @@ async def in_threads(request: Request, events: Iterator[Any]) -> AsyncIterator[A
 
     An error becomes the last item, as error_of has it; so does Ctrl+C.
     """
-    server = getattr(request.app.state, "server", None)
     try:
         async for event in iterate_in_threadpool(events):
-            if server is not None and server.should_exit:
+            if request.app.state.server.should_exit:
                 yield error_of(503, "the server was stopped")
                 return
             yield event
