@@ -91,7 +91,7 @@ def test_plan_of_many_ranks_says_what_each_has(capsys):
     ("options", "named"),
     [
         ({"plan_for": "RTX 4700"}, ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
-        ({"plan_for": "64x H100", "dp_shard": 60, "gradient_accumulation_steps": 64}, ["dp_shard=60", "--dp_shard=64"]),
+        ({"plan_for": "64x H100", "dp_shard": 60, "gradient_accumulation_steps": 64}, ["dp_shard=60", "--dp_shard=-1"]),
         ({"plan_for": "1000000000x H100"}, ["1000000000x", "H100"]),
         ({"plan_for": "16x H100"}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
     ],
