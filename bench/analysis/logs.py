@@ -210,7 +210,7 @@ def add_start(run: Run, event: Event) -> None:
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
 STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
 ITERATION = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?")
-OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|tok/s) ")  # only train.py's lines go on like this
+OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|bits per byte|tok/s) ")  # only train.py's lines go on like this
 PARAMETERS = re.compile(rf"number of parameters: {NUMBER}M")
 TOKENS = re.compile(r"tokens per iteration will be: ([\d,]{1,20})")
 SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")  # of the command line, or of a config file

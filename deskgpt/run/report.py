@@ -17,7 +17,7 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.log import RunLog, start_wandb
 from deskgpt.run.loss_band import band_of
-from deskgpt.run.schedule import Config
+from deskgpt.run.schedule import Config, predicted_step_s
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
@@ -63,14 +63,15 @@ class Report:
         name = hardware.device_name(device)
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
-        parameters = millions(state.model.num_params())
-        self.print0(f"number of parameters: {parameters}, {self.flops_per_token / 1e6:.2f} MFLOPs per token")
+        self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
         self.print0(f"device: {self.dist.world} x {name}, {variant}{shards}")
         peak = f"{self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})"
         self.warm_up_s = time.perf_counter() - started
-        self.print0(f"mfu refers to {peak}; warm-up took {self.warm_up_s:.1f}s")
+        self.print0(f"mfu refers to {peak}")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
+        if not self.config.eval_only:
+            self.print0(self._outlook())
         self.log.write(
             "start",
             settings=state.settings_now(),
@@ -95,6 +96,18 @@ class Report:
         )
         self.warn(state.schedule.warnings())
         self.timer.start()
+
+    def _outlook(self) -> str:
+        """Return a line about what will happen: steps, evaluations, where checkpoints go, a predicted time."""
+        state, batching = self.state, self.state.batching
+        steps = state.schedule.max_iters - state.step
+        if steps <= 0:
+            return f"this run has had all its {state.schedule.max_iters:,} steps: raise --max_iters to train longer"
+        step_s = predicted_step_s(state.model, batching, self.dist.device, state.variant.dtype)
+        return (
+            f"{steps:,} steps in about {clock(steps * step_s)}, an evaluation every "
+            f"{self.config.eval_interval:,}, into {self.config.out_dir}"
+        )
 
     def warn(self, lines: list[str]) -> None:
         for line in lines:
@@ -127,8 +140,7 @@ class Report:
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
         self.print0(
             f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, lr {lr:.3e}, grad_norm {norms[-1]:.3f}, "
-            f"data wait {data_wait * 100:.1f}%, eta {clock(self._left_s(step, step_s))}{more}"
+            f"tok/s {tokens_per_s:,.0f}, eta {clock(self._left_s(step, step_s))}{more}"
         )
         self.log.write(
             "iter",
@@ -173,11 +185,10 @@ class Report:
         step = self.state.step
         eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)
-        error = "" if val.standard_error is None else f", standard error {val.standard_error:.4f}"
         bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
         self.event(
             "eval",
-            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}, eval time {eval_s:.2f}s{error}{bits}",
+            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}{bits}",
             iter=step,
             train_loss=train.loss,
             val_loss=val.loss,
@@ -210,11 +221,12 @@ class Report:
             self.print0(f"stopped by {stop} at step {state.step}")
         memory = hardware.peak_memory_bytes(self.dist.device)
         self.print0(
-            f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training ({clock(timer.wait_s)} "
-            f"waiting for data), {clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} "
-            f"of saving; warm-up {clock(self.warm_up_s)}; peak memory {in_gib(memory)} GiB; best val loss "
-            f"{best_val_loss:.4f}"
+            f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training, "
+            f"{clock(timer.total_s['evaluation'])} of evaluation, {clock(timer.total_s['saving'])} of saving, "
+            f"{clock(self.warm_up_s)} to start"
         )
+        self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
+        self.print0(f"best val loss {best_val_loss:.4f}")
         data = state.metadata
         band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
         verdict = band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
@@ -271,10 +283,13 @@ def print_next_commands(config: Config, state: TrainState, stop: str | None) -> 
     kind = "best model" if model.name == store.BEST else "last model"
     print0(f"{kind} of step {store.load(model, checksums=False).iter_num}: {model}")
     chat = ["--chat"] if state.data.chat is not None else []
-    print0("sample:  " + shlex.join(["python", "sample.py", f"--out_dir={model}", *chat]))
+    print0("sample:  " + shlex.join(["python", "sample.py", f"--out_dir={model}", "--num_samples=3", *chat]))
+    print0("page:    " + shlex.join(["python", "sample.py", f"--out_dir={model}", "--serve", *chat]))
     # The settings that the checkpoint does not give, and those without which a resumed run would have nothing to do.
     more = [f"--{name}={value}" for name, value in sensitive(asdict(config)).items()]
+    label = "resume:  "
     if state.step >= state.schedule.max_iters:
+        label = "train longer: "
         more.append(f"--max_iters={2 * state.step}")
         if config.decay_lr and not state.schedule.lr_decay_iters:  # the learning rate's end moves, too
             more.append("--resume_changed=True")
@@ -283,6 +298,6 @@ def print_next_commands(config: Config, state: TrainState, stop: str | None) -> 
     launcher = f"torchrun --standalone --nproc_per_node={state.dist.world}" if state.dist.distributed else "python"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several machines: torchrun's options have their addresses
         launcher = "torchrun (with its options as before)"
-    print0(f"resume:  {launcher} " + shlex.join(["train.py", "--init_from=resume", f"--out_dir={out_dir}", *more]))
+    print0(f"{label}{launcher} " + shlex.join(["train.py", "--init_from=resume", f"--out_dir={out_dir}", *more]))
     print0("report:  " + shlex.join(["python", "bench/report.py", str(out_dir)]))
     print0("compare: " + shlex.join(["python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"]))
