@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,12 +10,12 @@ import torch
 from data.batching import Batching
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
-from deskgpt.system import hardware
+from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
 
 SURELY = 0.7  # a step takes at least this share of its predicted peak
-ENOUGH_TOKENS = 1 << 14  # auto_batch enlarges a micro-batch up to this size; assumed, no card has measured it
+ENOUGH_S = 0.05  # auto_batch enlarges a micro-batch up to this time at the peak; assumed, no card has measured it
 USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
 
 
@@ -86,12 +87,18 @@ def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> B
 
 
 def larger_batch(config: GPTConfig, device: torch.device, batching: Batching, variant: Variant) -> Batching:
-    """Return the same training in the largest micro-batch up to ENOUGH_TOKENS that is predicted to fit.
+    """Return the same training in the largest micro-batch up to ENOUGH_S that is predicted to fit.
 
+    What each micro-batch costs beside its matmuls is then small: queueing, casts of weights, sums of gradients.
     The limit is all memory of the device, not what is free just now: the same run takes the same micro-batch each time.
     """
-    step = Step(config, ENOUGH_TOKENS // batching.block_size, variant, device.type)
-    largest = largest_batch(step, batching.sequences // batching.world, USABLE * hardware.memory_bytes(device))
+    peak, _ = peaks.peak_flops(device, variant.dtype)
+    sequences = ENOUGH_S * peak / (GPT.without_storage(config).estimate_flops() * batching.block_size)
+    if not math.isfinite(sequences):  # no peak is known
+        return batching
+    of_rank = batching.sequences // batching.world
+    step = Step(config, min(of_rank, math.ceil(sequences)), variant, device.type)
+    largest = largest_batch(step, of_rank, USABLE * hardware.memory_bytes(device))
     return batching if largest <= batching.batch_size else batching.with_batch_size(largest)
 
 
