@@ -85,7 +85,7 @@ def absolute(path: str) -> str:
 # ---- the first run -------------------------------------------------------------------------------------------
 
 # Slower machines take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
-FAST = ["config/train_shakespeare_char_fast.py", "--max_iters=1600"]
+FAST = ["config/train_shakespeare_char_fast.py", "--eval_interval=200", "--eval_tokens=65536", "--max_iters=1600"]
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
 # What other programs compute too. On a CPU the loss is about 0.05 higher (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]

@@ -83,10 +83,13 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
         legend={"orientation": "h", "y": -0.25},
         showlegend=len(traces) > 1,
     )
+    # A few slow steps, or the losses before a model has learned letters, would flatten all others.
     every = np.concatenate([trace["y"] for trace in traces])
-    top = 1.25 * float(np.quantile(every, 0.98))
-    if title in CHARTS and title != LOSS and every.max() > top:  # so that a few slow steps do not flatten all others
-        chart.update_yaxes(range=[0, top])
+    usual = 0.95 if title == LOSS else 0.98
+    bottom = 0.9 * float(every.min()) if title == LOSS else 0.0
+    top = 1.25 * float(np.quantile(every, usual))
+    if title in CHARTS and every.max() > top:
+        chart.update_yaxes(range=[bottom, top])
     return chart
 
 
