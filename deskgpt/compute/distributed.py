@@ -174,7 +174,9 @@ def data_parallel(model: nn.Module, dist: DistContext) -> nn.Module:
     device_ids = [dist.device.index] if dist.device.type == "cuda" else None
     # Which parameters get a gradient may depend on the text, as with experts. Without find_unused_parameters, a run
     # would end at the first step in which one of them has none.
-    return DDP(model, device_ids=device_ids, find_unused_parameters=True)
+    net = DDP(model, device_ids=device_ids, find_unused_parameters=True)
+    silence_first_forward(net)
+    return net
 
 
 def leave_ranks(net: nn.Module, dist: DistContext) -> None:
@@ -191,6 +193,24 @@ def leave_ranks(net: nn.Module, dist: DistContext) -> None:
 def gradients_exchanged(net: nn.Module, now: bool) -> AbstractContextManager:
     """Return a context for a backward pass after which ranks exchange gradients only if now. FSDP does at each."""
     return net.no_sync() if isinstance(net, DDP) and not now else nullcontext()
+
+
+def silence_first_forward(net: nn.Module) -> None:
+    """Drop what the first forward pass writes to stderr: DDP warns there that all parameters have gradients."""
+    kept = os.dup(2)
+
+    def begin(*_: Any) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
+
+    def end(*_: Any) -> None:
+        os.dup2(kept, 2)
+        os.close(kept)
+        for handle in handles:
+            handle.remove()
+
+    handles = [net.register_forward_pre_hook(begin), net.register_forward_hook(end, always_call=True)]
 
 
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
