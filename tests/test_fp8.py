@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import train
 from deskgpt.checkpoint import store
-from deskgpt.kernels.fp8 import E4M3, E5M2, Linear, check_device, fp8_linear, rounded
+from deskgpt.kernels.fp8 import E4M3, E5M2, Linear, fp8_linear, rounded, use_fp8
 from deskgpt.run.log import read_events
 
 
@@ -64,12 +64,14 @@ def test_run_in_8_bits_learns_and_says_so(chars, tmp_path, capfd):
     plain = train.main(tiny(chars, tmp_path / "plain", max_iters=30, eval_interval=30))
     assert best == pytest.approx(plain, abs=0.05)
     assert best != plain
-    assert "linear layers in 8 bits" in capfd.readouterr().out
+    assert "8-bit matmuls in 8 of 9 linear layers\n" in capfd.readouterr().out
     (start, *_) = read_events(tmp_path / "fp8" / "log.jsonl")
     assert start["fp8"] is True
     assert all(w.dtype == torch.float32 for w in store.load(str(tmp_path / "fp8" / "ckpt.pt")).model.values())
 
 
-def test_device_without_8_bit_matmuls_is_refused():
+def test_device_and_sizes_without_8_bit_matmuls_are_refused():
     with raises_one_line("fp8=True", "--fp8=False"):
-        check_device(torch.device("mps"))
+        use_fp8(Linear(16, 16), torch.device("mps"))
+    with raises_one_line("multiples of 16", "--n_embd", "--fp8=False"):
+        use_fp8(Linear(16, 24), torch.device("cpu"))

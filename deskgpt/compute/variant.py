@@ -15,7 +15,7 @@ import torch
 from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
 from deskgpt.kernels import cpu_kernels
-from deskgpt.kernels.fp8 import Linear, check_device
+from deskgpt.kernels.fp8 import use_fp8
 from deskgpt.system import hardware, peaks
 from model import GPT
 
@@ -42,7 +42,7 @@ class Variant:
         if self.cpu_kernels:
             words.append("C++ kernels")
         if self.fp8:
-            words.append("linear layers in 8 bits")
+            words.append("8-bit matmuls")
         return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
 
     def saved(self, device: torch.device) -> dict[str, Any]:
@@ -85,8 +85,6 @@ def choose_variant(
     be had.
     """
     device = dist.device
-    if fp8:
-        check_device(device)
     if dtype == "auto":
         dtype = earlier.get("dtype") or peaks.fast_dtype(device)
     if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
@@ -136,9 +134,8 @@ def apply_variant(model: GPT, variant: Variant) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.fp8 = variant.fp8
+    if variant.fp8:
+        use_fp8(model, next(model.parameters()).device)
     if variant.compiled:
         compiling.prepare(next(model.parameters()).device)
         for block in model.transformer.h:

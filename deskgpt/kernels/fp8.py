@@ -26,27 +26,36 @@ CAPABILITY = (8, 9)  # of CUDA devices that multiply 8-bit floats: RTX 40, L4, H
 
 
 class Linear(nn.Linear):
-    """nn.Linear; with `fp8` set, its training passes are those of fp8_linear, if all sizes are multiples of 16.
+    """nn.Linear; with `fp8` set (use_fp8), its training passes are those of fp8_linear.
 
-    Passes without gradients, as in evaluations and sampling, stay in the run's dtype.
+    Passes without gradients, as in evaluations and sampling, stay in the run's dtype. So do batches whose number of
+    tokens is no multiple of 16.
     """
 
-    fp8 = False  # train.py sets it
+    fp8 = False
 
     def forward(self, x: Tensor) -> Tensor:
-        N = x.numel() // x.size(-1)
-        sizes = (N, self.in_features, self.out_features)
-        if self.fp8 and torch.is_grad_enabled() and all(size % MULTIPLE == 0 for size in sizes):
+        n_tokens = x.numel() // x.size(-1)
+        if self.fp8 and torch.is_grad_enabled() and n_tokens % MULTIPLE == 0:
             return fp8_linear(x, self.weight, self.bias)
         return super().forward(x)
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ValueError if the device multiplies no 8-bit floats."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY:
-        return
-    if device.type != "cpu":
+def use_fp8(model: nn.Module, device: torch.device) -> None:
+    """Set `fp8` of the model's Linear layers whose sizes are multiples of 16. Other layers stay in the run's dtype.
+
+    Raises ValueError if the device has no such matmuls, or no layer such sizes.
+    """
+    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    if not has_fp8 and device.type != "cpu":
         raise ValueError("fp8=True needs a card of compute capability 8.9 or later (RTX 40, H100); try --fp8=False")
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    for layer in layers:
+        layer.fp8 = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+    if not any(layer.fp8 for layer in layers):
+        raise ValueError(
+            f"fp8=True needs widths that are multiples of {MULTIPLE}; try another --n_embd, or --fp8=False"
+        )
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from deskgpt.checkpoint import store
@@ -66,6 +67,9 @@ class Report:
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
         self.print0(f"device: {self.dist.world} x {name}, {variant}{shards}")
+        if variant.fp8:
+            in_8_bits = [getattr(m, "fp8", False) for m in state.model.modules() if isinstance(m, nn.Linear)]
+            self.print0(f"8-bit matmuls in {sum(in_8_bits)} of {len(in_8_bits)} linear layers")
         peak = f"{self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})"
         self.warm_up_s = time.perf_counter() - started
         self.print0(f"mfu refers to {peak}")
