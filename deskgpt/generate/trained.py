@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer, loaded for sample.py, export.py and bench/evaluate.py."""
+"""A trained model with its tokenizer, loaded for sample.py and export.py."""
 
 from __future__ import annotations
 
