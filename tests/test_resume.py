@@ -1,19 +1,29 @@
+"""Runs that end, are stopped or killed, and resume bit for bit; what may change; nanoGPT's runs."""
+
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import re
+import shlex
 import shutil
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import (
     TINY,
+    TORCHRUN,
     assert_equal,
     assert_one_line,
     assert_same_run,
@@ -25,14 +35,23 @@ from conftest import (
     until,
     weights,
 )
+from gloo import resumed, run
 from tiny_models import MODERN_SETTINGS
 
+import train
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
+from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.run.log import git_commit
+from deskgpt.run.report import Report
 from deskgpt.run.settings import resumed_settings
+from deskgpt.run.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
+from model import GPT, GPTConfig
 from train import TrainConfig, main
+
+NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
+LONG = {"max_iters": 60, "eval_interval": 5, "lr_decay_iters": 60, "dropout": 0.1}
 
 RUNS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.3},
@@ -53,45 +72,172 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
     assert [e["iter"] for e in events(tmp_path / "halves", "iter")] == list(range(6))
 
 
+def test_a_run_trains_resumes_and_writes_text(script, chars, tmp_path):
+    out = tmp_path / "out"
+    for command in (
+        ["train.py", *flags(**TINY, dataset=chars, out_dir=out)],
+        ["train.py", "--init_from=resume", f"--out_dir={out}", "--max_iters=8", "--resume_changed=True"],
+        ["sample.py", f"--out_dir={out}", "--max_new_tokens=5", "--num_samples=1", "--device=cpu"],
+    ):
+        done = script(*command)
+        assert done.code == 0, done.err
+    assert [e["iter"] for e in events(out, "iter")] == list(range(8))
+
+
+# ---- stopped and killed runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Let this process handle signals as a run does, also those that whoever started the tests ignores."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal_handler.install()
+    yield
+    signal_handler.signal = None
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def full_run(chars, tmp_path_factory) -> Path:
+    """Return the folder of a run that nothing has stopped."""
+    out_dir = tmp_path_factory.mktemp("full")
+    main(tiny(chars, out_dir, **LONG))
+    return out_dir
+
+
+def send(number: int) -> None:
+    """Signal this process, and wait until its handler was called."""
+    os.kill(os.getpid(), number)
+    while signal_handler.signal is None:
+        time.sleep(0.001)
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Call a function when a step is logged."""
+    log_step = Report.step
+
+    def logged(self, at, lr, tokens, **numbers):
+        log_step(self, at, lr, tokens, **numbers)
+        if at == step:
+            action()
+
+    monkeypatch.setattr(Report, "step", logged)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_run_resumes_as_if_nothing_had_happened(chars, tmp_path, script, begin):
-    settings = {"max_iters": 60, "eval_interval": 5, "dropout": 0.1}
-    main(tiny(chars, tmp_path / "full", **settings))
+@NEEDS_SIGNALS
+def test_run_stopped_by_each_signal_resumes_bit_for_bit(chars, full_run, tmp_path, listening, monkeypatch, capfd):
+    out_dir = tmp_path / "it's stopped"
+    for n, number in enumerate(SIGNALS):
+        c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
+        with monkeypatch.context() as patch:
+            at_step(patch, 6 + 6 * n, partial(send, number))
+            with pytest.raises(SystemExit) as exit:
+                main(c)
+        assert exit.value.code == 128 + number
+        assert store.load(out_dir).iter_num == 7 + 6 * n
+        out, err = capfd.readouterr()
+        assert_one_line(err, number.name, "saving")
+        assert f"train.py --init_from=resume {shlex.quote(f'--out_dir={out_dir}')}" in out
+        signal_handler.install()
+    main(tiny(chars, out_dir, init_from="resume", **LONG))
+    assert_same_run(full_run, out_dir)
+
+
+@pytest.mark.slow
+@NEEDS_SIGNALS
+def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
+    chars, full_run, tmp_path, listening, monkeypatch, capsys
+):
+    """The resumed run repeats the evaluation."""
+    eval_batches = train.eval_batches
+    batches = itertools.count(1)
+
+    def signalled(*args):
+        for batch in eval_batches(*args):
+            if next(batches) == 4 * 3 + 2:  # two of each split and evaluation: in that of step 15
+                send(signal.SIGTERM)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "eval_batches", signalled)
+        with pytest.raises(SystemExit):
+            main(tiny(chars, tmp_path, **LONG))
+    assert store.load(tmp_path).iter_num == 15
+    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 5, 10]
+    signal_handler.install()
+    now = time.perf_counter
+    with monkeypatch.context() as patch:
+        at_step(patch, 21, lambda: patch.setattr(time, "perf_counter", lambda: now() + 3600))
+        main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG))
+    assert "stopped by max_hours at step 22\n" in capsys.readouterr().out
+    main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, **LONG))
+    assert_same_run(full_run, tmp_path)
+
+
+@pytest.mark.slow
+@NEEDS_SIGNALS
+def test_killed_run_resumes_as_if_nothing_had_happened(chars, full_run, tmp_path, begin):
     out_dir = tmp_path / "killed"
-    command = [sys.executable, "train.py", *flags(**TINY | settings, dataset=chars, out_dir=out_dir)]
-    process = begin(tmp_path / "terminal", *command)
+    process = begin(
+        tmp_path / "terminal", sys.executable, "train.py", *flags(**TINY | LONG, dataset=chars, out_dir=out_dir)
+    )
     until(lambda: (out_dir / "ckpt.pt").exists())
     process.kill()
     process.wait()
     assert 0 < store.load(out_dir).iter_num < 60
-    assert script("train.py", "--init_from=resume", f"--out_dir={out_dir}").code == 0
-    assert_same_run(tmp_path / "full", out_dir)
+    main(tiny(chars, out_dir, init_from="resume", **LONG))
+    assert_same_run(full_run, out_dir)
 
 
-def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_file(out, tmp_path):
-    """As in nanoGPT."""
-    (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
-    argv = [str(tmp_path / "config.py"), f"--out_dir={out}", "--learning_rate=1e-4"]
-    found = resumed_settings(TrainConfig, argv, str(out))
-    expected = {"n_layer": 2, "bias": False, "eval_interval": 5, "learning_rate": 1e-4, "max_iters": 4}
-    assert {name: found[name] for name in expected} == expected
+@pytest.mark.slow
+@pytest.mark.parametrize(("minutes", "steps"), [(0.0, [6, 8]), (1e-9, list(range(1, 9)))])
+def test_save_minutes_saves_between_evaluations(minutes, steps, chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=8, eval_interval=6, save_minutes=minutes))
+    assert [e["iter"] for e in events(tmp_path, "save")] == steps
 
 
-def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
-    saved = store.load(out)
+def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    handler = SignalHandler()
+    handler._handle(signal.SIGTERM, None)
+    handler._handle(signal.SIGINT, None)  # as systemd and shells of closing terminals send them
+    assert handler.signal == signal.SIGTERM
+    handler._heard_at -= ONE_REQUEST_S
+    with pytest.raises(SystemExit) as exit:
+        handler._handle(signal.SIGINT, None)
+    assert exit.value.code == 143
+    assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
-    def resumed(*argv: str, **settings: Any) -> dict[str, Any]:
-        store.save(replace(saved, config=saved.config | settings), out, best=False)
-        return resumed_settings(TrainConfig, list(argv), str(out))
 
-    for value in (True, torch.tensor([])):
-        assert resumed(wandb_log=value)["wandb_log"] is False
-        assert_one_line(capfd.readouterr().out, out, "--wandb_log=")
-    elsewhere = {"dataset": r"\\host\share"}
-    with raises_one_line("host", out, "--dataset="):
-        resumed(**elsewhere)
-    assert resumed("--wandb_log=True", "--dataset=//host/share", wandb_log=True, **elsewhere)["wandb_log"] is True
+@pytest.mark.slow
+@NEEDS_SIGNALS
+def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path, begin):
+    terminal = tmp_path / "terminal"
+    process = begin(terminal, sys.executable, "train.py", *flags(**TINY, dataset=chars, out_dir=tmp_path / "out"))
+    until(lambda: "number of parameters" in terminal.read_text())
+    process.terminate()
+    assert process.wait() in (-signal.SIGTERM, 0, 128 + signal.SIGTERM)
+    assert "Traceback" not in terminal.read_text()
+
+
+@pytest.mark.slow
+@NEEDS_SIGNALS
+def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, begin):
+    settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
+    run(2, tiny(chars, tmp_path / "full", **settings))
+    terminal = tmp_path / "terminal"
+    flags_of_run = flags(**settings, dataset=chars, out_dir=tmp_path / "stopped")
+    process = begin(terminal, sys.executable, *TORCHRUN[1:], *flags_of_run)
+    until(lambda: "iter 20:" in terminal.read_text())
+    psutil.Process(process.pid).children()[-1].terminate()
+    assert process.wait(60) == 1
+    printed = terminal.read_text()
+    assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in printed
+    assert 'File "train.py"' not in printed
+    run(2, resumed(tmp_path / "stopped"))
+    assert_same_run(tmp_path / "full", tmp_path / "stopped")
 
 
 # ---- what has changed ----------------------------------------------------------------------------------------
@@ -124,6 +270,31 @@ def out(half, tmp_path) -> Path:
 def second_half(half: Path, out_dir: Path, **settings: Any) -> TrainConfig:
     unchanged = {"lr_decay_iters": 6, "dropout": 0.1, "init_from": "resume"}
     return tiny(half / "data", out_dir, **unchanged | settings)
+
+
+def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_file(out, tmp_path):
+    """As in nanoGPT."""
+    (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
+    argv = [str(tmp_path / "config.py"), f"--out_dir={out}", "--learning_rate=1e-4"]
+    found = resumed_settings(TrainConfig, argv, str(out))
+    expected = {"n_layer": 2, "bias": False, "eval_interval": 5, "learning_rate": 1e-4, "max_iters": 4}
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
+    saved = store.load(out)
+
+    def resumed(*argv: str, **settings: Any) -> dict[str, Any]:
+        store.save(replace(saved, config=saved.config | settings), out, best=False)
+        return resumed_settings(TrainConfig, list(argv), str(out))
+
+    for value in (True, torch.tensor([])):
+        assert resumed(wandb_log=value)["wandb_log"] is False
+        assert_one_line(capfd.readouterr().out, out, "--wandb_log=")
+    elsewhere = {"dataset": r"\\host\share"}
+    with raises_one_line("host", out, "--dataset="):
+        resumed(**elsewhere)
+    assert resumed("--wandb_log=True", "--dataset=//host/share", wandb_log=True, **elsewhere)["wandb_log"] is True
 
 
 # What is changed, and the names and values that the error has.
@@ -197,9 +368,6 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, c
     assert_one_line(capsys.readouterr().out.splitlines()[-1], "max_minutes", "max_iters=4")
 
 
-# ---- a new run with a checkpoint's weights -------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_path):
     source = half / "out" / "ckpt_best.pt"
@@ -221,10 +389,68 @@ def test_new_run_that_does_not_fit_the_checkpoint_is_refused(half, tmp_path):
     write_dataset(tmp_path / "bytes", {"train": ids, "val": ids}, BytesTokenizer(), "x")
     c = tiny(half / "data", tmp_path / "out", init_from=str(half / "out" / "ckpt.pt"))
     for settings, named in (
-        ({"n_layer": 3}, ("n_layer=3", "n_layer=2: use --n_layer=2")),
         ({"block_size": 32}, ("block_size=32", "16")),
         ({"dataset": str(tmp_path / "bytes")}, ("256", "tokenizer bytes", "64")),
     ):
         with raises_one_line(*named):
             main(replace(c, **settings))
     assert not (tmp_path / "out").exists()
+
+
+# ---- nanoGPT's runs, and ours for nanoGPT ------------------------------------------------------------------
+
+
+def nanogpt_run(folder: Path) -> None:
+    """Write a checkpoint as nanoGPT does after three steps of a compiled model, with the data it was trained on."""
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    args = size | {"bias": False, "vocab_size": 64, "dropout": 0.0}
+    model = GPT(GPTConfig(**args, activation="gelu"))
+    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.99), 0.95, "cpu")
+    for _ in range(3):
+        x = torch.randint(0, 64, (2, 16))
+        model(x, x)[1].backward()
+        optimizer.step()
+    settings = size | {"out_dir": "out", "dataset": str(write_random(folder)), "init_from": "scratch"}
+    settings |= {"batch_size": 4, "gradient_accumulation_steps": 1, "max_iters": 5, "eval_interval": 10}
+    settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
+    settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl"}
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
+    saved = {
+        "model": {f"_orig_mod.{k}": v for k, v in (model.state_dict() | masks).items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": args,
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(9.0),
+        "config": settings,
+    }
+    torch.save(saved, folder / "ckpt.pt")
+
+
+@pytest.mark.slow
+def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
+    folder = tmp_path / "nanogpt"
+    nanogpt_run(folder)
+    machine = flags(compile=False, cpu_kernels=False, device="cpu")
+    done = script("train.py", "--init_from=resume", f"--out_dir={folder}", *machine)
+    assert done.code == 0, done.err
+    saved = store.load(folder)
+    assert saved.iter_num == 5
+    assert saved.model_args["activation"] == "gelu"
+    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
+    assert saved.best_val_loss < 9
+    assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
+    done = script("sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30")
+    assert done.code == 0, done.err
+    samples = done.out.split("\n---------------\n")[:-1]
+    assert len(samples) == 2
+    assert all(s.startswith("ab") and len(s) == 32 and set(s) <= {chr(i + 40) for i in range(64)} for s in samples)
+
+
+def test_our_checkpoints_have_what_nanogpt_reads(half):
+    saved = torch.load(half / "out" / "ckpt.pt", weights_only=True)
+    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= saved.keys()
+    nanogpts = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
+    assert saved["model_args"].keys() == nanogpts
+    assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
+    assert saved["config"]["dataset"] == str(half / "data")
