@@ -1,17 +1,25 @@
+"""The folder of a run: its log, and that one run at a time is in it."""
+
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, events, files_of_at_most, raises_one_line, tiny
+from conftest import TINY, assert_one_line, contents, events, files_of_at_most, flags, raises_one_line, tiny
+from gloo import forked
 
 from deskgpt.checkpoint import store
 from deskgpt.run.log import RunLog, git_commit, read_events
+from deskgpt.system.files import only_run_in
 from train import main
 
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs open files that move, limits and O_NOFOLLOW")
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs open files that move, limits, O_NOFOLLOW and fork")
 
 
 def written(path: Path) -> list[tuple[str, int]]:
@@ -92,3 +100,58 @@ def test_commit_is_that_of_the_code_also_in_a_hook_of_another_repository(tmp_pat
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     assert git_commit() == expected
+
+
+# ---- one run at a time ---------------------------------------------------------------------------------------
+
+
+def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
+    out_dir = tmp_path / "a" / "out"
+    with only_run_in(out_dir):
+        before = contents(out_dir)
+        done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
+        assert contents(out_dir) == before
+    assert done.code == 1
+    assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
+    assert contents(out_dir) == {}
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
+def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with only_run_in(tmp_path):
+        pass
+    assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
+
+
+def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_path):
+    first = only_run_in(tmp_path)
+    first.__enter__()
+    leaves = threading.Timer(0.1, first.__exit__, (None, None, None))
+    leaves.start()
+    with only_run_in(tmp_path, wait_s=20):
+        assert leaves.finished.is_set()
+
+
+@pytest.mark.slow
+@POSIX
+def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path):
+    """Each that gets in makes a file that must not exist yet, and removes it."""
+    folder = tmp_path / "out"
+
+    def come_and_go(number: int) -> None:
+        entered = 0
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            with suppress(ValueError), only_run_in(folder):
+                (folder / "alone").touch(exist_ok=False)
+                entered += 1
+                (folder / "alone").unlink()
+        (tmp_path / f"{number}").write_text(f"{entered}")
+
+    forked(4, come_and_go)
+    assert sum(int((tmp_path / f"{number}").read_text()) for number in range(4)) > 10
+    assert not list(folder.iterdir())
