@@ -8,9 +8,10 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -27,15 +28,11 @@ def silent(line: str) -> None:
     pass
 
 
-def saver_of(folder: Path, lines: list[str] | None = None) -> Saver:
-    return Saver(folder, silent if lines is None else lines.append, best_val_loss=9.0)
-
-
 def test_snapshot_is_written_while_the_training_changes_the_weights(tmp_path, monkeypatch):
     go = threading.Event()
     write = store.save
     monkeypatch.setattr(store, "save", lambda *args: go.wait() and write(*args))
-    saver = saver_of(tmp_path)
+    saver = Saver(tmp_path, silent, best_val_loss=9.0)
     state = state_of(1, 2.0)
     expected = state_of(1, 2.0)
     saver.save(state, best=False)
@@ -53,7 +50,7 @@ def test_snapshot_is_written_while_the_training_changes_the_weights(tmp_path, mo
 
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path):
     lines: list[str] = []
-    saver = saver_of(tmp_path, lines)
+    saver = Saver(tmp_path, lines.append, best_val_loss=9.0)
     saver.save(state_of(1, 3.0), best=True)
     saver.wait()
     huge = state_of(2, 2.0)
@@ -84,7 +81,7 @@ def test_best_model_is_better_than_the_checkpoint_on_the_disk_also_after_a_disk_
     def full(path: Path, to: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    saver = saver_of(tmp_path)
+    saver = Saver(tmp_path, silent, best_val_loss=9.0)
     assert not saver.is_best(8.0, step=0)  # random weights
     with monkeypatch.context() as m:
         m.setattr(store, "copy", full)
@@ -118,12 +115,9 @@ def prepare_folder(out_dir: Path, before: str) -> None:
         os.truncate(out_dir / store.NAME, 1000)
 
 
-def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int) -> None:
-    """Save as a run does that is killed before this call in out_dir. report: a file descriptor for its progress."""
+def save_all(out_dir: Path, in_background: bool, killed_before: int, report: BinaryIO) -> None:
+    """Save as a run does that is killed before this call in out_dir, and report the progress."""
     calls = 0
-
-    def write_report(word: str, what: object) -> None:
-        os.write(report, f"{word} {what}\n".encode())
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal calls
@@ -131,7 +125,7 @@ def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int
             return
         is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if is_write and not str(arguments[0]).endswith(TEMPORARY):
-            write_report("in-place", arguments[0])
+            report.write(f"in-place {arguments[0]}\n".encode())
         calls += 1
         if calls == killed_before:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -141,10 +135,10 @@ def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int
     saver = Saver(out_dir, silent, math.inf)
     for state, best in STATES:
         saver.save(state, best)
-        write_report("begun", state.iter_num)
+        report.write(f"begun {state.iter_num}\n".encode())
         saver.wait()
         saver.raise_if_last_failed()
-        write_report("done", state.iter_num)
+        report.write(f"done {state.iter_num}\n".encode())
 
 
 def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list[int]) -> None:
@@ -177,19 +171,16 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
         for call in itertools.count(1):
             out_dir = Path(folder, str(call))
             prepare_folder(out_dir, before)
-            reader, writer = os.pipe()
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    save_all(out_dir, in_background, call, writer)
-                    status = 0
-                finally:
-                    os._exit(status)
-            os.close(writer)
-            with os.fdopen(reader) as report:
-                reported = [line.split() for line in report]
-            _, status = os.waitpid(child, 0)
+            with tempfile.TemporaryFile(buffering=0) as report:
+                child = os.fork()
+                if child == 0:
+                    with suppress(BaseException):
+                        save_all(out_dir, in_background, call, report)
+                        os._exit(0)
+                    os._exit(1)
+                _, status = os.waitpid(child, 0)
+                report.seek(0)
+                reported = [line.split() for line in report.read().decode().splitlines()]
             assert status in (0, signal.SIGKILL)
             assert not [what for word, what in reported if word == "in-place"]
             begun, done = ([int(what) for word, what in reported if word == kind] for kind in ("begun", "done"))
