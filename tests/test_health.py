@@ -202,7 +202,6 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
 
 
-@pytest.mark.slow
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
@@ -214,6 +213,7 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     for command in commands.values():
         ended = script(*command)
         assert ended.code == 0, ended.err
+    assert [e["iter"] for e in events(out_dir, "iter")] == list(range(12))
     assert store.load(out_dir).iter_num == 12
 
 
