@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
@@ -11,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,23 +76,40 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
 # ---- stopped and killed runs ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def listening() -> Iterator[None]:
-    """Let this process handle signals as a run does, also those that whoever started the tests ignores."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    signal_handler.install()
-    yield
-    signal_handler.signal = None
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def full_run(chars, tmp_path_factory) -> Path:
     """Return the folder of a run that nothing has stopped."""
     out_dir = tmp_path_factory.mktemp("full")
     main(tiny(chars, out_dir, **LONG))
     return out_dir
+
+
+def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
+    """Train in a fork, after a call that sees to it that the run is stopped. Return the exit status."""
+
+    def work() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore some
+        signal_handler.install()
+        prepare()
+        main(c)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def at_step(step: int, action: Callable[[], None]) -> None:
+    """Call a function when a step is logged."""
+    log_step = Report.step
+
+    def logged(self, at, lr, tokens, **numbers):
+        log_step(self, at, lr, tokens, **numbers)
+        if at == step:
+            action()
+
+    setattr(Report, "step", logged)  # noqa: B010
 
 
 def send(number: int) -> None:
@@ -101,43 +119,27 @@ def send(number: int) -> None:
         time.sleep(0.001)
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Call a function when a step is logged."""
-    log_step = Report.step
-
-    def logged(self, at, lr, tokens, **numbers):
-        log_step(self, at, lr, tokens, **numbers)
-        if at == step:
-            action()
-
-    monkeypatch.setattr(Report, "step", logged)
-
-
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_run_stopped_by_each_signal_resumes_bit_for_bit(chars, full_run, tmp_path, listening, monkeypatch, capfd):
+def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(chars, full_run, tmp_path, capfd):
     out_dir = tmp_path / "it's stopped"
     for n, number in enumerate(SIGNALS):
         c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
-        with monkeypatch.context() as patch:
-            at_step(patch, 6 + 6 * n, partial(send, number))
-            with pytest.raises(SystemExit) as exit:
-                main(c)
-        assert exit.value.code == 128 + number
+        assert stopped(c, partial(at_step, 6 + 6 * n, partial(send, number))) == 128 + number
         assert store.load(out_dir).iter_num == 7 + 6 * n
         out, err = capfd.readouterr()
         assert_one_line(err, number.name, "saving")
         assert f"train.py --init_from=resume {shlex.quote(f'--out_dir={out_dir}')}" in out
-        signal_handler.install()
-    main(tiny(chars, out_dir, init_from="resume", **LONG))
+    c = tiny(chars, out_dir, init_from="resume", **LONG)
+    assert stopped(c, partial(at_step, 43, partial(send, signal.SIGKILL))) == -signal.SIGKILL
+    assert 30 < store.load(out_dir).iter_num < 43
+    main(c)
     assert_same_run(full_run, out_dir)
 
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
-    chars, full_run, tmp_path, listening, monkeypatch, capsys
-):
+def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(chars, full_run, tmp_path, capfd):
     """The resumed run repeats the evaluation."""
     eval_batches = train.eval_batches
     batches = itertools.count(1)
@@ -148,35 +150,16 @@ def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
                 send(signal.SIGTERM)
             yield batch
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "eval_batches", signalled)
-        with pytest.raises(SystemExit):
-            main(tiny(chars, tmp_path, **LONG))
+    stopped(tiny(chars, tmp_path, **LONG), lambda: setattr(train, "eval_batches", signalled))
     assert store.load(tmp_path).iter_num == 15
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 5, 10]
-    signal_handler.install()
     now = time.perf_counter
-    with monkeypatch.context() as patch:
-        at_step(patch, 21, lambda: patch.setattr(time, "perf_counter", lambda: now() + 3600))
-        main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG))
-    assert "stopped by max_hours at step 22\n" in capsys.readouterr().out
-    main(tiny(chars, tmp_path, init_from="resume", max_hours=1.0, **LONG))
+    an_hour_later = partial(setattr, time, "perf_counter", lambda: now() + 3600)
+    c = tiny(chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG)
+    assert stopped(c, partial(at_step, 21, an_hour_later)) == 0
+    assert "stopped by max_hours at step 22\n" in capfd.readouterr().out
+    main(replace(c, always_save_checkpoint=True))
     assert_same_run(full_run, tmp_path)
-
-
-@pytest.mark.slow
-@NEEDS_SIGNALS
-def test_killed_run_resumes_as_if_nothing_had_happened(chars, full_run, tmp_path, begin):
-    out_dir = tmp_path / "killed"
-    process = begin(
-        tmp_path / "terminal", sys.executable, "train.py", *flags(**TINY | LONG, dataset=chars, out_dir=out_dir)
-    )
-    until(lambda: (out_dir / "ckpt.pt").exists())
-    process.kill()
-    process.wait()
-    assert 0 < store.load(out_dir).iter_num < 60
-    main(tiny(chars, out_dir, init_from="resume", **LONG))
-    assert_same_run(full_run, out_dir)
 
 
 @pytest.mark.slow
