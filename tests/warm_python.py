@@ -85,9 +85,7 @@ def serve(number: int) -> tuple[list[str], socket.socket]:
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)
-    sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     arguments, folder, environment = json.loads(request)
     os.chdir(folder)
     os.environ.clear()
