@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -143,15 +142,12 @@ def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_p
     folder = tmp_path / "out"
 
     def come_and_go(number: int) -> None:
-        entered = 0
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
+        times = 0
+        while times < 50:
             with suppress(ValueError), only_run_in(folder):
                 (folder / "alone").touch(exist_ok=False)
-                entered += 1
+                times += 1
                 (folder / "alone").unlink()
-        (tmp_path / f"{number}").write_text(f"{entered}")
 
     forked(4, come_and_go)
-    assert sum(int((tmp_path / f"{number}").read_text()) for number in range(4)) > 10
     assert not list(folder.iterdir())
