@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from conftest import (
     TINY,
-    TORCHRUN,
     assert_equal,
     assert_one_line,
     assert_same_run,
@@ -36,7 +34,7 @@ from conftest import (
     until,
     weights,
 )
-from gloo import resumed, run
+from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS
 
 import train
@@ -84,15 +82,20 @@ def full_run(chars, tmp_path_factory) -> Path:
     return out_dir
 
 
+def train_until_stopped(c: TrainConfig) -> None:
+    """Train as train.py does, which handles signals."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore some
+    signal_handler.install()
+    main(c)
+
+
 def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
     """Train in a fork, after a call that sees to it that the run is stopped. Return the exit status."""
 
     def work() -> None:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore some
-        signal_handler.install()
         prepare()
-        main(c)
+        train_until_stopped(c)
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -195,18 +198,19 @@ def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path, begin):
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, begin):
-    settings = TINY | LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
+def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, capfd):
+    settings = LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
     run(2, tiny(chars, tmp_path / "full", **settings))
-    terminal = tmp_path / "terminal"
-    flags_of_run = flags(**settings, dataset=chars, out_dir=tmp_path / "stopped")
-    process = begin(terminal, sys.executable, *TORCHRUN[1:], *flags_of_run)
-    until(lambda: "iter 20:" in terminal.read_text())
-    psutil.Process(process.pid).children()[-1].terminate()
-    assert process.wait(60) == 1
-    printed = terminal.read_text()
-    assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in printed
-    assert 'File "train.py"' not in printed
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            at_step(20, partial(send, signal.SIGTERM))
+        train_until_stopped(tiny(chars, tmp_path / "stopped", **settings))
+
+    assert forked(2, work, failing=2) == [143, 143]
+    out, err = capfd.readouterr()
+    assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in out
+    assert "Traceback" not in err
     run(2, resumed(tmp_path / "stopped"))
     assert_same_run(tmp_path / "full", tmp_path / "stopped")
 
