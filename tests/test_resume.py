@@ -21,17 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    assert_equal,
-    assert_one_line,
-    assert_same_run,
-    contents,
-    events,
-    flags,
-    raises_one_line,
-    tiny,
-    weights,
-)
+from conftest import assert_equal, assert_one_line, assert_same_run, contents, events, raises_one_line, tiny, weights
 from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS
 
@@ -388,7 +378,7 @@ def nanogpt_run(folder: Path) -> None:
 def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
     folder = tmp_path / "nanogpt"
     nanogpt_run(folder)
-    machine = flags(compile=False, cpu_kernels=False, device="cpu")
+    machine = ("--compile=False", "--cpu_kernels=False", "--device=cpu")
     done = script("train.py", "--init_from=resume", f"--out_dir={folder}", *machine)
     assert done.code == 0, done.err
     saved = store.load(folder)
