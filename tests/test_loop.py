@@ -161,9 +161,6 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_train
     assert [e["iter"] for e in events(tmp_path / "short", "eval")] == [0, 3]
 
 
-# ---- what a run prints and writes ----------------------------------------------------------------------------
-
-
 def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(chars, tmp_path, capsys):
     main(tiny(chars, tmp_path))
     out, err = capsys.readouterr()

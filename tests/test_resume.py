@@ -132,16 +132,15 @@ def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(chars, full_r
 @NEEDS_SIGNALS
 def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(chars, full_run, tmp_path, capfd):
     """The resumed run repeats the evaluation."""
-    eval_batches = train.eval_batches
-    batches = itertools.count(1)
+    evaluate = train.evaluate
+    calls = itertools.count(1)
 
-    def signalled(*args):
-        for batch in eval_batches(*args):
-            if next(batches) == 4 * 3 + 2:  # two of each split and evaluation: in that of step 15
-                send(signal.SIGTERM)
-            yield batch
+    def signalled(model, variant, batches, dist):
+        if next(calls) == 2 * 3 + 1:  # two splits each: in that of step 15
+            send(signal.SIGTERM)
+        return evaluate(model, variant, batches, dist)
 
-    stopped(tiny(chars, tmp_path, **LONG), lambda: setattr(train, "eval_batches", signalled))
+    stopped(tiny(chars, tmp_path, **LONG), lambda: setattr(train, "evaluate", signalled))
     assert store.load(tmp_path).iter_num == 15
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 5, 10]
     now = time.perf_counter
