@@ -85,7 +85,6 @@ FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "--out_dir=~nobody-of-this-name/a": ["~nobody-of-this-name"],
     "--max_iters 8": ["8", "--key=value"],
     "-max_iters=3": ["-max_iters=3", "--key=value"],
-    "config": ["config", "is not a config file"],
 }
 
 

@@ -111,16 +111,6 @@ with safe_output(lasts=True):
 
 @pytest.mark.slow
 @POSIX
-def test_run_continues_to_its_end_when_its_output_fails(chars, tmp_path):
-    command = f"{sys.executable} train.py {' '.join(flags(**TINY, dataset=chars, out_dir=tmp_path))}"
-    done = shell("bash", "-c", f"{command} 2>/dev/full | head -1; exit ${{PIPESTATUS[0]}}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [e["iter"] for e in events(tmp_path, "iter")] == list(range(6))
-    assert (tmp_path / "ckpt.pt").exists()
-
-
-@pytest.mark.slow
-@POSIX
 def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(chars, tmp_path):
     import pty
     import termios
@@ -165,10 +155,8 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
     assert [e["iter"] for e in events(tmp_path / "öut", "iter")] == list(range(8))
 
 
-# ---- the cache -----------------------------------------------------------------------------------------------
-
-
-def test_damaged_cache_counts_as_none_and_is_repaired(tmp_path, monkeypatch):
+@POSIX
+def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache.keep("x", "a", 1.5)
     assert cache.read("x") == {"a": 1.5}
@@ -179,13 +167,8 @@ def test_damaged_cache_counts_as_none_and_is_repaired(tmp_path, monkeypatch):
     assert cache.read("x") == {"b": 2}
     cache.path_of("x").chmod(0o666)  # others may have written it
     assert cache.read("x") == {}
-
-
-@POSIX
-def test_without_a_home_the_cache_is_in_the_temporary_folder(tmp_path, monkeypatch):
-    (tmp_path / "home").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache.keep("x", "a", 1)
+    cache.keep("x", "c", 3)
     assert cache.path_of("x").parent == tmp_path / f"deskgpt-{os.getuid()}"
-    assert cache.read("x") == {"a": 1}
+    assert cache.read("x") == {"c": 3}

@@ -138,8 +138,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_train
     auto_batch, fails_at, halves, chars, tmp_path, monkeypatch
 ):
     """The third step or --auto_batch=False end the run and name the settings."""
-    settings = {"batch_size": 4, "max_iters": 3, "learning_rate": 1e-3}
-    c = tiny(chars, tmp_path / "short", auto_batch=auto_batch, **settings)
+    c = tiny(chars, tmp_path / "short", auto_batch=auto_batch, max_iters=3, learning_rate=1e-3)
     named_losses = train.named_losses
     calls = itertools.count()
 
@@ -154,7 +153,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_train
             main(c)
         return
     main(c)
-    main(tiny(chars, tmp_path / "full", **settings))
+    main(replace(c, out_dir=str(tmp_path / "full")))
     for name, w in weights(tmp_path / "full").items():
         torch.testing.assert_close(weights(tmp_path / "short")[name], w, rtol=1e-4, atol=1e-6)
     assert store.load(tmp_path / "short").config["batch_size"] == 2
@@ -243,15 +242,23 @@ def test_schedule_that_contradicts_itself_is_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("always", [True, False])
 def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_best(always, chars, tmp_path, capsys):
-    main(tiny(chars, tmp_path / "base", max_iters=60, eval_interval=60))
-    worse = {"learning_rate": 3.0, "warmup_iters": 0, "grad_clip": 0.0, "init_from": str(tmp_path / "base")}
+    """It takes the weights, of a shorter context, and nothing else of a checkpoint, which stays as it is."""
+    base = tmp_path / "base"
+    main(tiny(chars, base, max_iters=60, eval_interval=60))
+    before = contents(base)
+    worse = {"learning_rate": 3.0, "warmup_iters": 0, "grad_clip": 0.0, "init_from": str(base), "block_size": 8}
     main(tiny(chars, tmp_path / "out", always_save_checkpoint=always, **worse))
-    first, *others = [e["val_loss"] for e in events(tmp_path / "out", "eval")]
-    assert first < min(others)
+    assert contents(base) == before
+    evaluations = events(tmp_path / "out", "eval")
+    assert [e["iter"] for e in evaluations] == [0, 3, 6]
+    assert evaluations[0]["val_loss"] == min(e["val_loss"] for e in evaluations)
     best = store.load(tmp_path / "out" / "ckpt_best.pt")
-    assert best.iter_num == 0
-    assert_equal(dict(best.model), weights(tmp_path / "base"))
-    assert store.load(tmp_path / "out").iter_num == (6 if always else 0)  # only what improves is saved
+    expected = weights(base)
+    expected["transformer.wpe.weight"] = expected["transformer.wpe.weight"][:8]
+    assert_equal(dict(best.model), expected)
+    last = store.load(tmp_path / "out")
+    assert (best.iter_num, last.iter_num) == (0, 6 if always else 0)  # only what improves is saved
+    assert {int(s["step"]) for s in last.optimizer["state"].values()} <= {last.iter_num}
     assert f"best model of step 0: {tmp_path / 'out' / 'ckpt_best.pt'}" in capsys.readouterr().out
 
 

@@ -21,13 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line, assert_same_run, contents, events, raises_one_line, tiny, weights
+from conftest import assert_one_line, assert_same_run, contents, events, raises_one_line, tiny
 from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS
 
 import train
-from data.prepared import write_dataset
-from data.tokenizer import BytesTokenizer
 from deskgpt.checkpoint import store
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.run.log import git_commit
@@ -70,22 +68,18 @@ def full_run(chars, tmp_path_factory) -> Path:
     return out_dir
 
 
-def train_until_stopped(c: TrainConfig) -> None:
-    """Train as train.py does, which handles signals."""
+def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
+    """Train as train.py does, which handles signals, after a call that sees to it that the run is stopped."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore some
     signal_handler.install()
+    prepare()
     main(c)
 
 
 def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
-    """Train in a fork, after a call that sees to it that the run is stopped. Return the exit status."""
-
-    def work() -> None:
-        prepare()
-        train_until_stopped(c)
-
-    process = multiprocessing.get_context("fork").Process(target=work)
+    """Do so in a fork. Return its exit status."""
+    process = multiprocessing.get_context("fork").Process(target=train_until_stopped, args=(c, prepare))
     process.start()
     process.join(60)
     return process.exitcode
@@ -187,9 +181,9 @@ def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, c
     run(2, tiny(chars, tmp_path / "full", **settings))
 
     def work(rank: int) -> None:
-        if rank == 1:
-            at_step(20, partial(send, signal.SIGTERM))
-        train_until_stopped(tiny(chars, tmp_path / "stopped", **settings))
+        hit_at = 20 if rank == 1 else -1
+        c = tiny(chars, tmp_path / "stopped", **settings)
+        train_until_stopped(c, partial(at_step, hit_at, partial(send, signal.SIGTERM)))
 
     assert forked(2, work, failing=2) == [143, 143]
     out, err = capfd.readouterr()
@@ -319,27 +313,9 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, c
     assert_one_line(capsys.readouterr().out.splitlines()[-1], "max_minutes", "max_iters=4")
 
 
-@pytest.mark.slow
-def test_new_run_takes_a_checkpoints_weights_and_nothing_else_of_it(half, tmp_path):
-    source = half / "out" / "ckpt_best.pt"
-    other = write_random(tmp_path / "other", train=1, val=2)
-    before = contents(half / "out")
-    main(tiny(other, tmp_path / "out", init_from=str(source), block_size=8, max_iters=1, learning_rate=0.0))
-    expected = weights(source)
-    expected["transformer.wpe.weight"] = expected["transformer.wpe.weight"][:8]
-    saved = store.load(tmp_path / "out")
-    assert_equal(dict(saved.model), expected)
-    assert saved.iter_num == 1
-    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {1}
-    assert [e["iter"] for e in events(tmp_path / "out", "eval")] == [0, 1]
-    assert contents(half / "out") == before
-
-
-def test_new_run_with_data_of_another_tokenizer_is_refused(half, tmp_path):
-    ids = np.arange(4000, dtype=np.uint16) % 256
-    write_dataset(tmp_path / "bytes", {"train": ids, "val": ids}, BytesTokenizer(), "x")
-    with raises_one_line("256", "tokenizer bytes", "64"):
-        main(tiny(tmp_path / "bytes", tmp_path / "out", init_from=str(half / "out" / "ckpt.pt")))
+def test_new_run_with_data_of_another_tokenizer_is_refused(half, chars, tmp_path):
+    with raises_one_line("vocabulary", "64"):
+        main(tiny(chars, tmp_path / "out", init_from=str(half / "out" / "ckpt.pt")))
     assert not (tmp_path / "out").exists()
 
 
