@@ -78,23 +78,10 @@ def spare_what_is_imported() -> None:
 
 
 # A run of less than a second, as settings. The same on every machine: nothing is left to be chosen for the processor.
-TINY: dict[str, Any] = {
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 16,
-    "batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 1e-2,
-    "warmup_iters": 2,
-    "max_iters": 6,
-    "eval_interval": 3,
-    "eval_iters": 2,
-    "compile": False,
-    "device": "cpu",
-    "dtype": "float32",
-    "cpu_kernels": False,
-}
+TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4}
+TINY |= {"gradient_accumulation_steps": 1, "learning_rate": 1e-2, "warmup_iters": 2, "max_iters": 6}
+TINY |= {"eval_interval": 3, "eval_iters": 2}
+TINY |= {"compile": False, "device": "cpu", "dtype": "float32", "cpu_kernels": False}
 
 
 def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:

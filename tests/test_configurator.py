@@ -1,137 +1,109 @@
 from __future__ import annotations
 
-import math
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
 
 import pytest
-from conftest import ROOT, assert_one_line
+from conftest import ROOT, assert_one_line, raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configurator import configure, help_text
-from deskgpt.system.errors import ConfigError
+from deskgpt.system.errors import ConfigError, OneLineParser
 from deskgpt.system.files import note_once
-from deskgpt.system.settings import FilePath, Range, check_fields, settings_of
+from deskgpt.system.settings import settings_of
 from sample import SampleConfig
 from train import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    retired: ClassVar[set[str]] = {"depth"}
-    # numbers
-    count: int = 1  # how many
-    rate: Annotated[float, Range(-math.inf)] = 0.5  # per second
-    limit: Annotated[float | None, Range(-math.inf)] = None  # None = no limit
-    share: Annotated[float, Range(0, below=1)] = 0.9  # of all
-    # others
-    on: bool = False  # or off
-    name: str = "x"  # of the thing
-    folder: FilePath = "out"  # where it is
-    kind: Literal["a", "b"] = "a"  # the first, or the second
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 def write(folder: Path, content: str, name: str = "c.py") -> str:
-    (folder / name).write_text(content)
+    (folder / name).write_text(content, encoding="utf-8")
     return str(folder / name)
 
 
-# ---- values --------------------------------------------------------------------------------------------------
-
-finite = st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.floats(0, allow_nan=False, allow_infinity=False)
 values = st.one_of(
-    st.tuples(st.just("count"), st.integers(0, 2**63 - 1)),
-    st.tuples(st.just("rate"), finite),
-    st.tuples(st.just("limit"), finite | st.none()),
-    st.tuples(st.just("on"), st.booleans()),
-    st.tuples(st.just("name"), st.text()),
-    st.tuples(st.just("kind"), st.sampled_from("ab")),
+    st.tuples(st.just("max_iters"), st.integers(0, 2**63 - 1)),
+    st.tuples(st.just("learning_rate"), numbers),
+    st.tuples(st.just("min_lr"), numbers | st.none()),
+    st.tuples(st.just("decay_lr"), st.booleans()),
+    st.tuples(st.just("wandb_run_name"), st.text()),
+    st.tuples(st.just("optimizer"), st.sampled_from(["adamw", "muon"])),
 )
 
 
 @given(values, values)
 def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, in_file, given_too):
-    path = tmp_path_factory.mktemp("c") / "c.py"
-    path.write_text(f"{in_file[0]} = {in_file[1]!r}\n", encoding="utf-8")
+    path = write(tmp_path_factory.mktemp("c"), f"{in_file[0]} = {in_file[1]!r}\n")
     # Config files come first, wherever they stand among the arguments.
-    got = configure(Settings, [f"--{given_too[0]}={given_too[1]}", str(path)])
-    expected = {f.name: f.default for f in fields(Settings)} | dict([in_file]) | dict([given_too])
-    found = {f.name: getattr(got, f.name) for f in fields(Settings)}
+    found = asdict(configure(TrainConfig, [f"--{given_too[0]}={given_too[1]}", path]))
+    expected = {f.name: f.default for f in fields(TrainConfig)} | dict([in_file]) | dict([given_too])
     assert found == expected
     assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
 
 
 def test_numbers_as_people_type_them():
-    c = configure(Settings, ["--count=1e3", "--rate=2", "--on", "--limit=none"])
-    assert (c.count, type(c.count), c.rate, type(c.rate), c.on, c.limit) == (1000, int, 2.0, float, True, None)
-    assert configure(Settings, ["--on=true"]).on is True
-
-
-# ---- files ---------------------------------------------------------------------------------------------------
+    c = configure(TrainConfig, ["--max_iters=1e3", "--learning_rate=2", "--wandb_log", "--min_lr=none", "--bias=true"])
+    found = (c.max_iters, type(c.max_iters), c.learning_rate, type(c.learning_rate), c.wandb_log, c.min_lr, c.bias)
+    assert found == (1000, int, 2.0, float, True, None, True)
 
 
 def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
-    files = [write(tmp_path, "count = 2\n", "a.py"), write(tmp_path, "count = count * 10\n", "b.py")]
-    assert configure(Settings, files) == Settings(count=20)
+    files = [write(tmp_path, "max_iters = 2\n", "a.py"), write(tmp_path, "max_iters = max_iters * 10\n", "b.py")]
+    assert configure(TrainConfig, files) == TrainConfig(max_iters=20)
 
 
 def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(tmp_path, capsys):
-    for argument in ("--depth=3", write(tmp_path, "depth = 3\n")):
+    for argument in ("--attention=3", write(tmp_path, "attention = 3\n")):
         note_once.cache_clear()
-        assert configure(Settings, [argument, argument]) == Settings()
-        assert_one_line(capsys.readouterr().err, "depth", "no longer used")
+        assert configure(TrainConfig, [argument, argument]) == TrainConfig()
+        assert_one_line(capsys.readouterr().err, "attention", "no longer used")
 
 
 # A config file, or an argument, and what its error names.
 FAULTY_FILES: dict[str, list[str]] = {
-    "rate = 1.0\ncount: 3\n": [":2:", "count = 3"],  # as in YAML
-    "count = 1\n\nrat = 2\n": [":3:", "rat ", "rate"],
-    "count = 1.5\n": [":1:", "count=1.5", "int"],
-    "count = 1\nexit(3)\n": [":2:", "SystemExit: 3"],
-    "\nkind = 'c'\n": [":2:", "kind='c'", "a, b"],
+    "bias = True\nmax_iters: 3\n": [":2:", "max_iters = 3"],  # as in YAML
+    "max_iters = 1\n\nlearning_rat = 2\n": [":3:", "learning_rat ", "learning_rate"],
+    "max_iters = 1.5\n": [":1:", "max_iters=1.5", "int"],
+    "max_iters = 1\nexit(3)\n": [":2:", "SystemExit: 3"],
+    "\noptimizer = 'c'\n": [":2:", "optimizer='c'", "adamw, muon"],
     "x = \n": [":1:", "SyntaxError"],
-    "count = 1\nrate = 1 / 0\n": [":2:", "ZeroDivisionError"],
+    "max_iters = 1\nmin_lr = 1 / 0\n": [":2:", "ZeroDivisionError"],
 }
 FAULTY_ARGUMENTS: dict[str, list[str]] = {
-    "--cuont=3": ["--cuont", "did you mean count?"],
+    "--max_itres=3": ["--max_itres", "did you mean max_iters?"],
     "--qqq=3": ["--qqq", "--help"],
-    "--count=three": ["--count='three'", "int", "--count=1"],
-    "--count": ["--count", "--count=1"],
-    "--rate=1e999": ["--rate=inf", "float"],
-    "--on=1": ["--on=1", "bool"],
-    "--count=-1": ["count=-1", "at least 0"],
-    "--share=1": ["share=1", "below 1"],
-    "--folder=": ["--folder", "--folder=out"],
-    "--folder=~nobody-of-this-name/a": ["~nobody-of-this-name"],
-    "--count 8": ["8", "--key=value"],
-    "-count=3": ["-count=3", "--key=value"],
-    "config": ["config", "is not a config file"],
+    "--max_iters=three": ["--max_iters='three'", "int", "--max_iters=6"],
+    "--max_iters": ["--max_iters", "--max_iters=6"],
+    "--min_lr=1e999": ["--min_lr=inf", "float"],
+    "--bias=1": ["--bias=1", "bool"],
+    "--max_iters=-1": ["max_iters=-1", "at least 0"],
+    "--beta1=1": ["beta1=1", "below 1"],
+    "--out_dir=": ["--out_dir", "--out_dir=out"],
+    "--out_dir=~nobody-of-this-name/a": ["~nobody-of-this-name"],
+    "--max_iters 8": ["8", "--key=value"],
+    "-max_iters=3": ["-max_iters=3", "--key=value"],
 }
 
 
 @pytest.mark.parametrize(("fault", "named"), [*FAULTY_FILES.items(), *FAULTY_ARGUMENTS.items()])
 def test_fault_is_one_line_which_names_its_value_and_in_a_file_its_line(tmp_path, fault, named):
     path = write(tmp_path, fault)
-    with pytest.raises(ConfigError) as e:
-        configure(Settings, [path] if fault in FAULTY_FILES else fault.split(" "))
-    assert_one_line(e.value, *named, *[path] * (fault in FAULTY_FILES))
+    with raises_one_line(*named, *[path] * (fault in FAULTY_FILES), kind=ConfigError):
+        configure(TrainConfig, [path] if fault in FAULTY_FILES else fault.split(" "))
 
 
 def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    for argument in ("--folder=~/a", write(tmp_path, "folder = '~/a'\n")):
-        assert configure(Settings, [argument]).folder == f"{tmp_path}/a"
-
-
-# ---- the scripts' own settings -------------------------------------------------------------------------------
+    for argument in ("--out_dir=~/a", write(tmp_path, "out_dir = '~/a'\n")):
+        assert configure(TrainConfig, [argument]).out_dir == f"{tmp_path}/a"
+    parser = OneLineParser(None)  # of scripts without settings
+    parser.add_argument("file")
+    parser.add_argument("--name")
+    assert vars(parser.parse_args(["~/a", "--name=~/b"])) == {"file": f"{tmp_path}/a", "name": f"{tmp_path}/b"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!_]*.py")), ids=lambda p: p.stem)
@@ -157,6 +129,6 @@ def test_help_shows_every_setting_once_with_its_type_default_and_comment(cls):
     assert sorted(name for name, _, _ in found) == sorted(f.name for f in fields(cls))
     for name, kind, text in found:
         setting = settings_of(cls)[name]
-        assert kind == setting.type_name
-        assert text.startswith(repr(setting.default))
-        assert text.removeprefix(repr(setting.default)).strip(), f"{name} has no comment"
+        default = repr(setting.default)
+        assert (kind, text[: len(default)]) == (setting.type_name, default)
+        assert text.removeprefix(default).strip(), f"{name} has no comment"

@@ -1,17 +1,21 @@
-"""Errors that a user can cause are one line and a status; defects keep their traceback. What is printed is harmless."""
+"""Errors that a user can cause are one line and a status; output is harmless, and a run outlives it."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, shell
+from conftest import ROOT, TINY, assert_one_line, events, flags, shell
 
 from deskgpt.system import cache
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.system.errors import ConfigError, one_line_errors
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
 
 
 @pytest.mark.parametrize(
@@ -43,14 +47,6 @@ def test_defect_keeps_its_traceback(error):
         raise error
 
 
-def test_tilde_in_an_option_means_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    parser = OneLineParser(None)
-    parser.add_argument("file")
-    parser.add_argument("--name")
-    assert parser.parse_args(["~/a", "--name=~/b"]).__dict__ == {"file": "/home/me/a", "name": "/home/me/b"}
-
-
 def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_path, monkeypatch, capsys):
     """Print the package's own error, such as versions that do not fit each other."""
     (tmp_path / "halfway").mkdir()
@@ -74,7 +70,7 @@ def test_error_of_one_of_several_ranks_names_it_and_its_host(monkeypatch, capsys
 # ---- output --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a POSIX shell and a device that is always full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a POSIX shell and a device that is always full")
 @pytest.mark.parametrize(
     ("redirected", "named"), [(">/dev/full", "No space left on device"), (">&-", "standard output is closed")]
 )
@@ -94,10 +90,73 @@ def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):
     assert captured.err == rb"\x1b[8mhidden, " + b"\x1b[34mblue\x1b[0m\n"  # colours are W&B's
 
 
-# ---- the cache -----------------------------------------------------------------------------------------------
+@POSIX
+def test_file_opened_after_the_start_is_not_taken_for_the_terminal(tmp_path):
+    code = """
+import os, sys
+from deskgpt.system.terminal import open_standard_files, safe_output
+open_standard_files()
+file = open(os.environ['X'], 'wb')
+assert file.fileno() > 2
+os.system('echo noise; echo noise >&2')
+with safe_output(lasts=True):
+    print('x')
+    print('x', file=sys.stderr)
+"""
+    env = os.environ | {"PYTHON": sys.executable, "CODE": code, "X": str(tmp_path / "x")}
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        subprocess.run(["bash", "-c", f'"$PYTHON" -c "$CODE" {closed}'], cwd=ROOT, check=True, env=env)
+        assert (tmp_path / "x").read_bytes() == b""
 
 
-def test_damaged_cache_counts_as_none_and_is_repaired(tmp_path, monkeypatch):
+@pytest.mark.slow
+@POSIX
+def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(chars, tmp_path):
+    import pty
+    import termios
+
+    for action, status in (("ignore", 0), ("default", 128 + 1)):
+        out_dir = tmp_path / action
+        settings = TINY | {"dataset": chars, "out_dir": out_dir, "max_iters": 400, "eval_interval": 400}
+        # setsid --ctty makes the terminal the run's own, so that its end is announced by SIGHUP.
+        command = ["setsid", "--ctty", "env", f"--{action}-signal=HUP", sys.executable, "train.py", *flags(**settings)]
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))  # tqdm is silent in a width of 0
+        process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        printed = b""
+        while b"iter 3:" not in printed:
+            printed += os.read(ours, 1 << 12)
+        os.close(ours)
+        assert re.search(rb"evaluating: .*/2", printed)  # the progress bar
+        assert process.wait(60) == status
+        steps = [e["iter"] for e in events(out_dir, "iter")]
+        assert steps == list(range(len(steps) if status else 400))
+        assert (out_dir / "ckpt.pt").exists()
+
+
+@pytest.mark.slow
+@POSIX
+def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_path):
+    data = tmp_path / "dätä"
+    data.symlink_to(chars)
+    out_dir = f"--out_dir={tmp_path / 'öut'}"
+    commands = [
+        ["train.py", *flags(**TINY, dataset=data), out_dir],
+        ["train.py", "--init_from=resume", out_dir, "--max_iters=8", "--lr_decay_iters=6"],
+        ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=2", "--device=cpu"],
+    ]
+    # One after the other in one process, which imports torch once.
+    code = "import json, runpy, sys\nfor sys.argv in json.loads(sys.argv[1]):\n"
+    code += "    runpy.run_path(sys.argv[0], run_name='__main__')"
+    env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = shell("python", "-c", code, json.dumps(commands, ensure_ascii=False), env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [e["iter"] for e in events(tmp_path / "öut", "iter")] == list(range(8))
+
+
+@POSIX
+def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache.keep("x", "a", 1.5)
     assert cache.read("x") == {"a": 1.5}
@@ -105,17 +164,11 @@ def test_damaged_cache_counts_as_none_and_is_repaired(tmp_path, monkeypatch):
         cache.path_of("x").write_bytes(content)
         assert cache.read("x") == {}
     cache.keep("x", "b", 2)
+    assert cache.read("x") == {"b": 2}
     cache.path_of("x").chmod(0o666)  # others may have written it
     assert cache.read("x") == {}
-    cache.keep("x", "c", 3)
-    assert cache.read("x") == {"c": 3}
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX's owners and modes")
-def test_without_a_home_the_cache_is_in_the_temporary_folder(tmp_path, monkeypatch):
-    (tmp_path / "home").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache.keep("x", "a", 1)
+    cache.keep("x", "c", 3)
     assert cache.path_of("x").parent == tmp_path / f"deskgpt-{os.getuid()}"
-    assert cache.read("x") == {"a": 1}
+    assert cache.read("x") == {"c": 3}

@@ -1,69 +1,65 @@
+"""Numbers that go bad: gradients, spikes, evaluations that no longer improve, and losses outside of the usual band."""
+
 from __future__ import annotations
 
-import itertools
+import json
 import math
 import os
 import random
 import re
 import shlex
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_equal, assert_one_line, events, flags, raises_one_line, tiny, weights
+from conftest import ROOT, TINY, assert_equal, assert_one_line, events, flags, raises_one_line, tiny, weights
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
 
 import train
+from configurator import read_settings
 from data.loader import Loader
 from data.splits import Split
 from deskgpt.checkpoint import store
+from deskgpt.run import loss_band
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, without_improvement
 from deskgpt.run.health import Health
-from deskgpt.run.init_state import InitState
-from train import main
+from deskgpt.run.loss_band import Band
+from train import TrainConfig, main
 
 BAD = "transformer.h.1.mlp.c_fc.weight"
 
 
-class Faults:
-    """What goes wrong in a run: the test names the steps and batches."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.bad_gradients: range | tuple[int, ...] = ()  # steps whose gradient has a NaN
-        self.spikes: range | tuple[int, ...] = ()  # batches whose loss is higher
-        self.batches: list[torch.Tensor] = []  # trained on so far
-        step, build_model, record = Loader.step, InitState.build_model, Health.record
-
-        def counted(loader):
-            for batch in step(loader):
-                self.batches.append(batch.x)
-                yield batch
-
-        def spoil(gradient):
-            gradient = gradient.clone()
-            if len(self.batches) - 1 in self.bad_gradients:
-                gradient[0, 0] = math.nan
-            return gradient
-
-        def spoiled_model(init, *args):
-            model = build_model(init, *args)
-            model.get_parameter(BAD).register_hook(spoil)
-            return model
-
-        def record_spike(health, at, loss, *norms):
-            record(health, at, loss + 5 * (health.state.position in self.spikes), *norms)
-
-        monkeypatch.setattr(Loader, "step", counted)
-        monkeypatch.setattr(InitState, "build_model", spoiled_model)
-        monkeypatch.setattr(Health, "record", record_spike)
-
-
 @pytest.fixture
-def faults(monkeypatch):
-    return Faults(monkeypatch)
+def faults(monkeypatch) -> SimpleNamespace:
+    """Return what goes wrong in a run, which the test sets, and the batches that were trained on so far."""
+    found = SimpleNamespace(bad_gradients=(), spikes=(), batches=[])  # steps with a NaN, batches with a higher loss
+    step, build_optimizer, record = Loader.step, train.build_optimizer, Health.record
+
+    def counted(loader):
+        for batch in step(loader):
+            found.batches.append(batch.x)
+            yield batch
+
+    def spoil(gradient):
+        is_bad = len(found.batches) - 1 in found.bad_gradients and os.environ.get("RANK") != "0"  # of two ranks, on one
+        return gradient.index_fill(0, torch.tensor([0]), math.nan) if is_bad else gradient
+
+    def with_hook(config, model, dtype):
+        model.get_parameter(BAD).register_hook(spoil)
+        return build_optimizer(config, model, dtype)
+
+    def record_spike(health, at, loss, *norms):
+        record(health, at, loss + 5 * (health.state.position in found.spikes), *norms)
+
+    monkeypatch.setattr(Loader, "step", counted)
+    monkeypatch.setattr(train, "build_optimizer", with_hook)
+    monkeypatch.setattr(Health, "record", record_spike)
+    return found
 
 
 def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, tmp_path, faults):
@@ -108,19 +104,12 @@ def test_run_whose_loss_is_nan_keeps_the_last_good_checkpoint(dtype, chars, tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs fork")
-def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, monkeypatch, capfd):
-    named_losses = train.named_losses
-    passes = itertools.count()
-
-    def spoiled(logits, loss):
-        is_bad = next(passes) == 2 and os.environ["RANK"] == "1"
-        return named_losses(logits, loss * (math.nan if is_bad else 1))
-
-    monkeypatch.setattr(train, "named_losses", spoiled)
+def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, faults, capfd):
+    faults.bad_gradients = (2,)
     run(2, tiny(chars, tmp_path, gradient_accumulation_steps=2))
     assert capfd.readouterr().out.count("gradients are not finite") == 1
     [bad] = events(tmp_path, "bad_step")
-    assert (bad["iter"], bad["which"][:8]) == (2, "15 of 15")
+    assert (bad["iter"], bad["which"][:7]) == (2, "1 of 15")
     assert {int(s["step"]) for s in store.load(tmp_path).optimizer["state"].values()} == {5}
 
 
@@ -162,7 +151,9 @@ def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path,
 
 
 @pytest.mark.slow
-def test_rewind_continues_after_the_spikes_batch_and_a_resumed_run_does_too(chars, tmp_path, faults):
+def test_rewind_continues_after_the_spikes_batch_also_when_resumed_and_ends_a_run_that_spikes_on(
+    chars, tmp_path, faults
+):
     faults.spikes = (45,)
     settings = SPIKED | {"on_spike": "rewind", "eval_interval": 10, "lr_decay_iters": 60}
     main(tiny(chars, tmp_path / "full", **settings))
@@ -174,14 +165,10 @@ def test_rewind_continues_after_the_spikes_batch_and_a_resumed_run_does_too(char
     main(tiny(chars, tmp_path / "halves", init_from="resume", **settings))
     assert_equal(weights(tmp_path / "full"), weights(tmp_path / "halves"))
     assert_equal(store.load(tmp_path / "full").optimizer, store.load(tmp_path / "halves").optimizer)
-
-
-@pytest.mark.slow
-def test_spikes_that_other_batches_do_not_avoid_end_the_run(chars, tmp_path, faults):
-    faults.spikes = range(45, 10**6)
+    faults.spikes = range(45, 10**6)  # which no other batches avoid
     with pytest.raises(ValueError, match="5 times back to step 40"):
-        main(tiny(chars, tmp_path, on_spike="rewind", **SPIKED))
-    assert [e["iter"] for e in events(tmp_path, "rewind")] == [40] * 5
+        main(tiny(chars, tmp_path / "ended", **settings))
+    assert [e["iter"] for e in events(tmp_path / "ended", "rewind")] == [40] * 5
 
 
 def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
@@ -205,7 +192,6 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
 
 
-@pytest.mark.slow
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
@@ -218,4 +204,50 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     for command in commands.values():
         ended = script(*command)
         assert ended.code == 0, ended.err
+    assert [e["iter"] for e in events(out_dir, "iter")] == list(range(12))
     assert store.load(out_dir).iter_num == 12
+
+
+# ---- the band of runs that differ only in their seed ---------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(chars, tmp_path, capfd, monkeypatch, script):
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "max_iters": 20, "lr_decay_iters": 20, "eval_interval": 10}
+    monkeypatch.setattr(loss_band, "FOLDER", tmp_path)
+    out_dirs = [tmp_path / f"{seed}" for seed in range(8)]
+    for seed, out_dir in enumerate(out_dirs):
+        main(tiny(chars, out_dir, seed=seed, **settings))
+    assert_one_line(script("bench/band.py", "config/tiny.py", *out_dirs[:7], out_dirs[0]).err, "alone")
+    assert script("bench/band.py", "config/tiny.py", *out_dirs).out.strip() == str(tmp_path / "tiny.json")
+    start = events(tmp_path / "0", "start")[0]
+    for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1, "batch_size": 8}):
+        assert loss_band.band_of(start["settings"] | other, start["val_sha256"], start["train_tokens"]) is None
+
+    def verdict(name: str) -> tuple[str, str]:
+        capfd.readouterr()
+        other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}  # of the same batch
+        main(tiny(chars, tmp_path / name, **settings | other_split))
+        (found,) = re.findall(r"^(as usual|unusual): .* at step (\d+)", capfd.readouterr().out, re.M)
+        return found
+
+    assert verdict("split") == ("as usual", "20")
+    rate = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda c, step: 10 * rate(c, step))  # a defect
+    assert verdict("defect") == ("unusual", "10")  # the first step outside of the band
+
+
+def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():
+    band = Band({0: [4.1, 4.1]})
+    assert [band.verdict({0: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
+    assert band.verdict({5: 1.0}) == ""
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)
+def test_kept_bands_are_those_of_the_shipped_configs(path):
+    record = json.loads(path.read_text())
+    settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
+    data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])
+    remedy = f"the config has changed: make {path.name} again from eight runs (docs/comparing-runs.md)"
+    assert loss_band.DEFAULTS | record["experiment"] == loss_band.experiment(settings, *data), remedy
+    assert len(record["seeds"]) >= 8

@@ -12,7 +12,6 @@ Nothing of the repository is imported before the fork.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import gc
 import json
 import os
@@ -28,16 +27,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STUCK_S = 150  # less than the limits of the tests that wait for it
-
 # Passes on its arguments, folder, environment and standard files, and ends with the exit status of the fork.
 CLIENT = """
 import json, os, socket, sys
-connection = socket.socket(socket.AF_UNIX)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(sys.argv[1])
 request = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()
-socket.send_fds(connection, [len(request).to_bytes(8, "little")], [0, 1, 2])
-connection.sendall(request)
+socket.send_fds(connection, [request], [0, 1, 2])
 os._exit(int(connection.recv(8) or b"1"))
 """
 
@@ -55,7 +51,7 @@ def warm_python(program: Path) -> Iterator[None]:
         write_program(program, sys.executable)
         yield
         return
-    with tempfile.TemporaryDirectory() as private, socket.socket(socket.AF_UNIX) as listening:
+    with tempfile.TemporaryDirectory() as private, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         address = f"{private}/socket"
         listening.bind(address)
         listening.listen()
@@ -79,23 +75,17 @@ def serve(number: int) -> tuple[list[str], socket.socket]:
     gc.freeze()  # otherwise each fork takes a second to collect what was imported before it, at its end
     listening = socket.socket(fileno=number)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    while True:
-        client, _ = listening.accept()
-        if os.fork() == 0:
-            break
+    client, _ = listening.accept()
+    while os.fork():
         client.close()
+        client, _ = listening.accept()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     listening.close()
-    size, files, _, _ = socket.recv_fds(client, 8, 3)
-    request = b""
-    while len(request) < int.from_bytes(size, "little"):
-        request += client.recv(1 << 16)
+    request, files, _, _ = socket.recv_fds(client, 1 << 20, 3)
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
     arguments, folder, environment = json.loads(request)
     os.chdir(folder)
     os.environ.clear()
@@ -110,23 +100,20 @@ def serve(number: int) -> tuple[list[str], socket.socket]:
 
 
 def run(arguments: list[str]) -> None:
-    """Do what `python ARGUMENTS` does. After STUCK_S, stderr gets what each thread is doing, in case it never ends."""
-    faulthandler.dump_traceback_later(STUCK_S)
-    if arguments[0] == "-u":
-        arguments = arguments[1:]
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
-    kind = arguments[0]
-    if kind in ("-m", "-c"):
-        sys.argv = [kind, *arguments[2:]]
+    """Do what `python ARGUMENTS` does."""
+    kind, *rest = arguments
+    if kind == "-u":  # lines are not kept back anyway
+        run(rest)
+    elif kind in ("-m", "-c"):
+        sys.argv = [kind, *rest[1:]]
         sys.path[0] = os.getcwd()
+        if kind == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            exec(rest[0], {"__name__": "__main__"})
     else:
         sys.argv = arguments
         sys.path[0] = str(Path(kind).resolve().parent)
-    if kind == "-m":
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        exec(arguments[1], {"__name__": "__main__"})
-    else:
         runpy.run_path(kind, run_name="__main__")
 
 

@@ -1,0 +1,304 @@
+"""What a run keeps in its folder: checkpoints that no kill and no full disk loses, and its log; one run at a time."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest import mock
+
+import pytest
+import torch
+from conftest import TINY, assert_equal, assert_one_line, contents, files_of_at_most, flags, raises_one_line, tiny
+from gloo import forked
+from tiny_models import state_of
+
+from deskgpt.checkpoint import store
+from deskgpt.run import saver as saver_module
+from deskgpt.run.log import RunLog, read_events
+from deskgpt.run.saver import Kept, Saver
+from deskgpt.system.files import TEMPORARY, only_run_in
+from train import main
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs fork, SIGKILL, limits, O_NOFOLLOW and open files that move")
+
+
+def test_snapshot_is_written_while_the_training_changes_the_weights(tmp_path, monkeypatch):
+    go = threading.Event()
+    write = store.save
+    monkeypatch.setattr(store, "save", lambda *args: go.wait() and write(*args))
+    saver = Saver(tmp_path, print, best_val_loss=9.0)
+    state = state_of(1, 2.0)
+    expected = state_of(1, 2.0)
+    saver.save(state, best=False)
+    state.model["lm_head.weight"].add_(1)
+    state.optimizer["param_groups"][0]["lr"] = 7.0
+    assert saver.kept is None  # it is not on the disk yet
+    go.set()
+    saver.wait()
+    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
+    loaded = store.load(tmp_path)
+    assert_equal(loaded.model, dict(expected.model))
+    assert_equal(loaded.optimizer, expected.optimizer)
+    assert loaded.model["lm_head.weight"].data_ptr() == loaded.model["transformer.wte.weight"].data_ptr()  # tied
+
+
+def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch):
+    lines: list[str] = []
+    saver = Saver(tmp_path, lines.append, best_val_loss=9.0)
+    assert not saver.is_best(8.0, step=0)  # random weights
+    saver.save(state_of(1, 3.0), best=True)
+    saver.wait()
+    huge = state_of(2, 2.0)
+    bad = state_of(3, 2.0)
+    huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
+    bad.model["lm_head.weight"][0, 0] = torch.nan
+    with files_of_at_most(kib=1):
+        for state in (huge, bad, state_of(4, 2.0)):
+            saver.save(state, best=True)
+            saver.wait()
+    assert saver.is_best(2.5, step=5)  # the files have 3.0
+    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
+    assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
+    for line, named in zip(lines, ("weights", "NaN", "free some disk space"), strict=True):
+        assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
+    with pytest.raises(OSError, match="disk space"):
+        saver.raise_if_last_failed()
+    saver.save(state_of(5, 2.5), best=True)
+    saver.wait()
+    saver.raise_if_last_failed()
+    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
+    assert not store.leftovers(tmp_path)
+    # The disk fills after the best one is written and before the last one is.
+    monkeypatch.setattr(store, "copy", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    saver.save(state_of(6, 0.5), best=True)
+    saver.wait()
+    assert [saver.is_best(loss, step=7) for loss in (0.4, 0.6)] == [True, False]
+    assert store.load(tmp_path / "ckpt_best.pt").best_val_loss == 0.5
+    assert store.resume(tmp_path).iter_num == 5
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------
+
+# Python's audit events of calls that change files. Writes within a file are not among them, so a file must be written
+# under a temporary name and renamed when it is complete.
+CHANGES = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copyfile")
+
+SAVES = [(1, True, 3.0), (2, False, 3.0), (3, True, 2.0)]  # (step, best, val loss so far)
+STATES = [(state_of(step, loss), best) for step, best, loss in SAVES]
+
+
+def prepare_folder(out_dir: Path, before: str) -> None:
+    """Write the files that an earlier run has left in out_dir."""
+    out_dir.mkdir()
+    if before != "nothing":
+        (out_dir / "ckpt.pt.1-a.tmp").write_text("torn")
+        store.save(replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True)
+    if before == "one file":  # nanoGPT's
+        (out_dir / store.BEST).unlink()
+    elif before == "damaged":
+        os.truncate(out_dir / store.NAME, 1000)
+
+
+def save_all(out_dir: Path, in_background: bool, killed_before: int, report: BinaryIO) -> None:
+    """Save as a run does that is killed before this call in out_dir, and report the progress."""
+    calls = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal calls
+        if event not in CHANGES or not str(arguments[0]).startswith(str(out_dir)):
+            return
+        is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if is_write and not str(arguments[0]).endswith(TEMPORARY):
+            report.write(f"in-place {arguments[0]}\n".encode())
+        calls += 1
+        if calls == killed_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    setattr(saver_module, "has_room_for", lambda checkpoint: in_background)  # noqa: B010
+    saver = Saver(out_dir, print, math.inf)
+    for state, best in STATES:
+        saver.save(state, best)
+        report.write(f"begun {state.iter_num}\n".encode())
+        saver.wait()
+        saver.raise_if_last_failed()
+        report.write(f"done {state.iter_num}\n".encode())
+
+
+def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list[int]) -> None:
+    """Check that what a kill leaves is what docs/reliability.md promises, and that a run resumes from there."""
+    losses = {step: loss for step, best, loss in SAVES if best} | ({} if before == "nothing" else {0: 4.0})
+    if before == "nothing" and not done and not store.candidates(out_dir):
+        return
+    last = store.resume(out_dir)
+    assert last.iter_num >= max([0, *done, *(step - 1 for step in begun)])
+    bests_done = [step for step in done if step in losses]
+    if bests_done or before == "damaged" or (out_dir / store.BEST).exists():
+        best = store.load(out_dir / store.BEST)
+        assert best.iter_num in losses
+        assert best.best_val_loss <= min([losses[step] for step in bests_done], default=4.0)
+        assert last.best_val_loss == best.best_val_loss
+    # The resumed run saves a worse model, which must leave the best one alone.
+    store.take_over(out_dir, print)
+    store.save(state_of(9, last.best_val_loss), out_dir, best=False)
+    assert store.load(out_dir).iter_num == 9
+    assert store.load(out_dir / store.BEST).best_val_loss == last.best_val_loss
+    assert not store.leftovers(out_dir)
+
+
+@pytest.mark.slow
+@POSIX
+@pytest.mark.parametrize(("before", "in_background"), [("nothing", False), ("one file", True), ("damaged", True)])
+def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before, in_background):
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where waiting for the disk takes no time
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        for call in itertools.count(1):
+            out_dir = Path(folder, str(call))
+            prepare_folder(out_dir, before)
+            with tempfile.TemporaryFile(buffering=0) as report:
+                child = os.fork()
+                if child == 0:
+                    with suppress(BaseException):
+                        save_all(out_dir, in_background, call, report)
+                        os._exit(0)
+                    os._exit(1)
+                _, status = os.waitpid(child, 0)
+                report.seek(0)
+                reported = [line.split() for line in report.read().decode().splitlines()]
+            assert status in (0, signal.SIGKILL)
+            assert not [what for word, what in reported if word == "in-place"]
+            begun, done = ([int(what) for word, what in reported if word == kind] for kind in ("begun", "done"))
+            assert_nothing_lost(out_dir, before, begun, done)
+            if status == 0:
+                break
+    assert call > 15
+
+
+# ---- the log -------------------------------------------------------------------------------------------------
+
+
+def written(path: Path) -> list[tuple[str, int]]:
+    return [(e["event"], e["iter"]) for e in read_events(path)]
+
+
+@POSIX
+def test_log_continues_after_a_torn_line_and_restarts_if_it_was_moved_away(tmp_path):
+    path = tmp_path / "out" / "log.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"event": "iter", "iter": 2, "crc": "ba2aa0ec"}\n{"event": "it')  # with a crc until 2026-11-26
+    log = RunLog(path)
+    log.write("start", iter=3)
+    assert path.read_text().splitlines()[1] == '{"event": "it'
+    assert written(path) == [("iter", 2), ("start", 3)]
+    os.rename(tmp_path / "out", tmp_path / "moved")
+    log.write("iter", iter=3)
+    assert written(path) == [("start", 3), ("iter", 3)]
+
+
+@POSIX
+def test_log_continues_after_a_full_disk_and_has_complete_lines_only(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path)
+    log.write("start", iter=0, note="x" * 970)
+    with files_of_at_most(kib=1):  # room for a part of a line
+        for step in range(3):
+            log.write("iter", iter=step)
+    log.write("iter", iter=3)
+    assert path.read_text().count("\n") == 2
+    assert written(path) == [("start", 0), ("iter", 3)]
+    assert_one_line(capsys.readouterr().err, path, "File too large", "the run continues")
+
+
+@POSIX
+def test_untrusted_log_that_is_a_link_writes_nowhere_else(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "log.jsonl").symlink_to(tmp_path / "mine")
+    with raises_one_line(tmp_path / "log.jsonl", "link", "--out_dir", kind=OSError):
+        RunLog(tmp_path / "log.jsonl")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for settings in ({"max_iters": 3}, {"init_from": "resume"}):
+        main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
+        ids.append(store.load(tmp_path / "out").wandb_run_id)
+    assert ids[0]
+    assert ids[0] == ids[1]
+    # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}*/*.wandb"))) == 2
+
+
+def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys):
+    wandb_run = mock.Mock()
+    wandb_run.log.side_effect = [None, OSError("no space left")]
+    log = RunLog(tmp_path / "log.jsonl", wandb_run)
+    for step in (7, 8, 9):
+        log.write("iter", iter=step, loss=2.0, mfu=0.5)
+    log.close()
+    assert wandb_run.log.call_args_list[0] == mock.call({"iter": 7, "loss": 2.0, "mfu": 50.0}, step=7)
+    assert wandb_run.log.call_count == 2  # it is not called again
+    assert written(tmp_path / "log.jsonl") == [("iter", 7), ("iter", 8), ("iter", 9)]
+    assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run continues")
+
+
+# ---- one run at a time ---------------------------------------------------------------------------------------
+
+
+def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
+    out_dir = tmp_path / "a" / "out"
+    with only_run_in(out_dir):
+        before = contents(out_dir)
+        done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
+        assert contents(out_dir) == before
+    assert done.code == 1
+    assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
+    assert contents(out_dir) == {}
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
+def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+    with only_run_in(tmp_path):
+        pass
+    assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
+
+
+def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_path):
+    first = only_run_in(tmp_path)
+    first.__enter__()
+    leaves = threading.Timer(0.1, first.__exit__, (None, None, None))
+    leaves.start()
+    with only_run_in(tmp_path, wait_s=20):
+        assert leaves.finished.is_set()
+
+
+@pytest.mark.slow
+@POSIX
+def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path):
+    """Each that gets in makes a file that must not exist yet, and removes it."""
+    folder = tmp_path / "out"
+
+    def come_and_go(number: int) -> None:
+        times = 0
+        while times < 50:
+            with suppress(ValueError), only_run_in(folder):
+                (folder / "alone").touch(exist_ok=False)
+                times += 1
+                (folder / "alone").unlink()
+
+    forked(4, come_and_go)
+    assert not list(folder.iterdir())
