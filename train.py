@@ -124,7 +124,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     fp8: bool = False  # training's linear layers in 8 bits, on RTX 40, H100 and later; no card has run it
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
-    activation_checkpoint: Literal["none", "full", "selective"] = "none"  # compute activations again: less memory
+    activation_checkpoint: Literal["none", "full"] = "none"  # full: compute activations again, which takes less memory
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere

@@ -29,10 +29,10 @@ VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 def prepare(device: torch.device) -> None:
     """Set up what torch.compile needs, before anything is compiled.
 
-    Silences its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have none),
-    that matmuls are not autotuned on a card of fewer than 68 SMs, and that FLOPs of Triton are not counted on Windows.
+    Silences its warnings that ask for nothing: that matmuls are not autotuned on a card of fewer than 68 SMs, and that
+    FLOPs of Triton are not counted on Windows.
     """
-    for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils", "torch.utils.flop_counter"):
+    for name in ("torch._inductor.utils", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # A change of model.py may have a graph for each layer; after torch's limit, 8, it would silently go on uncompiled.
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)

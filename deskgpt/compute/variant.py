@@ -31,7 +31,7 @@ class Variant:
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False  # blocks, and the softmax of the loss
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
-    recompute: str = "none"  # activations that the backward pass computes again: none, full or selective
+    recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     fp8: bool = False  # linear layers in 8 bits while they train
 
@@ -103,14 +103,9 @@ def choose_variant(
     if compile == "auto":
         compile = earlier.get("compiled", "auto")
         if compile == "auto":
-            compile = device.type == "cuda" and recompute != "selective" and hardware.has_triton(device)
+            compile = device.type == "cuda" and hardware.has_triton(device)
             compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
         compile = dist.all(bool(compile))
-    if compile and recompute == "selective":
-        raise ValueError(
-            "activation_checkpoint=selective works with --compile=False only; compiled, take "
-            "--activation_checkpoint=full"
-        )
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"

@@ -39,7 +39,7 @@ SHARES = {
 # for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27), more for a model of a few MB.
 WORKSPACES_ON_CPU = 0.45
 # Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/training.md).
-TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
+TIME_WITH_CHECKPOINTS = {"none": 1.0, "full": 1.26}
 
 
 def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
