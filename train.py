@@ -201,7 +201,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             lr = learning_rate(state.schedule, step)
             is_last = step >= state.schedule.max_iters or config.eval_only
             evaluates = (is_last or step % config.eval_interval == 0) and step != evaluated_at
-            save_is_due = stops.poll(step > state.first_step, evaluates)
+            save_is_due = stops.poll(step > state.first_step)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
             spike = health.must_rewind()
