@@ -97,7 +97,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after this many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule have changed
-    on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: reload the last checkpoint and skip the batches since
+    on_spike: Literal["go", "stop"] = "go"  # when the loss leaps up
     # batch
     batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
@@ -204,11 +204,6 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             save_is_due = stops.poll(step > state.first_step)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
-            spike = health.must_rewind()
-            if spike and saver.rewind(state, report, spike):
-                health.forget()
-                loader.seek(state.position)
-                continue
 
             # ---- evaluate ------------------------------------------------------------------------------------
             is_best = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +22,10 @@ from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware
 
 MEMORY_FACTOR = 1.5  # how much of a copy's size must be free: the system needs some, too
-MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
 
 
 class Kept(NamedTuple):
-    """The latest checkpoint on the disk, to which a run can return."""
+    """The latest checkpoint on the disk."""
 
     path: Path  # of the file or its folder
     step: int
@@ -54,7 +52,6 @@ class Saver:
         self.error: BaseException | None = None  # of the last save
         self._thread: threading.Thread | None = None
         self._has_taken_over = False
-        self._rewinds: Counter[int] = Counter()  # of this process, by the step of the checkpoint
 
     @classmethod
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
@@ -100,32 +97,6 @@ class Saver:
         if saves:
             self.save_if_new(state, report)
         self.wait()
-
-    def rewind(self, state: TrainState, report: Report, step: int) -> bool:
-        """Return the state to the latest checkpoint, to continue with the batch after that of a step.
-
-        All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
-        """
-        self.wait()
-        kept = state.dist.gather(self.kept)[0]
-        if kept is None:
-            self.print0("on_spike=rewind: no checkpoint was saved yet, so the run continues")
-            return False
-        with report.timer.spent_on("saving"):
-            self._rewinds[kept.step] += 1
-            if self._rewinds[kept.step] > MAX_REWINDS:
-                raise ValueError(
-                    f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
-                    f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
-                )
-            reads = self.sharing is None or self.sharing.is_first
-            state.rewind(store.load(kept.path, dist=state.dist, checksums=reads), kept.path, step)
-            state.dist.all(True)  # no rank replaces the file while another reads it
-        text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
-        report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
-        self.latest_step = -1  # what is skipped must be saved
-        self.save_if_new(state, report)
-        return True
 
     def kept_text(self) -> str:
         """Return what an error says about the checkpoints."""

@@ -40,7 +40,7 @@ SCHEDULE = tuple(f.name for f in fields(Schedule))
 RETIRED = {"attention", "world", "sync_each_batch", "reshard_after_forward", "max_bad_steps", "cooldown_iters"}
 RETIRED |= {"save_interval", "save_async", "keep_checkpoints", "align_documents"}
 # Choices that settings of earlier versions had; a resumed run takes the default.
-RETIRED_CHOICES = (("activation_checkpoint", "selective"),)
+RETIRED_CHOICES = (("activation_checkpoint", "selective"), ("on_spike", "rewind"))
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.
