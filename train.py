@@ -181,7 +181,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, dist)
     step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
-    schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s)
+    schedule = budget.first_plan(batching, data.eval_windows(batching), step_s)
 
     state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)

@@ -69,10 +69,6 @@ class Batching:
             "eval_tokens": self.eval_tokens or self.eval_windows * self.block_size,
         }
 
-    def with_eval_windows(self, n: int) -> Batching:
-        """Return the same training with evaluations of n windows per split."""
-        return replace(self, eval_tokens=n * self.block_size)
-
     def flags(self) -> str:
         """Return what a user types for this cut."""
         return " ".join(f"--{name}={value}" for name, value in self.settings().items())

@@ -76,13 +76,9 @@ def test_first_plan_of_max_minutes_follows_the_prediction_and_later_ones_the_clo
     c = tiny(chars, tmp_path, max_minutes=1.0, max_iters=10**6, warmup_iters=10**5, eval_interval=100)
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     budget = TimeBudget(c, 0.0, DistContext(CPU))
-    schedule, batching = budget.first_plan(batching_of(c, DistContext(CPU)), [800, 800], 0.1)
+    schedule = budget.first_plan(batching_of(c, DistContext(CPU)), 160, 0.1)
     assert 400 < schedule.max_iters <= 600
     assert schedule.warmup_iters == -(-schedule.max_iters // 10)
-    n_evaluations = 2 + schedule.max_iters // 100
-    window_s = 0.1 / batching.sequences / 3
-    assert 2 * batching.eval_windows * window_s * n_evaluations <= 0.25 * 60
-    assert batching.eval_windows >= 8 * 4
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -65,8 +64,6 @@ def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype
     return flops / (EXPECTED_MFU * peak) if peak > 0 else 1.0  # NaN: no peak is known
 
 
-EVAL_SHARE = 0.2  # at most this share of the time is spent on evaluation
-LEAST_EVAL_BATCHES = 8  # each split gives at least this many batches: fewer say nothing about their own noise
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
 PLANS = 40  # how often the steps are planned again, evenly spread over the run
 
@@ -88,32 +85,18 @@ class TimeBudget:
         self.dist = dist
         self._next_step = 1  # at which the steps are planned again
 
-    def first_plan(self, batching: Batching, eval_windows: Sequence[int], step_s: float) -> tuple[Schedule, Batching]:
-        """Return the schedule and the evaluations that a predicted time per step allows.
-
-        eval_windows: how many windows one evaluation reads of each split. Evaluations that would take more than
-        EVAL_SHARE of the time read less.
-        """
+    def first_plan(self, batching: Batching, eval_windows: int, step_s: float) -> Schedule:
+        """Return the schedule that a predicted time per step allows. eval_windows: that one evaluation reads."""
         if not self.is_limited:
-            return self.wanted, batching
-        n_splits = len(eval_windows)
-        n_windows = sum(eval_windows)
-        seconds = self._seconds_left()
-        window_s = step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
-        n_evaluations = 2 + int(seconds / step_s) // self.eval_interval
-        affordable = int(EVAL_SHARE * seconds / (n_evaluations * window_s))
-        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, affordable // n_splits)
-        if n_windows > per_split * n_splits:
-            n_windows = per_split * n_splits
-            batching = batching.with_eval_windows(per_split)
-        eval_s = n_windows * window_s
-        schedule = self._fitted(0, step_s, eval_s, seconds - 2 * eval_s)  # at the start and at the end
+            return self.wanted
+        eval_s = eval_windows * step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
+        schedule = self._fitted(0, step_s, eval_s, self._seconds_left() - 2 * eval_s)  # at the start and at the end
         self._next_step = 1  # from then on by what steps took
         self.dist.print0(
             f"max_minutes={self.max_minutes:g}: about {schedule.max_iters:,} steps of {step_s * 1e3:.3g} ms, as "
             "predicted; planned again as it runs"
         )
-        return schedule, batching
+        return schedule
 
     def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
         """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so far."""
