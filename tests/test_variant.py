@@ -14,15 +14,14 @@ from deskgpt.kernels import cpu_kernels
 from deskgpt.run.init_state import batching_of
 from deskgpt.run.schedule import Schedule, TimeBudget
 from model import GPT, GPTConfig
-from train import main
+from train import TrainConfig, main
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def chosen(device: torch.device = CUDA, seconds: float = 1e4, **settings: Any) -> Variant:
-    usual: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none"}
-    usual |= {"is_sharded": False, "predicted_s": lambda dtype: seconds, "earlier": {}}
-    return choose_variant(DistContext(device), **usual | settings)
+def chosen(device: torch.device = CUDA, seconds: float = 1e4, earlier: Any = None, **settings: Any) -> Variant:
+    dist = DistContext(device, world=settings.get("dp_shard", 1))
+    return choose_variant(TrainConfig(**settings), dist, lambda dtype: seconds, earlier or {})
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +36,8 @@ def test_card_computes_in_bfloat16_compiled_unless_the_run_is_short():
     assert chosen() == Variant("bfloat16", True, False, "none", "bfloat16")
     assert str(chosen()) == "bfloat16, residual stream in bfloat16, compiled"
     assert chosen(seconds=COMPILE_FROM_S - 1) == Variant("bfloat16")
-    assert chosen(dtype="float32", recompute="full") == Variant("float32", True, recompute="full")
-    assert chosen(is_sharded=True, dtype="float16").dtype == "float32"
+    assert chosen(dtype="float32", activation_checkpoint="full") == Variant("float32", True, recompute="full")
+    assert chosen(dp_shard=2, dtype="float16").dtype == "float32"
 
 
 def test_cpu_compiles_only_if_asked():
@@ -48,7 +47,7 @@ def test_cpu_compiles_only_if_asked():
 
 def test_what_cannot_be_had_is_named_with_the_remedy(capsys):
     with raises_one_line("cpu_kernels=True", "--cpu_kernels=auto"):
-        chosen(CPU, kernels=True)
+        chosen(CPU, cpu_kernels=True)
 
 
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device():

@@ -102,17 +102,7 @@ class InitState:
         earlier: dict[str, Any] = {}
         if self.is_resumed and self.checkpoint:
             earlier = saved_variant(self.checkpoint.variant, dist.device)
-        return choose_variant(
-            dist,
-            dtype=config.dtype,
-            kernels=config.cpu_kernels,
-            compile=config.compile,
-            recompute=config.activation_checkpoint,
-            fp8=config.fp8,
-            predicted_s=predicted_s,
-            is_sharded=sharding.shards_of(config.dp_shard, dist.world) > 1,
-            earlier=earlier,
-        )
+        return choose_variant(config, dist, predicted_s, earlier)
 
     def fitting_batch(self, config: Config, variant: Variant, dist: DistContext) -> Batching:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
