@@ -354,9 +354,8 @@ def finish(
 
     Returns the best validation loss.
     """
-    saver.finish(
-        state, report, saves=bool(stops.reason) and not health.bad_in_a_row and not state.settings["eval_only"]
-    )
+    if stops.reason and not health.bad_in_a_row and not state.settings["eval_only"]:
+        saver.save_if_new(state, report)
     best_val_loss = report.end(stops.reason)
     loader.close()
     report.log.close()

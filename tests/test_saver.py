@@ -7,18 +7,16 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line, files_of_at_most
+from conftest import assert_one_line, files_of_at_most
 from tiny_models import state_of
 
 from deskgpt.checkpoint import store
-from deskgpt.run import saver as saver_module
 from deskgpt.run.saver import Kept, Saver
 from deskgpt.system.files import TEMPORARY
 
@@ -31,31 +29,10 @@ def saver_of(folder: Path, lines: list[str] | None = None) -> Saver:
     return Saver(folder, silent if lines is None else lines.append, best_val_loss=9.0)
 
 
-def test_snapshot_is_written_while_the_training_changes_the_weights(tmp_path, monkeypatch):
-    go = threading.Event()
-    write = store.save
-    monkeypatch.setattr(store, "save", lambda *args: go.wait() and write(*args))
-    saver = saver_of(tmp_path)
-    state = state_of(1, 2.0)
-    expected = state_of(1, 2.0)
-    saver.save(state, best=False)
-    state.model["lm_head.weight"].add_(1)
-    state.optimizer["param_groups"][0]["lr"] = 7.0
-    assert saver.kept is None  # it is not on the disk yet
-    go.set()
-    saver.wait()
-    assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
-    loaded = store.load(tmp_path)
-    assert_equal(loaded.model, dict(expected.model))
-    assert_equal(loaded.optimizer, expected.optimizer)
-    assert loaded.model["lm_head.weight"].data_ptr() == loaded.model["transformer.wte.weight"].data_ptr()  # tied
-
-
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path):
     lines: list[str] = []
     saver = saver_of(tmp_path, lines)
     saver.save(state_of(1, 3.0), best=True)
-    saver.wait()
     huge = state_of(2, 2.0)
     bad = state_of(3, 2.0)
     huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
@@ -63,7 +40,6 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path):
     with files_of_at_most(kib=1):
         for state in (huge, bad, state_of(4, 2.0)):
             saver.save(state, best=True)
-            saver.wait()
     assert saver.is_best(2.5, step=5)  # the files have 3.0
     assert saver.kept == Kept(tmp_path / "ckpt.pt", 1)
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
@@ -72,7 +48,6 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path):
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
-    saver.wait()
     saver.raise_if_last_failed()
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
     assert not store.leftovers(tmp_path)
@@ -89,7 +64,6 @@ def test_best_model_is_better_than_the_checkpoint_on_the_disk_also_after_a_disk_
     with monkeypatch.context() as m:
         m.setattr(store, "copy", full)
         saver.save(state_of(1, 0.5), best=True)
-        saver.wait()
     assert saver.is_best(0.4, step=2)
     assert not saver.is_best(0.6, step=2)
     assert store.load(tmp_path / store.BEST).best_val_loss == 0.5
@@ -118,7 +92,7 @@ def prepare_folder(out_dir: Path, before: str) -> None:
         os.truncate(out_dir / store.NAME, 1000)
 
 
-def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int) -> None:
+def save_all(out_dir: Path, killed_before: int, report: int) -> None:
     """Save as a run does that is killed before this call in out_dir. report: a file descriptor for its progress."""
     calls = 0
 
@@ -137,12 +111,10 @@ def save_all(out_dir: Path, in_background: bool, killed_before: int, report: int
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    setattr(saver_module, "has_room_for", lambda checkpoint: in_background)  # noqa: B010
     saver = Saver(out_dir, silent, math.inf)
     for state, best in STATES:
         saver.save(state, best)
         write_report("begun", state.iter_num)
-        saver.wait()
         saver.raise_if_last_failed()
         write_report("done", state.iter_num)
 
@@ -170,8 +142,8 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
-@pytest.mark.parametrize(("before", "in_background"), [("nothing", False), ("one file", True), ("damaged", True)])
-def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before, in_background):
+@pytest.mark.parametrize("before", ["nothing", "one file", "damaged"])
+def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before):
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where waiting for the disk takes no time
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         for call in itertools.count(1):
@@ -182,7 +154,7 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
             if child == 0:
                 status = 1
                 try:
-                    save_all(out_dir, in_background, call, writer)
+                    save_all(out_dir, call, writer)
                     status = 0
                 finally:
                     os._exit(status)
