@@ -87,7 +87,7 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(chars, 
     named = ["no checkpoint was saved yet", "not the learning rate"]
     if first_bad:
         faults.bad_gradients = (1, 3, *faults.bad_gradients)  # these two are not in a row
-        named = [f"{tmp_path / 'ckpt.pt'}", "step 5", "a lower --learning_rate"]
+        named = [str(tmp_path), "step 5", "a lower --learning_rate"]
     with raises_one_line(f"{first_bad} to {first_bad + 9}", "float32", BAD, "1 of 15", *named):
         main(tiny(chars, tmp_path, max_iters=30, eval_interval=1))
     assert len(faults.batches) == first_bad + 10
@@ -155,7 +155,7 @@ def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path,
     assert "step 45: loss spike, " in capsys.readouterr().out
     assert store.load(tmp_path / "go").iter_num == 60
     faults.batches.clear()
-    with raises_one_line("on_spike=stop", "step 45", tmp_path / "stop" / "ckpt.pt", "step 40"):
+    with raises_one_line("on_spike=stop", "step 45", tmp_path / "stop", "step 40"):
         main(tiny(chars, tmp_path / "stop", on_spike="stop", **SPIKED))
     assert store.load(tmp_path / "stop").iter_num == 40
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import events, raises_one_line, tiny
 
+from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import COMPILE_FROM_S, Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.kernels import cpu_kernels
-from deskgpt.run.init_state import batching_of
 from deskgpt.run.schedule import Schedule, TimeBudget
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -75,7 +75,7 @@ def test_first_plan_of_max_minutes_follows_the_prediction_and_later_ones_the_clo
     c = tiny(chars, tmp_path, max_minutes=1.0, max_iters=10**6, warmup_iters=10**5, eval_interval=100)
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     budget = TimeBudget(c, 0.0, DistContext(CPU))
-    schedule = budget.first_plan(batching_of(c, DistContext(CPU)), 160, 0.1)
+    schedule = budget.first_plan(Batching.of(c), 160, 0.1)
     assert 400 < schedule.max_iters <= 600
     assert schedule.warmup_iters == -(-schedule.max_iters // 10)
 

@@ -46,14 +46,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     """Print what a run needs, here or on the cards that plan_for names. Return whether it fits into the memory."""
     ranks, card = peaks.find_cards(config.plan_for) if config.plan_for else (dist.world, None)
     model_config = replace(model_config, block_size=config.block_size)
-    batching = Batching(
-        config.batch_size,
-        config.gradient_accumulation_steps,
-        config.block_size,
-        config.eval_iters,
-        config.eval_tokens,
-        world=ranks,
-    )
+    batching = Batching.of(config, world=ranks)
     flops_per_step = print_size(config, model_config, batching, dist)
     if card is not None:
         name = card.name

@@ -67,7 +67,7 @@ class InitState:
         if self.checkpoint is None or self.earlier is None:
             return
         saved = self.checkpoint.metadata or {}
-        now = data.metadata | learning_settings(config) | data.eval_metadata(batching_of(config, dist))
+        now = data.metadata | learning_settings(config) | data.eval_metadata(Batching.of(config, dist.rank, dist.world))
         changes = changes_between(saved | learning_settings(self.earlier), now)
         old, new = Schedule.of(self.earlier), Schedule.of(config)
         rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), self.step)
@@ -96,7 +96,7 @@ class InitState:
         def predicted_s(dtype: str) -> float:
             steps = 0 if config.eval_only else config.max_iters - self.step
             model = GPT.without_storage(self.model_config)
-            seconds = steps * predicted_step_s(model, batching_of(config, dist), dist.device, dtype)
+            seconds = steps * predicted_step_s(model, Batching.of(config, dist.rank, dist.world), dist.device, dtype)
             return min(seconds, 60 * config.max_minutes or math.inf)
 
         earlier: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class InitState:
         A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
         a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
         """
-        batching = batching_of(config, dist)
+        batching = Batching.of(config, dist.rank, dist.world)
         if not config.eval_only:
             shards = sharding.shards_of(config.dp_shard, dist.world)
             refuse_large_batch(self.model_config, dist.device, shards, batching, variant)
@@ -174,13 +174,6 @@ class InitState:
             state.resume(self.checkpoint, self.source, trains)
         self.weights = None
         self.checkpoint = None
-
-
-def batching_of(config: Config, dist: DistContext) -> Batching:
-    """Return how the settings cut a step and an evaluation into micro-batches and ranks."""
-    c = config
-    cut = (c.batch_size, c.gradient_accumulation_steps, c.block_size, c.eval_iters, c.eval_tokens)
-    return Batching(*cut, dist.rank, dist.world)
 
 
 def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from deskgpt.run.schedule import Config
 from deskgpt.run.train_state import TrainState
 
 
-class Kept(NamedTuple):
-    """The latest checkpoint on the disk."""
-
-    path: Path  # of the file or its folder
-    step: int
-
-
 @dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of a run into out_dir, and knows the latest and the best one there.
@@ -39,12 +32,11 @@ class Saver:
     print0: Callable[[str], None]
     best_val_loss: float  # of the best checkpoint on the disk
     sharing: DistContext | None = None  # the ranks of a sharded run
-    kept: Kept | None = None  # the latest checkpoint; at first the one from which the run resumes
+    kept_step: int | None = None  # of the latest checkpoint; at first of the one from which the run resumes
     is_trained_elsewhere: bool = False  # weights that can stay the best: they are saved at step 0, too
 
     def __post_init__(self) -> None:
-        first_step = self.kept.step if self.kept else 0
-        self.latest_step = -1 if self.is_trained_elsewhere else first_step  # saved, or that the run began with
+        self.latest_step = -1 if self.is_trained_elsewhere else self.kept_step or 0  # saved, or the run began with
         self.error: OSError | ValueError | None = None  # of the last save
         self._has_taken_over = False
 
@@ -52,10 +44,10 @@ class Saver:
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
         """Return the saver of a run. best_val_loss: of the best checkpoint in its folder."""
         sharing = state.dist if is_sharded(state.model) else None
-        kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
+        kept_step = state.first_step or None
         is_trained_elsewhere = config.init_from not in ("scratch", "resume")
         out_dir = store.folder_of(config.out_dir)
-        return cls(out_dir, state.dist.print0, best_val_loss, sharing, kept, is_trained_elsewhere)
+        return cls(out_dir, state.dist.print0, best_val_loss, sharing, kept_step, is_trained_elsewhere)
 
     # ---- in a run ----------------------------------------------------------------------------------------
 
@@ -86,9 +78,9 @@ class Saver:
 
     def kept_text(self) -> str:
         """Return what an error says about the checkpoints."""
-        if self.kept is None:
+        if self.kept_step is None:
             return "no checkpoint was saved yet"
-        return f"the last checkpoint is {self.kept.path} of step {self.kept.step}"
+        return f"the last checkpoint in {self.out_dir} is of step {self.kept_step}"
 
     def save(self, checkpoint: Checkpoint, best: bool) -> None:
         """Write a checkpoint. One that cannot be written is printed, and its step is tried again."""
@@ -103,7 +95,7 @@ class Saver:
                 store.take_over(self.out_dir, self.print0)
                 self._has_taken_over = True
             store.save(checkpoint, self.out_dir, best)
-            self.kept = Kept(self.out_dir / store.NAME, checkpoint.iter_num)
+            self.kept_step = checkpoint.iter_num
         except (OSError, ValueError) as e:
             self.error = e
             self.latest_step = -1
