@@ -61,7 +61,7 @@ from deskgpt.run.init_state import InitState, initial_state
 from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
-from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
+from deskgpt.run.schedule import Schedule, TimeBudget
 from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
@@ -180,10 +180,8 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     optimizer = build_optimizer(config, model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, dist)
-    step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
-    schedule = budget.first_plan(batching, data.eval_windows(batching), step_s)
-
-    state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)
+    plan = budget.wanted
+    state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, plan, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
     init.restore(state, trains=not config.eval_only)
     report = Report(config, state, init.forgets_best)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import events, raises_one_line, tiny
 
-from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import COMPILE_FROM_S, Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.kernels import cpu_kernels
@@ -71,12 +71,12 @@ def test_variant_is_what_the_model_computes_in():
     assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_first_plan_of_max_minutes_follows_the_prediction_and_later_ones_the_clock(chars, tmp_path, monkeypatch):
+def test_steps_of_max_minutes_are_planned_from_the_first_one(chars, tmp_path, monkeypatch):
     c = tiny(chars, tmp_path, max_minutes=1.0, max_iters=10**6, warmup_iters=10**5, eval_interval=100)
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    budget = TimeBudget(c, 0.0, DistContext(CPU))
-    schedule = budget.first_plan(Batching.of(c), 160, 0.1)
-    assert 400 < schedule.max_iters <= 600
+    timer: Any = SimpleNamespace(train_s=lambda: 0.1, last_s={"evaluation": 1.3})
+    schedule = TimeBudget(c, 0.0, DistContext(CPU)).replan(Schedule.of(c), 1, timer)
+    assert schedule.max_iters == 1 + int((60 - 1.3) / 0.113)
     assert schedule.warmup_iters == -(-schedule.max_iters // 10)
 
 

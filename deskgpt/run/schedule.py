@@ -65,7 +65,7 @@ def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype
 
 
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
-PLANS = 40  # how often the steps are planned again, evenly spread over the run
+PLANS = 40  # how often the steps are planned, evenly spread over the run
 
 
 class TimeBudget:
@@ -78,25 +78,13 @@ class TimeBudget:
     def __init__(self, config: Config, started: float, dist: DistContext) -> None:
         """started: when the clock began."""
         self.wanted = Schedule.of(config)
-        self.max_minutes: float = config.max_minutes
         self.is_limited = config.max_minutes > 0 and not config.eval_only
         self.eval_interval: int = config.eval_interval
         self.ends_at = started + 60 * config.max_minutes
         self.dist = dist
-        self._next_step = 1  # at which the steps are planned again
-
-    def first_plan(self, batching: Batching, eval_windows: int, step_s: float) -> Schedule:
-        """Return the schedule that a predicted time per step allows. eval_windows: that one evaluation reads."""
-        if not self.is_limited:
-            return self.wanted
-        eval_s = eval_windows * step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
-        schedule = self._fitted(0, step_s, eval_s, self._seconds_left() - 2 * eval_s)  # at the start and at the end
-        self._next_step = 1  # from then on by what steps took
-        self.dist.print0(
-            f"max_minutes={self.max_minutes:g}: about {schedule.max_iters:,} steps of {step_s * 1e3:.3g} ms, as "
-            "predicted; planned again as it runs"
-        )
-        return schedule
+        self._next_step = 1  # at which the steps are planned
+        if self.is_limited:
+            dist.print0(f"max_minutes={config.max_minutes:g}: as many steps as fit, planned from the first one on")
 
     def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
         """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so far."""
