@@ -21,7 +21,7 @@ from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
-from deskgpt.run.schedule import Config, Schedule, predicted_step_s
+from deskgpt.run.schedule import Config, Schedule
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
     changed_rate,
@@ -33,12 +33,13 @@ from deskgpt.run.settings import (
     settings_of_model,
 )
 from deskgpt.run.train_state import RATES, TrainState
-from deskgpt.system import hardware
+from deskgpt.system import hardware, peaks
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {store.VAL_DATA, store.EVAL_WINDOWS}
 OF_CODE = ("code", "versions", "device", "variant")  # in a checkpoint's metadata: a change is printed
+EXPECTED_MFU = 0.4  # when a run's length is predicted
 Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
@@ -95,8 +96,9 @@ class InitState:
 
         def predicted_s(dtype: str) -> float:
             steps = 0 if config.eval_only else config.max_iters - self.step
-            model = GPT.without_storage(self.model_config)
-            seconds = steps * predicted_step_s(model, Batching.of(config, dist.rank, dist.world), dist.device, dtype)
+            tokens = steps * Batching.of(config, dist.rank, dist.world).tokens_per_step / dist.world
+            peak, _ = peaks.peak_flops(dist.device, dtype)
+            seconds = tokens * GPT.without_storage(self.model_config).estimate_flops() / (EXPECTED_MFU * peak)
             return min(seconds, 60 * config.max_minutes or math.inf)
 
         earlier: dict[str, Any] = {}

@@ -7,13 +7,8 @@ import time
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
-from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.run.timer import StepTimer
-from deskgpt.system import peaks
-from model import GPT
 
 Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
 
@@ -52,16 +47,6 @@ class Schedule:
         if self.decay_lr and self.min_lr is not None and self.min_lr > self.learning_rate:
             found.append(f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}: the rate rises")
         return found
-
-
-EXPECTED_MFU = 0.4  # of a step, until the first one is done
-
-
-def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype: str) -> float:
-    """Return the seconds that a step takes here, roughly. model: it may be without storage."""
-    peak, _ = peaks.peak_flops(device, dtype)
-    flops = model.estimate_flops() * batching.tokens_per_step / batching.world
-    return flops / (EXPECTED_MFU * peak) if peak > 0 else 1.0  # NaN: no peak is known
 
 
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most

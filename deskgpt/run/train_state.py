@@ -81,8 +81,7 @@ class TrainState:
 
     def settings_now(self) -> dict[str, Any]:
         """Return the settings with the micro-batch and the schedule that the run has found."""
-        asked = (self.settings["batch_size"], self.settings["eval_tokens"])
-        is_as_asked = asked == (self.batching.batch_size, self.batching.eval_tokens)
+        is_as_asked = self.settings["batch_size"] == self.batching.batch_size
         return self.settings | ({} if is_as_asked else self.batching.settings()) | asdict(self.schedule)
 
     def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
