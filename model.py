@@ -248,7 +248,7 @@ class Transformer(nn.Module):
         self.ln_f = make_norm(config)
         # How it is computed; train.py sets these (deskgpt/compute/variant.py) and logs them.
         self.residual_dtype: torch.dtype | None = None  # of the residual stream; None: the embedding's, float32
-        self.recompute = "none"  # activations that the backward pass computes again: none, full or selective
+        self.recompute = "none"  # full: the backward pass computes the blocks' activations again
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C) of token ids idx (B, T), which follow those in the cache."""
@@ -269,7 +269,7 @@ class Transformer(nn.Module):
         x = self.drop(x).to(self.residual_dtype or x.dtype)
         for block in self.h:
             if self.recompute != "none" and torch.is_grad_enabled():
-                x = recomputed(block, x, context, self.recompute, self.drop.p)
+                x = recomputed(block, x, context)
             else:
                 x = block(x, context)
 

@@ -61,7 +61,7 @@ from deskgpt.run.init_state import InitState, initial_state
 from deskgpt.run.log import code_versions
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
-from deskgpt.run.schedule import Schedule, TimeBudget, predicted_step_s
+from deskgpt.run.schedule import Schedule, TimeBudget
 from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
@@ -97,7 +97,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after this many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule have changed
-    on_spike: Literal["go", "stop", "rewind"] = "go"  # rewind: reload the last checkpoint and skip the batches since
+    on_spike: Literal["go", "stop"] = "go"  # when the loss leaps up
     # batch
     batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
@@ -124,7 +124,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     fp8: bool = False  # training's linear layers in 8 bits, on RTX 40, H100 and later; no card has run it
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
-    activation_checkpoint: Literal["none", "full", "selective"] = "none"  # compute activations again: less memory
+    activation_checkpoint: Literal["none", "full"] = "none"  # full: compute activations again, which takes less memory
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto = nccl on CUDA, gloo elsewhere
@@ -180,10 +180,8 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     optimizer = build_optimizer(config, model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, dist)
-    step_s = predicted_step_s(model, batching, dist.device, variant.dtype)
-    schedule, batching = budget.first_plan(batching, data.eval_windows(batching), step_s)
-
-    state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, schedule, learning_rate, data, dist)
+    plan = budget.wanted
+    state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, plan, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
     init.restore(state, trains=not config.eval_only)
     report = Report(config, state, init.forgets_best)
@@ -201,14 +199,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             lr = learning_rate(state.schedule, step)
             is_last = step >= state.schedule.max_iters or config.eval_only
             evaluates = (is_last or step % config.eval_interval == 0) and step != evaluated_at
-            save_is_due = stops.poll(step > state.first_step, evaluates)
+            save_is_due = stops.poll(step > state.first_step)
             if evaluates or save_is_due or stops.reason:
                 health.flush()
-            spike = health.must_rewind()
-            if spike and saver.rewind(state, report, spike):
-                health.forget()
-                loader.seek(state.position)
-                continue
 
             # ---- evaluate ------------------------------------------------------------------------------------
             is_best = False
@@ -359,9 +352,8 @@ def finish(
 
     Returns the best validation loss.
     """
-    saver.finish(
-        state, report, saves=bool(stops.reason) and not health.bad_in_a_row and not state.settings["eval_only"]
-    )
+    if stops.reason and not health.bad_in_a_row and not state.settings["eval_only"]:
+        saver.save_if_new(state, report)
     best_val_loss = report.end(stops.reason)
     loader.close()
     report.log.close()

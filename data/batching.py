@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,13 @@ class Batching:
     eval_tokens: int = 0  # tokens that it reads instead; 0 = eval_iters
     rank: int = 0
     world: int = 1
+
+    @classmethod
+    def of(cls, config: Any, rank: int = 0, world: int = 1) -> Batching:
+        """Return how the settings of train.py cut a step and an evaluation into micro-batches and ranks."""
+        c = config
+        cut = (c.batch_size, c.gradient_accumulation_steps, c.block_size, c.eval_iters, c.eval_tokens)
+        return cls(*cut, rank, world)
 
     def __post_init__(self) -> None:
         if self.accumulation % self.world:
@@ -68,10 +76,6 @@ class Batching:
             "gradient_accumulation_steps": self.accumulation,
             "eval_tokens": self.eval_tokens or self.eval_windows * self.block_size,
         }
-
-    def with_eval_windows(self, n: int) -> Batching:
-        """Return the same training with evaluations of n windows per split."""
-        return replace(self, eval_tokens=n * self.block_size)
 
     def flags(self) -> str:
         """Return what a user types for this cut."""

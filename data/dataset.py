@@ -105,10 +105,6 @@ class Dataset:
 
     # ---- evaluations -----------------------------------------------------------------------------------------
 
-    def eval_windows(self, batching: Batching) -> list[int]:
-        """Return how many windows an evaluation reads of each split."""
-        return [split.n_eval_windows(batching.eval_windows) for split in (self.train, self.val)]
-
     def eval_metadata(self, batching: Batching) -> dict[str, int]:
         """Return what tells evaluations apart, under the name of checkpoints."""
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -125,9 +124,6 @@ def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         except SystemExit as e:
             code = e.code or 0
         finally:
-            for thread in threading.enumerate():  # which Python's own end waits for
-                if thread.name == "saver":
-                    thread.join()
             signal.set_wakeup_fd(-1)
             for number, handler in handlers.items():
                 signal.signal(number, handler)

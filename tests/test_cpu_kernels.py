@@ -20,6 +20,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import choose_variant
 from deskgpt.kernels import causal_attention, cpu_kernels, gelu_tanh, relu2, self_test
 from deskgpt.kernels.self_test import LIMIT, our_attention
+from train import TrainConfig
 
 pytestmark = pytest.mark.skipif(
     not cpu_kernels.may_exist(), reason="the kernels are for Linux on a processor with AVX2 or AVX-512"
@@ -171,16 +172,8 @@ def chosen(printed: list[str], kernels: Any = "auto") -> Any:
         def print0(self, line: str) -> None:
             printed.append(line)
 
-    return choose_variant(
-        Listening(torch.device("cpu")),
-        dtype="float32",
-        kernels=kernels,
-        compile=False,
-        recompute="none",
-        predicted_s=lambda dtype: 0.0,
-        is_sharded=False,
-        earlier={},
-    )
+    config = TrainConfig(dtype="float32", cpu_kernels=kernels)
+    return choose_variant(config, Listening(torch.device("cpu")), lambda dtype: 0.0, {})
 
 
 WRONG = {

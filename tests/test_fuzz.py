@@ -33,6 +33,7 @@ import train
 from bench.analysis import page, verdict
 from bench.analysis.logs import read_runs
 from configurator import build, configure
+from data.batching import Batching
 from data.dataset import Checksums
 from data.prepared import write_dataset
 from data.splits import Split
@@ -42,7 +43,6 @@ from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
 from deskgpt.compute.variant import Variant, saved_variant
-from deskgpt.run.init_state import batching_of
 from deskgpt.run.schedule import Schedule
 from deskgpt.run.settings import resumed_settings
 from deskgpt.run.train_state import TrainState
@@ -143,7 +143,7 @@ def test_arguments(words):
         for step in (0, 1, c.warmup_iters, c.max_iters, c.lr_decay_iters):
             train.learning_rate(schedule, max(0, step))
         GPTConfig.from_settings(c, 256)
-        batching_of(c, DistContext(torch.device("cpu")))
+        Batching.of(c)
         store.folder_of(c.out_dir)
         hardware.resolve_device(c.device)
 
@@ -271,7 +271,7 @@ def resume(file: Path) -> None:
     optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
     data: Any = SimpleNamespace(tokenizer=None, chat=None)
-    cut = batching_of(c, DistContext(cpu))
+    cut = Batching.of(c)
     schedule = Schedule.of(c)
     run = TrainState(
         asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, data, DistContext(cpu)

@@ -63,7 +63,7 @@ CASES: list[tuple[GPTConfig, int, Variant, int, int]] = [
     (SMALL, 8, Variant("float16"), 128, 2),
     (replace(SMALL, block_size=48), 16, Variant("float32", recompute="full"), 128, 2),
     (replace(SMALL, **MODERN_SETTINGS), 16, Variant("float32"), 256, 2),
-    (replace(SMALL, **MODERN_SETTINGS), 8, Variant("bfloat16", recompute="selective"), 64, 2),
+    (replace(SMALL, **MODERN_SETTINGS), 8, Variant("bfloat16", recompute="full"), 64, 2),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +12,16 @@ from conftest import events, raises_one_line, tiny
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import COMPILE_FROM_S, Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.kernels import cpu_kernels
-from deskgpt.run.init_state import batching_of
 from deskgpt.run.schedule import Schedule, TimeBudget
 from model import GPT, GPTConfig
-from train import main
+from train import TrainConfig, main
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def chosen(device: torch.device = CUDA, seconds: float = 1e4, **settings: Any) -> Variant:
-    usual: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "compile": "auto", "recompute": "none"}
-    usual |= {"is_sharded": False, "predicted_s": lambda dtype: seconds, "earlier": {}}
-    return choose_variant(DistContext(device), **usual | settings)
+def chosen(device: torch.device = CUDA, seconds: float = 1e4, earlier: Any = None, **settings: Any) -> Variant:
+    dist = DistContext(device, world=settings.get("dp_shard", 1))
+    return choose_variant(TrainConfig(**settings), dist, lambda dtype: seconds, earlier or {})
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +36,8 @@ def test_card_computes_in_bfloat16_compiled_unless_the_run_is_short():
     assert chosen() == Variant("bfloat16", True, False, "none", "bfloat16")
     assert str(chosen()) == "bfloat16, residual stream in bfloat16, compiled"
     assert chosen(seconds=COMPILE_FROM_S - 1) == Variant("bfloat16")
-    assert chosen(recompute="selective") == Variant("bfloat16", recompute="selective")
-    assert chosen(dtype="float32", recompute="full") == Variant("float32", True, recompute="full")
-    assert chosen(is_sharded=True, dtype="float16").dtype == "float32"
+    assert chosen(dtype="float32", activation_checkpoint="full") == Variant("float32", True, recompute="full")
+    assert chosen(dp_shard=2, dtype="float16").dtype == "float32"
 
 
 def test_cpu_compiles_only_if_asked():
@@ -47,16 +45,9 @@ def test_cpu_compiles_only_if_asked():
     assert chosen(CPU, compile=True).compiled
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"kernels": True}, ["cpu_kernels=True", "--cpu_kernels=auto"]),
-        ({"compile": True, "recompute": "selective"}, ["selective", "--compile=False", "full"]),
-    ],
-)
-def test_what_cannot_be_had_is_named_with_the_remedy(settings, named, capsys):
-    with raises_one_line(*named):
-        chosen(CPU, **settings)
+def test_what_cannot_be_had_is_named_with_the_remedy(capsys):
+    with raises_one_line("cpu_kernels=True", "--cpu_kernels=auto"):
+        chosen(CPU, cpu_kernels=True)
 
 
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device():
@@ -80,17 +71,13 @@ def test_variant_is_what_the_model_computes_in():
     assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_first_plan_of_max_minutes_follows_the_prediction_and_later_ones_the_clock(chars, tmp_path, monkeypatch):
+def test_steps_of_max_minutes_are_planned_from_the_first_one(chars, tmp_path, monkeypatch):
     c = tiny(chars, tmp_path, max_minutes=1.0, max_iters=10**6, warmup_iters=10**5, eval_interval=100)
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
-    budget = TimeBudget(c, 0.0, DistContext(CPU))
-    schedule, batching = budget.first_plan(batching_of(c, DistContext(CPU)), [800, 800], 0.1)
-    assert 400 < schedule.max_iters <= 600
+    timer: Any = SimpleNamespace(train_s=lambda: 0.1, last_s={"evaluation": 1.3})
+    schedule = TimeBudget(c, 0.0, DistContext(CPU)).replan(Schedule.of(c), 1, timer)
+    assert schedule.max_iters == 1 + int((60 - 1.3) / 0.113)
     assert schedule.warmup_iters == -(-schedule.max_iters // 10)
-    n_evaluations = 2 + schedule.max_iters // 100
-    window_s = 0.1 / batching.sequences / 3
-    assert 2 * batching.eval_windows * window_s * n_evaluations <= 0.25 * 60
-    assert batching.eval_windows >= 8 * 4
 
 
 @pytest.mark.slow

@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from deskgpt.checkpoint import ckpt_file
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.sharding import copy_full, is_sharded
 from deskgpt.system.files import TEMPORARY, Fields, check_record, copy, is_number, sync_folder
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 NAME = "ckpt.pt"
 BEST = "ckpt_best.pt"
@@ -327,14 +326,6 @@ def checkpoint_of(found: dict[str, Any], path: Path) -> Checkpoint:
 def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
     """Return the weights of a loaded checkpoint, on the CPU."""
     return saved.model
-
-
-def restore_weights(model: GPT, saved: Checkpoint) -> None:
-    """Copy the weights of a loaded checkpoint into a model of its shape; rank 0's into a sharded one, on all ranks."""
-    if is_sharded(model):
-        copy_full(saved.model, model.state_dict())
-    else:
-        model.load_state_dict(saved.model)
 
 
 # ---- checks --------------------------------------------------------------------------------------------------

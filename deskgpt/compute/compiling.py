@@ -6,19 +6,17 @@ import logging
 import os
 import platform
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
 # ---- inductor's settings -------------------------------------------------------------------------------------
 
-# GCC's bug 113255 is in all versions before this one, and this flag avoids it; see work_around_gcc.
-FIRST_FIXED_GCC = 14
-NO_ALIGNING_COPIES = "-mno-align-stringops"
+NO_ALIGNING_COPIES = "-mno-align-stringops"  # which avoids GCC's bug 113255; see work_around_gcc
 
 GRAPHS = 64  # of a function that is compiled, such as a block
 
@@ -29,10 +27,10 @@ VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 def prepare(device: torch.device) -> None:
     """Set up what torch.compile needs, before anything is compiled.
 
-    Silences its warnings that ask for nothing: about operations in place with selective checkpoints (blocks have none),
-    that matmuls are not autotuned on a card of fewer than 68 SMs, and that FLOPs of Triton are not counted on Windows.
+    Silences its warnings that ask for nothing: that matmuls are not autotuned on a card of fewer than 68 SMs, and that
+    FLOPs of Triton are not counted on Windows.
     """
-    for name in ("torch._higher_order_ops.wrap", "torch._inductor.utils", "torch.utils.flop_counter"):
+    for name in ("torch._inductor.utils", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # A change of model.py may have a graph for each layer; after torch's limit, 8, it would silently go on uncompiled.
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
@@ -55,42 +53,25 @@ def set_up_inductor() -> None:
     work_around_gcc()
 
 
-def work_around_gcc() -> bool:
-    """Make inductor call GCC before 14 with -mno-align-stringops on x86; return whether it does.
+def work_around_gcc() -> None:
+    """Make inductor call its compiler with -mno-align-stringops on x86, unless it is clang, which does not know it.
 
     GCC bug 113255, fixed in 14: if an inline copy first aligns its destination, the optimizer loses track of its
     source, and deletes stores that the copy reads. Inductor's bfloat16 transposes then return whatever the stack held
     before (bench/results/2026-11-22-gcc-dse.md).
     """
-    from torch._inductor import config
+    from torch._inductor import config, cpp_builder
 
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
-        return False
+        return
     # In torch 2.11 to 2.13 this is the only setting that reaches the compiler's command line unchanged. Names of
     # libraries in inductor's cache and keys of its graphs depend on it, so nothing compiled without the flag is reused.
     flags = getattr(config.cpp, "enable_floating_point_contract_flag", None)
-    if flags is None:
-        return False
-    if NO_ALIGNING_COPIES in flags:
-        return True
-    version = gcc_major_version()
-    if version is None or version >= FIRST_FIXED_GCC:
-        return False
-    config.cpp.enable_floating_point_contract_flag = f"{flags} {NO_ALIGNING_COPIES}"
-    return True
-
-
-def gcc_major_version() -> int | None:
-    """Return the major version of the GCC that inductor calls; None if it calls another compiler, or finds none."""
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        command = [get_cpp_compiler(), "-dumpfullversion"]  # clang does not know this option, and fails
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
-    except (ImportError, RuntimeError, OSError, subprocess.TimeoutExpired):  # CXX may name no compiler
-        return None
-    major = done.stdout.split(".")[0]
-    return int(major) if major.isdecimal() else None
+    if flags is None or NO_ALIGNING_COPIES in flags:
+        return
+    with suppress(RuntimeError):  # there is no compiler, which compiling will say
+        if "clang" not in Path(cpp_builder.get_cpp_compiler()).name:
+            config.cpp.enable_floating_point_contract_flag = f"{flags} {NO_ALIGNING_COPIES}"
 
 
 def spent_s() -> float:

@@ -14,6 +14,7 @@ import torch
 
 from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.sharding import shards_of
 from deskgpt.kernels import cpu_kernels
 from deskgpt.kernels.fp8 import use_fp8
 from deskgpt.system import hardware, peaks
@@ -31,7 +32,7 @@ class Variant:
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False  # blocks, and the softmax of the loss
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
-    recompute: str = "none"  # activations that the backward pass computes again: none, full or selective
+    recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     fp8: bool = False  # linear layers in 8 bits while they train
 
@@ -67,26 +68,19 @@ def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
 
 
 def choose_variant(
-    dist: DistContext,
-    *,
-    dtype: str,
-    kernels: bool | str,
-    compile: bool | str,
-    recompute: str,
-    predicted_s: Callable[[str], float],
-    is_sharded: bool,
-    earlier: dict[str, Any],
-    fp8: bool = False,
+    config: Any, dist: DistContext, predicted_s: Callable[[str], float], earlier: dict[str, Any]
 ) -> Variant:
-    """Return what the settings and this machine ask for; "auto" is decided here. All ranks get the same.
+    """Return what the settings of train.py and this machine ask for; "auto" is decided here. All ranks get the same.
 
     predicted_s: the seconds that the run takes in a dtype, not compiled. earlier: of the run that is resumed
     (saved_variant), which is kept, so that it continues bit for bit. Raises ValueError if what a setting names cannot
     be had.
     """
+    dtype, kernels, compile = config.dtype, config.cpu_kernels, config.compile
     device = dist.device
     if dtype == "auto":
         dtype = earlier.get("dtype") or peaks.fast_dtype(device)
+    is_sharded = shards_of(config.dp_shard, dist.world) > 1
     if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
         dtype = "float32"
     if not dist.all(dtype == dist.gather(dtype)[0]):
@@ -101,18 +95,13 @@ def choose_variant(
     if compile == "auto":
         compile = earlier.get("compiled", "auto")
         if compile == "auto":
-            compile = device.type == "cuda" and recompute != "selective" and hardware.has_triton(device)
+            compile = device.type == "cuda" and hardware.has_triton(device)
             compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
         compile = dist.all(bool(compile))
-    if compile and recompute == "selective":
-        raise ValueError(
-            "activation_checkpoint=selective works with --compile=False only; compiled, take "
-            "--activation_checkpoint=full"
-        )
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
-    return Variant(dtype, bool(compile), bool(kernels), recompute, residual_dtype, fp8)
+    return Variant(dtype, bool(compile), bool(kernels), config.activation_checkpoint, residual_dtype, config.fp8)
 
 
 def load_kernels(dist: DistContext) -> bool:

@@ -84,9 +84,6 @@ def kept_by_block(step: Step, recompute: str) -> int:
     is_eager = not step.variant.compiled
     if recompute == "full":
         return step.tokens * r * C  # the block's input
-    if recompute == "selective":
-        # The input, q, k and v, attention and its projection.
-        return step.tokens * ((r + 5 * m) * C + 4 * H)
     of_channel = 2 * r + 2 * m  # inputs and outputs of both norms
     of_channel += 3 * m + m  # q, k, v and what attention returns
     of_channel += 4 * m + 4 * m  # the MLP before and after its activation

@@ -39,21 +39,14 @@ SHARES = {
 # for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27), more for a model of a few MB.
 WORKSPACES_ON_CPU = 0.45
 # Time of a step by activation_checkpoint: measured on a CPU, 4 layers of 384 (docs/training.md).
-TIME_WITH_CHECKPOINTS = {"none": 1.0, "selective": 1.14, "full": 1.26}
+TIME_WITH_CHECKPOINTS = {"none": 1.0, "full": 1.26}
 
 
 def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     """Print what a run needs, here or on the cards that plan_for names. Return whether it fits into the memory."""
     ranks, card = peaks.find_cards(config.plan_for) if config.plan_for else (dist.world, None)
     model_config = replace(model_config, block_size=config.block_size)
-    batching = Batching(
-        config.batch_size,
-        config.gradient_accumulation_steps,
-        config.block_size,
-        config.eval_iters,
-        config.eval_tokens,
-        world=ranks,
-    )
+    batching = Batching.of(config, world=ranks)
     flops_per_step = print_size(config, model_config, batching, dist)
     if card is not None:
         name = card.name

@@ -38,8 +38,6 @@ COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax_in_place")  # of the library
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
-ATTENTION = "deskgpt.causal_attention.default"  # the operator's name
-
 _library: ctypes.CDLL | None = None  # set by load
 _dtypes: tuple[torch.dtype, ...] = ()  # that `takes` admits: set by load, emptied by unload
 

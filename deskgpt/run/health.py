@@ -1,4 +1,4 @@
-"""Watches the loss and the gradients of a run's steps: reports bad ones, and says when the run must end or rewind."""
+"""Watches the loss and the gradients of a run's steps: reports bad ones, and ends the run after too many."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Health:
     """
 
     def __init__(self, state: TrainState, report: Report, saver: Saver, on_spike: str) -> None:
-        """on_spike: go, stop or rewind."""
+        """on_spike: go or stop."""
         self.state = state
         self.report = report
         self.saver = saver
@@ -34,7 +34,6 @@ class Health:
         self.parameters = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
         self.good_norms: deque[float] = deque(maxlen=4)  # the last ones, of all gradients
         self.bad_in_a_row: list[tuple[int, str]] = []  # the last steps, and which of their gradients were not finite
-        self._spike: tuple[int, float] | None = None  # (step, loss) that nothing was done about yet
         # On the device: (step, may overflow, (2 + parameters,): loss, norm of all gradients, norm of each)
         self._pending: list[tuple[int, bool, Tensor]] = []
 
@@ -43,7 +42,7 @@ class Health:
     def record(self, step: int, loss: Tensor, grad_norms: Tensor, grad_norm: Tensor) -> None:
         """Take a step's numbers, still on the device: loss (), the norm of each gradient (parameters,) and of all ().
 
-        Raises ValueError after MAX_BAD_STEPS bad ones in a row.
+        Raises ValueError after MAX_BAD_STEPS bad ones in a row, and after a spike, if on_spike is stop.
         """
         scaler = self.state.scaler
         # Above a scale of 1, float16 gradients that overflow are the scaler's normal way of finding the right scale. By
@@ -54,7 +53,7 @@ class Health:
             self.flush()
 
     def flush(self) -> None:
-        """Report the steps since the last call. Raises ValueError after too many bad ones in a row."""
+        """Report the steps since the last call. Raises ValueError if they end the run."""
         pending, self._pending = self._pending, []
         if pending:
             rows = torch.stack([numbers for *_, numbers in pending])
@@ -86,10 +85,12 @@ class Health:
         self._report("bad_step", step, loss, text, which=which, loss_scale=scale)
 
     def _add_loss(self, step: int, loss: float) -> None:
+        """Report a spike. Raises ValueError if it ends the run."""
         median = self.state.spikes.add(loss)
         if median is not None:
             self._report("spike", step, loss, f"loss spike, {loss:.4f} after a median of {median:.4f}", median=median)
-            self._spike = self._spike or (step, loss)
+            if self.on_spike == "stop":
+                raise ValueError(f"on_spike=stop: a loss of {loss:.4f} at step {step}; {self.saver.kept_text()}")
 
     def _report(self, kind: str, step: int, loss: float, text: str, **fields: Any) -> None:
         """Log the step, its data rows, and their files and offsets."""
@@ -105,23 +106,6 @@ class Health:
         step = self.state.step
         if not math.isfinite(loss):
             raise ValueError(f"val loss is {loss} at step {step}; {self.evidence(step)}")
-
-    # ---- spikes ------------------------------------------------------------------------------------------
-
-    def must_rewind(self) -> int | None:
-        """Return the step whose loss spiked and whose batch must be skipped, once. Raises ValueError to end."""
-        spike, self._spike = self._spike, None
-        if spike is None or self.on_spike == "go":
-            return None
-        step, loss = spike
-        if self.on_spike == "stop":
-            raise ValueError(f"on_spike=stop: the loss leapt to {loss:.4f} at step {step}; {self.saver.kept_text()}")
-        return step
-
-    def forget(self) -> None:
-        """Drop what is known of steps that were rewound."""
-        self._pending.clear()
-        self.bad_in_a_row.clear()
 
     # ---- evidence ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
-from deskgpt.run.schedule import Config, Schedule, predicted_step_s
+from deskgpt.run.schedule import EXPECTED_MFU, Config, Schedule
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
     changed_rate,
@@ -33,7 +33,7 @@ from deskgpt.run.settings import (
     settings_of_model,
 )
 from deskgpt.run.train_state import RATES, TrainState
-from deskgpt.system import hardware
+from deskgpt.system import hardware, peaks
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
@@ -67,7 +67,7 @@ class InitState:
         if self.checkpoint is None or self.earlier is None:
             return
         saved = self.checkpoint.metadata or {}
-        now = data.metadata | learning_settings(config) | data.eval_metadata(batching_of(config, dist))
+        now = data.metadata | learning_settings(config) | data.eval_metadata(Batching.of(config, dist.rank, dist.world))
         changes = changes_between(saved | learning_settings(self.earlier), now)
         old, new = Schedule.of(self.earlier), Schedule.of(config)
         rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), self.step)
@@ -95,24 +95,15 @@ class InitState:
 
         def predicted_s(dtype: str) -> float:
             steps = 0 if config.eval_only else config.max_iters - self.step
-            model = GPT.without_storage(self.model_config)
-            seconds = steps * predicted_step_s(model, batching_of(config, dist), dist.device, dtype)
+            tokens = steps * Batching.of(config, dist.rank, dist.world).tokens_per_step / dist.world
+            peak, _ = peaks.peak_flops(dist.device, dtype)
+            seconds = tokens * GPT.without_storage(self.model_config).estimate_flops() / (EXPECTED_MFU * peak)
             return min(seconds, 60 * config.max_minutes or math.inf)
 
         earlier: dict[str, Any] = {}
         if self.is_resumed and self.checkpoint:
             earlier = saved_variant(self.checkpoint.variant, dist.device)
-        return choose_variant(
-            dist,
-            dtype=config.dtype,
-            kernels=config.cpu_kernels,
-            compile=config.compile,
-            recompute=config.activation_checkpoint,
-            fp8=config.fp8,
-            predicted_s=predicted_s,
-            is_sharded=sharding.shards_of(config.dp_shard, dist.world) > 1,
-            earlier=earlier,
-        )
+        return choose_variant(config, dist, predicted_s, earlier)
 
     def fitting_batch(self, config: Config, variant: Variant, dist: DistContext) -> Batching:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
@@ -120,7 +111,7 @@ class InitState:
         A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
         a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
         """
-        batching = batching_of(config, dist)
+        batching = Batching.of(config, dist.rank, dist.world)
         if not config.eval_only:
             shards = sharding.shards_of(config.dp_shard, dist.world)
             refuse_large_batch(self.model_config, dist.device, shards, batching, variant)
@@ -184,13 +175,6 @@ class InitState:
             state.resume(self.checkpoint, self.source, trains)
         self.weights = None
         self.checkpoint = None
-
-
-def batching_of(config: Config, dist: DistContext) -> Batching:
-    """Return how the settings cut a step and an evaluation into micro-batches and ranks."""
-    c = config
-    cut = (c.batch_size, c.gradient_accumulation_steps, c.block_size, c.eval_iters, c.eval_tokens)
-    return Batching(*cut, dist.rank, dist.world)
 
 
 def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState:

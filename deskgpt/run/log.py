@@ -32,7 +32,6 @@ class RunLog:
     def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
         self.path = path
         self.wandb_run = wandb_run
-        self._start_line = b""  # of the last "start" event: a file that was deleted begins with it again
         self._has_failed = False
         if path:
             try:
@@ -44,8 +43,6 @@ class RunLog:
         if self.path:
             known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
             line = json.dumps({"event": event, **known}).encode() + b"\n"  # JSON has no NaN
-            if event == "start":
-                self._start_line = line
             try:
                 self._append(line)
             except OSError as e:
@@ -66,9 +63,7 @@ class RunLog:
         with open(self.path, "a+b", buffering=0, opener=without_following) as file:
             size = file.tell()
             file.seek(max(0, size - 1))
-            if size == 0 and line != self._start_line:
-                line = self._start_line + line
-            elif size and file.read(1) != b"\n":
+            if size and file.read(1) != b"\n":
                 line = b"\n" + line
             try:
                 while line:

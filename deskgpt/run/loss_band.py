@@ -42,11 +42,6 @@ class Band:
         half = max(LEAST, DEVIATIONS * statistics.stdev(runs))
         return mean - half, mean + half
 
-    def is_usual(self, step: int, val_loss: float) -> bool:
-        """Return whether a val loss is within the limits of its step."""
-        low, high = self.limits(step)
-        return low <= val_loss <= high
-
     def verdict(self, val_losses: Mapping[int, float]) -> str:
         """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
@@ -55,10 +50,12 @@ class Band:
         steps = sorted(self.losses.keys() & val_losses.keys())
         if not steps:
             return ""
-        outside = [step for step in steps if not self.is_usual(step, val_losses[step])]
-        word = "unusual" if outside else "as usual"
-        at = outside[0] if outside else steps[-1]
-        low, high = self.limits(at)
+        for at in steps:
+            low, high = self.limits(at)
+            is_usual = low <= val_losses[at] <= high
+            if not is_usual:
+                break
+        word = "as usual" if is_usual else "unusual"
         expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(self.losses[at])} runs with other seeds"
         return f"{word}: val loss {val_losses[at]:.4f}, {expected}"
 

@@ -18,7 +18,7 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.log import RunLog, start_wandb
 from deskgpt.run.loss_band import band_of
-from deskgpt.run.schedule import Config, predicted_step_s
+from deskgpt.run.schedule import EXPECTED_MFU, Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
@@ -102,15 +102,18 @@ class Report:
         self.timer.start()
 
     def _outlook(self) -> str:
-        """Return a line about what will happen: steps, evaluations, where checkpoints go, a predicted time."""
-        state, batching = self.state, self.state.batching
-        steps = state.schedule.max_iters - state.step
+        """Return a line about what will happen: steps, a predicted time, evaluations, where checkpoints go."""
+        end = self.state.schedule.max_iters
+        steps = end - self.state.step
         if steps <= 0:
-            return f"this run has had all its {state.schedule.max_iters:,} steps: raise --max_iters to train longer"
-        step_s = predicted_step_s(state.model, batching, self.dist.device, state.variant.dtype)
+            return f"already at step {self.state.step:,} of max_iters={end:,}: raise --max_iters to train longer"
+        flops = steps * self.state.batching.tokens_per_step * self.flops_per_token
+        time_needed = f"about {clock(flops / (EXPECTED_MFU * self.peak_flops))}" if self.peak_flops > 0 else "n/a"
+        if self.config.max_minutes:
+            time_needed = f"at most {self.config.max_minutes:g} minutes"
         return (
-            f"{steps:,} steps in about {clock(steps * step_s)}, an evaluation every "
-            f"{self.config.eval_interval:,}, into {self.config.out_dir}"
+            f"{steps:,} steps, {time_needed}; an evaluation every {self.config.eval_interval:,}, into "
+            f"{self.config.out_dir}"
         )
 
     def warn(self, lines: list[str]) -> None:

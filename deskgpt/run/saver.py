@@ -1,17 +1,15 @@
-"""Checkpoints written while the training goes on: the loop waits for a copy in memory, a thread writes it."""
+"""When a run writes its checkpoints, and what it knows of those on the disk."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
@@ -20,22 +18,11 @@ from deskgpt.compute.sharding import is_dtensor, is_sharded, local, unsharded
 from deskgpt.run.report import Report
 from deskgpt.run.schedule import Config
 from deskgpt.run.train_state import TrainState
-from deskgpt.system import hardware
-
-MEMORY_FACTOR = 1.5  # how much of a copy's size must be free: the system needs some, too
-MAX_REWINDS = 5  # to the same checkpoint. If skipping batches does not stop the spikes, the batches are not the cause.
-
-
-class Kept(NamedTuple):
-    """The latest checkpoint on the disk, to which a run can return."""
-
-    path: Path  # of the file or its folder
-    step: int
 
 
 @dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of a run into out_dir, one after the other, and knows the latest and the best one there.
+    """Writes the checkpoints of a run into out_dir, and knows the latest and the best one there.
 
     A save that fails is printed, and the run continues. Of a sharded run all ranks give their rows to rank 0, which
     writes: what is saved and what is the best is decided there.
@@ -43,27 +30,24 @@ class Saver:
 
     out_dir: Path
     print0: Callable[[str], None]
-    best_val_loss: float  # of the best checkpoint on the disk; the thread that writes sets it, once the file is durable
+    best_val_loss: float  # of the best checkpoint on the disk
     sharing: DistContext | None = None  # the ranks of a sharded run
-    kept: Kept | None = None  # the latest checkpoint; at first the one from which the run resumes
+    kept_step: int | None = None  # of the latest checkpoint; at first of the one from which the run resumes
     is_trained_elsewhere: bool = False  # weights that can stay the best: they are saved at step 0, too
 
     def __post_init__(self) -> None:
-        first_step = self.kept.step if self.kept else 0
-        self.latest_step = -1 if self.is_trained_elsewhere else first_step  # saved, or that the run began with
-        self.error: BaseException | None = None  # of the last save
-        self._thread: threading.Thread | None = None
+        self.latest_step = -1 if self.is_trained_elsewhere else self.kept_step or 0  # saved, or the run began with
+        self.error: OSError | ValueError | None = None  # of the last save
         self._has_taken_over = False
-        self._rewinds: Counter[int] = Counter()  # of this process, by the step of the checkpoint
 
     @classmethod
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
         """Return the saver of a run. best_val_loss: of the best checkpoint in its folder."""
         sharing = state.dist if is_sharded(state.model) else None
-        kept = Kept(Path(config.out_dir), state.step) if state.first_step > 0 else None
+        kept_step = state.first_step or None
         is_trained_elsewhere = config.init_from not in ("scratch", "resume")
         out_dir = store.folder_of(config.out_dir)
-        return cls(out_dir, state.dist.print0, best_val_loss, sharing, kept, is_trained_elsewhere)
+        return cls(out_dir, state.dist.print0, best_val_loss, sharing, kept_step, is_trained_elsewhere)
 
     # ---- in a run ----------------------------------------------------------------------------------------
 
@@ -72,7 +56,6 @@ class Saver:
 
         Random weights are never the best: they are not worth a file.
         """
-        self.wait()
         is_best = val_loss < self.best_val_loss and (step > 0 or self.is_trained_elsewhere)
         return self.sharing.gather(is_best)[0] if self.sharing else is_best
 
@@ -83,7 +66,6 @@ class Saver:
         """
         is_best = best_val_loss is not None
         with report.timer.spent_on("saving"):
-            self.wait()
             is_saved = state.step == self.latest_step and not is_best
             if self.sharing:
                 is_saved = self.sharing.gather(is_saved)[0]  # rank 0 alone knows of a save that failed
@@ -93,89 +75,34 @@ class Saver:
                 report.event("save", f"saving checkpoint to {self.out_dir}", iter=state.step, best=is_best)
                 on_disk = best_val_loss if best_val_loss is not None else self.best_val_loss
                 self.save(state.checkpoint(on_disk, report.wandb_run_id), is_best)
-        self.latest_step = state.step
-
-    def finish(self, state: TrainState, report: Report, saves: bool) -> None:
-        """End: save what was not saved yet, if the run is to be resumed, and wait for the last save."""
-        if saves:
-            self.save_if_new(state, report)
-        self.wait()
-
-    def rewind(self, state: TrainState, report: Report, step: int) -> bool:
-        """Return the state to the latest checkpoint, to continue with the batch after that of a step.
-
-        All ranks call this. Returns False, with a line, if there is none. Raises ValueError after MAX_REWINDS.
-        """
-        self.wait()
-        kept = state.dist.gather(self.kept)[0]
-        if kept is None:
-            self.print0("on_spike=rewind: no checkpoint was saved yet, so the run continues")
-            return False
-        with report.timer.spent_on("saving"):
-            self._rewinds[kept.step] += 1
-            if self._rewinds[kept.step] > MAX_REWINDS:
-                raise ValueError(
-                    f"on_spike=rewind: {MAX_REWINDS} times back to step {kept.step}, and the loss spiked again; the "
-                    f"batches are not the cause; try a lower --learning_rate; {self.kept_text()}"
-                )
-            reads = self.sharing is None or self.sharing.is_first
-            state.rewind(store.load(kept.path, dist=state.dist, checksums=reads), kept.path, step)
-            state.dist.all(True)  # no rank replaces the file while another reads it
-        text = f"back to step {state.step}; the batches of steps {state.step} to {step} are skipped"
-        report.event("rewind", text, iter=state.step, spike=step, skipped_batches=state.skipped_batches)
-        self.latest_step = -1  # what is skipped must be saved
-        self.save_if_new(state, report)
-        return True
 
     def kept_text(self) -> str:
         """Return what an error says about the checkpoints."""
-        self.wait()
-        if self.kept is None:
+        if self.kept_step is None:
             return "no checkpoint was saved yet"
-        return f"the last checkpoint is {self.kept.path} of step {self.kept.step}"
-
-    # ---- writing -----------------------------------------------------------------------------------------
+        return f"the last checkpoint in {self.out_dir} is of step {self.kept_step}"
 
     def save(self, checkpoint: Checkpoint, best: bool) -> None:
-        """Begin to write, after the save before has ended. What it holds may change afterwards."""
-        self.wait()
+        """Write a checkpoint. One that cannot be written is printed, and its step is tried again."""
         self.error = None
-        if self.sharing or has_room_for(checkpoint):
-            copy = snapshot(checkpoint)
-            if self.sharing and not self.sharing.is_first:
+        self.latest_step = checkpoint.iter_num
+        if self.sharing:
+            checkpoint = gathered_on_first(checkpoint)
+            if not self.sharing.is_first:
                 return
-            # Not a daemon: whatever ends the run, except a kill, the interpreter waits for the checkpoint.
-            self._thread = threading.Thread(target=self._write, args=(copy, best), name="saver")
-            self._thread.start()
-        else:
-            self.print0("little memory is free: training waits while the checkpoint is written")
-            self._write(checkpoint, best)
-
-    def _write(self, checkpoint: Checkpoint, best: bool) -> None:
         try:
             if not self._has_taken_over:
                 store.take_over(self.out_dir, self.print0)
                 self._has_taken_over = True
             store.save(checkpoint, self.out_dir, best)
-            self.kept = Kept(self.out_dir / store.NAME, checkpoint.iter_num)
-            if best:
-                self.best_val_loss = checkpoint.best_val_loss
-        except BaseException as e:  # for `wait`, in the loop's thread
+            self.kept_step = checkpoint.iter_num
+        except (OSError, ValueError) as e:
             self.error = e
-            if best and store.step_of_best(self.out_dir) == checkpoint.iter_num:  # it failed after that was durable
-                self.best_val_loss = checkpoint.best_val_loss
-            if isinstance(e, OSError | ValueError):
-                self.print0(f"{e}; the run continues and tries again at the next save")
-
-    def wait(self) -> None:
-        """Return when the last save has ended. Raises what it failed with if that is a defect, not the user's."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self.error is not None:
-            self.latest_step = -1  # so that the same step is tried again
-            if not isinstance(self.error, OSError | ValueError):
-                raise self.error
+            self.latest_step = -1
+            self.print0(f"{e}; the run continues and tries again at the next save")
+        # If it failed after the best one was durable, that one is the best all the same.
+        if best and (self.error is None or store.step_of_best(self.out_dir) == checkpoint.iter_num):
+            self.best_val_loss = checkpoint.best_val_loss
 
     def raise_if_last_failed(self) -> None:
         """Raise what the last save failed with."""
@@ -183,35 +110,18 @@ class Saver:
             raise self.error
 
 
-def snapshot(state: Checkpoint) -> Checkpoint:
-    """Return a copy in the machine's memory. Tensors that share their numbers share them in it too.
-
-    Of sharded tensors rank 0 gets full ones. All ranks that share them call this.
-    """
-    copies: dict[int, torch.UntypedStorage] = {}
+def gathered_on_first(state: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose sharded tensors are full, in rank 0's memory. All ranks that share them call this."""
     gathered: dict[int, Tensor] = {}
-    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
-    def copied(tensor: Tensor) -> Tensor:
-        storage = local(tensor).untyped_storage()
-        key = storage._cdata  # of rows also where there are none, so that all ranks gather the same
-        if is_dtensor(tensor):
-            if key not in gathered:
-                full = unsharded(tensor)
-                gathered[key] = full.cpu() if is_first else torch.empty(0)
-            return gathered[key]
-        if key not in copies:
-            copies[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-        made = torch.empty(0, dtype=tensor.dtype)
-        return made.set_(copies[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+    def full(tensor: Tensor) -> Tensor:
+        if not is_dtensor(tensor):
+            return tensor
+        key = local(tensor).untyped_storage()._cdata  # also where a rank has no rows, so that all gather the same
+        if key not in gathered:
+            whole = unsharded(tensor)
+            gathered[key] = whole.cpu() if torch.distributed.get_rank() == 0 else torch.empty(0)
+        return gathered[key]
 
-    content: dict[str, Any] = tree_map_only(Tensor, copied, vars(state))
+    content: dict[str, Any] = tree_map_only(Tensor, full, vars(state))
     return replace(state, **content)
-
-
-def has_room_for(state: Checkpoint) -> bool:
-    """Return whether the memory for a snapshot is free, as far as the system tells."""
-    tensors = [x for x in tree_leaves(vars(state)) if isinstance(x, Tensor)]
-    copy_bytes = sum(x.nbytes for x in tensors)
-    free_bytes = hardware.free_memory_bytes()
-    return free_bytes is None or MEMORY_FACTOR * copy_bytes < free_bytes

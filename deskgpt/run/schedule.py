@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
-from data.batching import Batching
 from deskgpt.compute.distributed import DistContext
 from deskgpt.run.timer import StepTimer
-from deskgpt.system import peaks
-from model import GPT
 
 Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
 
@@ -55,20 +49,9 @@ class Schedule:
         return found
 
 
-EXPECTED_MFU = 0.4  # of a step, until the first one is done
-
-
-def predicted_step_s(model: GPT, batching: Batching, device: torch.device, dtype: str) -> float:
-    """Return the seconds that a step takes here, roughly. model: it may be without storage."""
-    peak, _ = peaks.peak_flops(device, dtype)
-    flops = model.estimate_flops() * batching.tokens_per_step / batching.world
-    return flops / (EXPECTED_MFU * peak) if peak > 0 else 1.0  # NaN: no peak is known
-
-
-EVAL_SHARE = 0.2  # at most this share of the time is spent on evaluation
-LEAST_EVAL_BATCHES = 8  # each split gives at least this many batches: fewer say nothing about their own noise
+EXPECTED_MFU = 0.4  # when a run's length is predicted
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
-PLANS = 40  # how often the steps are planned again, evenly spread over the run
+PLANS = 40  # how often the steps are planned, evenly spread over the run
 
 
 class TimeBudget:
@@ -81,39 +64,13 @@ class TimeBudget:
     def __init__(self, config: Config, started: float, dist: DistContext) -> None:
         """started: when the clock began."""
         self.wanted = Schedule.of(config)
-        self.max_minutes: float = config.max_minutes
         self.is_limited = config.max_minutes > 0 and not config.eval_only
         self.eval_interval: int = config.eval_interval
         self.ends_at = started + 60 * config.max_minutes
         self.dist = dist
-        self._next_step = 1  # at which the steps are planned again
-
-    def first_plan(self, batching: Batching, eval_windows: Sequence[int], step_s: float) -> tuple[Schedule, Batching]:
-        """Return the schedule and the evaluations that a predicted time per step allows.
-
-        eval_windows: how many windows one evaluation reads of each split. Evaluations that would take more than
-        EVAL_SHARE of the time read less.
-        """
-        if not self.is_limited:
-            return self.wanted, batching
-        n_splits = len(eval_windows)
-        n_windows = sum(eval_windows)
-        seconds = self._seconds_left()
-        window_s = step_s / batching.sequences / 3  # a backward pass takes two thirds of a step
-        n_evaluations = 2 + int(seconds / step_s) // self.eval_interval
-        affordable = int(EVAL_SHARE * seconds / (n_evaluations * window_s))
-        per_split = max(LEAST_EVAL_BATCHES * batching.batch_size * batching.world, affordable // n_splits)
-        if n_windows > per_split * n_splits:
-            n_windows = per_split * n_splits
-            batching = batching.with_eval_windows(per_split)
-        eval_s = n_windows * window_s
-        schedule = self._fitted(0, step_s, eval_s, seconds - 2 * eval_s)  # at the start and at the end
-        self._next_step = 1  # from then on by what steps took
-        self.dist.print0(
-            f"max_minutes={self.max_minutes:g}: about {schedule.max_iters:,} steps of {step_s * 1e3:.3g} ms, as "
-            "predicted; planned again as it runs"
-        )
-        return schedule, batching
+        self._next_step = 1  # at which the steps are planned
+        if self.is_limited:
+            dist.print0(f"max_minutes={config.max_minutes:g}: as many steps as fit, planned from the first one on")
 
     def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
         """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so far."""

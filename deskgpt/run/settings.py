@@ -39,6 +39,8 @@ SCHEDULE = tuple(f.name for f in fields(Schedule))
 # Settings of earlier versions, which old config files have.
 RETIRED = {"attention", "world", "sync_each_batch", "reshard_after_forward", "max_bad_steps", "cooldown_iters"}
 RETIRED |= {"save_interval", "save_async", "keep_checkpoints", "align_documents"}
+# Choices that settings of earlier versions had; a resumed run takes the default.
+RETIRED_CHOICES = (("activation_checkpoint", "selective"), ("on_spike", "rewind"))
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.
@@ -112,7 +114,7 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
 def known_settings(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
     names = {f.name for f in fields(cls)}
-    return {name: value for name, value in saved.items() if name in names}
+    return {name: value for name, value in saved.items() if name in names and (name, value) not in RETIRED_CHOICES}
 
 
 def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:

@@ -85,17 +85,12 @@ def print_to_stderr(line: str) -> None:
 
 # ---- what is due -----------------------------------------------------------------------------------------------
 
-AGREE_S = 1.0  # ranks agree about this often: at each step all would wait for the slowest of them once more
 ERROR = "an error"
 REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR)  # if ranks differ, the last one
 
 
 class StopController:
-    """Decides when to save and stop; all ranks agree. `reason` is why the run ends, None while it trains.
-
-    A rank alone decides at each step. Several agree after so many steps as take about a second, and before an
-    evaluation.
-    """
+    """Decides when to save and stop, the same on all ranks. `reason` is why the run ends, None while it trains."""
 
     def __init__(self, dist: DistContext, started: float, max_hours: float, save_minutes: float, patience: int) -> None:
         """started: the instant of the run's start."""
@@ -106,23 +101,15 @@ class StopController:
         self._ends_at = started + (3600 * max_hours or math.inf)
         self._failure: Exception | None = None
         self._saved_at = time.perf_counter()
-        self._agreed_at = self._saved_at
-        self._steps_since = -1  # since the ranks last agreed; the first call of `poll` comes before the first step
-        self._steps_between = 1  # steps between two agreements, the same number on all ranks
         signal_handler.signal = None  # an earlier run in the same process may have left one
 
-    def poll(self, has_work: bool, evaluates: bool) -> bool:
+    def poll(self, has_work: bool) -> bool:
         """Set `reason` if the run should stop. Return whether a checkpoint is due that no evaluation asks for.
 
         has_work: something would be lost if a signal ended the process at once; from now on it is handled here.
         """
         if has_work:
             signal_handler.listen()
-        if self.dist.world > 1:
-            self._steps_since += 1
-            if self._steps_since < self._steps_between and not evaluates:
-                return False
-            self._space_agreements()
         now = time.perf_counter()
         reason = "save" if now >= self._saved_at + (60 * self.save_minutes or math.inf) else ""
         if now >= self._ends_at:
@@ -140,18 +127,6 @@ class StopController:
         """Return whether a signal has broken off an evaluation on some rank, and set `reason`."""
         self.reason = self._agree("") or None
         return self.reason is not None
-
-    def _space_agreements(self) -> None:
-        """Choose after how many steps the ranks agree next, from the time since they last did on the slowest one.
-
-        At most twice as many as before: steps may become slower.
-        """
-        now = time.perf_counter()
-        slowest_s = max(1e-6, self.dist.max(now - self._agreed_at))
-        fitting = int(self._steps_since * AGREE_S / slowest_s)
-        self._steps_between = max(1, min(fitting, 2 * self._steps_between))
-        self._agreed_at = now
-        self._steps_since = 0
 
     def _agree(self, reason: str) -> str:
         """Return the strongest reason on any rank: an error, then a signal, then `reason`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from data.batching import Batching
 from data.dataset import Dataset
 from deskgpt.checkpoint.ckpt_file import refuse_unreadable
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint, content_of, restore_weights
+from deskgpt.checkpoint.store import Checkpoint, content_of
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import Evaluation
@@ -32,8 +31,7 @@ RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps,
 class TrainState:
     """Weights, optimizer, step, schedule, evaluations, and the batches that were skipped.
 
-    `checkpoint` returns all of it. `resume` and `rewind` take it back into the same tensors, which compiled code and
-    DDP hold. main raises `step` and sets `schedule` and `batching`.
+    `checkpoint` returns all of it, and `resume` takes it back. main raises `step` and sets `schedule` and `batching`.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class TrainState:
         self.step = 0  # optimizer steps done
         self.evaluations: list[EvalRecord] = []
         self.spikes = SpikeDetector()
-        self.skipped_batches = 0  # by rewinds
+        self.skipped_batches = 0  # by rewinds, which earlier versions had after a spike
         self._extra: dict[str, Any] = {}  # see register_state
         self._saved_extra: dict[str, Any] = {}
         if not settings["eval_only"]:
@@ -83,12 +81,11 @@ class TrainState:
 
     def settings_now(self) -> dict[str, Any]:
         """Return the settings with the micro-batch and the schedule that the run has found."""
-        asked = (self.settings["batch_size"], self.settings["eval_tokens"])
-        is_as_asked = asked == (self.batching.batch_size, self.batching.eval_tokens)
+        is_as_asked = self.settings["batch_size"] == self.batching.batch_size
         return self.settings | ({} if is_as_asked else self.batching.settings()) | asdict(self.schedule)
 
     def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
-        """Add an evaluation of this step. One that is repeated, after a resume or a rewind, replaces the first."""
+        """Add an evaluation of this step. One that is repeated after a resume replaces the first."""
         self.evaluations = [e for e in self.evaluations if e.step < self.step]
         self.evaluations.append(EvalRecord(self.step, train.loss, val.loss, val.standard_error))
 
@@ -144,26 +141,13 @@ class TrainState:
 
         Raises ValueError, naming `source`, if it is damaged.
         """
-        self.first_step = saved.iter_num
-        self.wandb_run_id = saved.wandb_run_id
-        self._restore(saved, source, trains)
-
-    def rewind(self, saved: Checkpoint, source: Path, step: int) -> None:
-        """Return to a checkpoint of this run, to continue with the batch after that of this step."""
-        position = step + self.skipped_batches
-        restore_weights(self.model, saved)
-        self._restore(saved, str(source), trains=True)
-        self.skipped_batches = position + 1 - self.step
-
-    def _restore(self, saved: Checkpoint, source: str, trains: bool) -> None:
         if trains:
             self.optimizer_state.load(saved.optimizer, source)
-        self.step = saved.iter_num
+        self.first_step = self.step = saved.iter_num
+        self.wandb_run_id = saved.wandb_run_id
         self._saved_extra = saved.extra_state or {}
         for name in self._extra:
             self._restore_extra(name)
-        self.spikes = SpikeDetector()
-        self.evaluations = []
         try:
             if trains and saved.scaler:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):

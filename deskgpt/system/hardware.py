@@ -147,15 +147,10 @@ def usable_memory_bytes(device: torch.device) -> int:
     less still. For a CPU and an Apple GPU it is all of the machine's memory, or what a control group allows of it.
     """
     if device.type != "cuda":
-        return min([memory_bytes(device), *(limit for limit, _ in memory_limits())])
+        return min([memory_bytes(device), *memory_limits()])
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
     return min(free_bytes + torch.cuda.memory_reserved(device), int(cap_bytes))
-
-
-def free_memory_bytes() -> int:
-    """Return what this process can still take of the machine's memory, or of its container's or job's."""
-    return min([psutil.virtual_memory().available, *(limit - used for limit, used in memory_limits())])
 
 
 def memory_in_words(usable_bytes: float, total_bytes: float) -> str:

@@ -1,13 +1,12 @@
 """Read what a container or a batch job allows of a machine's memory and cores: Linux's control groups, both versions.
 
 usable_cores()          # by affinity and CPU quota: docker --cpus=1.5 makes it 1
-memory_limits()         # [(limit, used)] in bytes, one for each group that limits this process
+memory_limits()         # in bytes, of each group that limits this process
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,10 +15,7 @@ from pathlib import Path
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 # By controller: files of the second version of control groups, then files of the first version.
-MEMORY_FILES = (
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
-)
+MEMORY_FILES = (("memory.max",), ("memory.limit_in_bytes",))
 CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 MOST_OPEN_FILES = 10_240  # macOS allows no more
 
@@ -42,15 +38,9 @@ def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Itera
                     yield "\n".join((CONTROL_GROUPS / controllers / group / name).read_text() for name in names)
 
 
-def memory_limits() -> list[tuple[int, int]]:
-    """Return (limit, use without cached files) in bytes of each control group that limits this process."""
-    found = []
-    for text in read_groups("memory", MEMORY_FILES):
-        limit, used = text.split()[:2]
-        cached = re.search(r"^inactive_file (\d+)", text, re.M)
-        if limit != "max":
-            found.append((int(limit), int(used) - int(cached[1] if cached else 0)))
-    return found
+def memory_limits() -> list[int]:
+    """Return the bytes that each control group allows this process, if it has a limit."""
+    return [int(text) for text in read_groups("memory", MEMORY_FILES) if text.strip() != "max"]
 
 
 def usable_cores() -> int:
