@@ -1,7 +1,11 @@
-"""Devices, their memory and names; and which build of torch serves a card. nvidia-smi is a stub."""
+"""Devices: their names, memory, published and measured peaks; and which build of torch serves a card.
+
+nvidia-smi is a stub.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -11,14 +15,11 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, flags, raises_one_line
 
-from deskgpt.system import hardware, limits, wheels
+from deskgpt.system import cache, hardware, limits, peaks, wheels
 from deskgpt.system.wheels import Gpu
 
 CPU = torch.device("cpu")
 POSIX = pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
-
-
-# ---- choosing a device ---------------------------------------------------------------------------------------
 
 
 def test_ranks_never_share_a_gpu(monkeypatch):
@@ -86,11 +87,10 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
     nvidia_smi("NVIDIA GeForce RTX 4070", "8.9", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    settings = flags(**(TINY | {"dataset": chars, "out_dir": tmp_path / "out", "device": "auto"}))
+    settings = flags(**TINY | {"dataset": chars, "out_dir": tmp_path, "device": "auto"})
     done = script("train.py", *settings)
-    assert done.code == 0
     assert re.search(r"^torch .* cannot use NVIDIA GeForce RTX 4070.*; training on the CPU$", done.out, re.M)
-    done = script("sample.py", f"--out_dir={tmp_path / 'out'}", "--num_samples=1", "--max_new_tokens=3")
+    done = script("sample.py", f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3")
     assert done.code == 0
     assert_one_line(done.err, "RTX 4070", "sampling on the CPU")
     done = script("train.py", *settings, "--device=cuda")
@@ -157,3 +157,95 @@ def test_threads_follow_the_cpu_quota_of_a_container(groups, files, cores, contr
     monkeypatch.delenv("OMP_NUM_THREADS")
     hardware.limit_threads()
     assert threads[-1] == cores
+
+
+# ---- published and measured peaks ----------------------------------------------------------------------------
+
+
+def test_figures_of_a_card_agree_with_each_other():
+    """A digit that is wrong in one of its four totals shows in their ratios, which are about powers of two."""
+    for card in peaks.table().values():
+        totals = list(card.flops.values())
+        for total in totals:
+            factor = math.log2(total / totals[0])
+            assert abs(factor - round(factor)) < 0.21, card.name
+        assert card.flops.get("bfloat16", card.flops["float16"]) == card.flops["float16"], card.name
+        if "tf32" in card.flops:
+            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
+        assert 4 <= card.memory_gb <= 288
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "card", "gb"),
+    [
+        ("NVIDIA GeForce RTX 4070", 1, "GeForce RTX 4070", 12),
+        ("geforce-rtx-3060-12gb", 1, "GeForce RTX 3060", 12),
+        ("NVIDIA H100 80GB HBM3", 1, "H100 HBM3", 80),
+        ("rtx pro 6000", 1, "RTX PRO 6000 Blackwell Workstation Edition", 96),
+        ("16 x A100 80GB", 16, "A100-SXM4", 80),
+    ],
+)
+def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_size(name, number, card, gb):
+    found, of_name = peaks.find_cards(name)
+    assert (found, of_name.name, of_name.memory_gb) == (number, card, gb)
+
+
+def test_name_that_only_looks_like_a_card_is_none():
+    laptop, slice_of_a_card, quadro = "NVIDIA GeForce RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000"
+    for name in (laptop, slice_of_a_card, quadro, "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads", "0x H100", ""):
+        with pytest.raises(ValueError, match="is not a known card"):
+            peaks.find_cards(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "measured", "peak", "printed"),
+    [
+        # The published peak stays if a faster matmul was measured.
+        ("NVIDIA H200", "bfloat16", 1100e12, 989e12, "NVIDIA data sheet, bfloat16; measured here 1100 TFLOP/s (111%)"),
+        # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
+        ("NVIDIA H200", "float32", 400e12, 494.5e12, "TF32"),
+        ("AMD Instinct MI300X", "float32", 100e12, 163.4e12, "float32"),
+        # What the table does not have is measured.
+        ("Tesla T4", "bfloat16", 1.5e12, 1.5e12, "measured bfloat16 matmul"),
+    ],
+)
+def test_gpu_has_its_published_peak_or_the_measured_one(name, dtype, measured, peak, printed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda device, dtype: measured)
+    flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
+    assert flops == peak
+    assert printed in source
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """Set up a machine that was never measured; return a function that forgets what this process has measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peaks.measured_flops.cache_clear()
+    yield peaks.measured_flops.cache_clear
+    peaks.measured_flops.cache_clear()
+
+
+def test_only_the_first_start_measures(empty_cache, monkeypatch):
+    first = peaks.measured_matmul_flops(CPU, "float32")
+    assert 1e8 < first < 1e15
+    [(key, figures)] = cache.read("peaks").items()
+    empty_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
+        assert peaks.measured_matmul_flops(CPU, "float32") == first
+    cache.keep("peaks", key, figures | {"float32": "fast"})  # damage
+    empty_cache()
+    assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
+
+
+@pytest.mark.parametrize(("bfloat16", "dtype"), [(0.5, "float32"), (1.1, "float32"), (1.6, "bfloat16")])
+def test_dtype_auto_is_bfloat16_only_if_one_thread_is_clearly_faster_in_it(bfloat16, dtype, empty_cache, monkeypatch):
+    """With more threads, which wait for each other, a busy moment would decide."""
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    found = {"float32": 1e10, "bfloat16": bfloat16 * 1e10, "float16": 1e9}
+    monkeypatch.setattr(peaks, "best_flops", lambda device: found if threads == [8, 1] else {})
+    assert peaks.fast_dtype(CPU) == dtype
+    assert threads == [8, 1, 8]
