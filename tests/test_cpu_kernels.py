@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_equal, assert_one_line, raises_one_line
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_variant import CPU, chosen
 from torch import Tensor
 
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.variant import choose_variant
 from deskgpt.kernels import causal_attention, cpu_kernels, gelu_tanh, relu2, self_test
 from deskgpt.kernels.self_test import LIMIT, our_attention
 
@@ -27,12 +25,9 @@ pytestmark = pytest.mark.skipif(
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def built():
     """The path of the library, which is loaded."""
-    if not cpu_kernels.may_exist():
-        yield None
-        return
     cpu_kernels.load()
     yield cpu_kernels.path()
     cpu_kernels.unload()
@@ -164,74 +159,46 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def chosen(printed: list[str], kernels: Any = "auto") -> Any:
-    """The variant of a run whose lines go to printed."""
-
-    class Listening(DistContext):
-        def print0(self, line: str) -> None:
-            printed.append(line)
-
-    return choose_variant(
-        Listening(torch.device("cpu")),
-        dtype="float32",
-        kernels=kernels,
-        compile=False,
-        recompute="none",
-        predicted_s=lambda dtype: 0.0,
-        is_sharded=False,
-        earlier={},
-    )
-
-
-WRONG = {
-    "attention": ("const Vec scale(1 / std::sqrt", "const Vec scale(1.02f / std::sqrt"),
-    "gelu_tanh": ("0.0713548162726f", "0.0763548162726f"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
-def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(name, elsewhere, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("attention", "const Vec scale(1 / std::sqrt", "const Vec scale(1.02f / std::sqrt"),
+        ("gelu_tanh", "0.0713548162726f", "0.0763548162726f"),
+    ],
+)
+def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(
+    name, right, wrong, elsewhere, monkeypatch, capsys
+):
     """As a compiler with a defect would make it."""
     source = cpu_kernels.SOURCE.read_text()
-    right, wrong = WRONG[name]
     assert right in source
     planted = elsewhere / "cpu_kernels.cpp"
     planted.write_text(source.replace(right, wrong))
     monkeypatch.setattr(cpu_kernels, "SOURCE", planted)
-    printed: list[str] = []
-    assert not chosen(printed).cpu_kernels
-    assert_one_line(printed[-1], "NOT using C++ kernels", name, "off by")
+    assert not chosen(CPU, dtype="float32").cpu_kernels
+    assert_one_line(capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", name, "off by")
     assert not list(elsewhere.rglob("*.so"))
     assert cpu_kernels.dtypes() == ()
 
 
-# ---- compiling and loading -----------------------------------------------------------------------------------
-
-LOAD = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
-
-
 @pytest.mark.slow
-def test_two_processes_that_compile_at_once_leave_one_library_that_is_intact(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_two_processes_that_compile_at_once_leave_one_library_that_is_intact(elsewhere):
     library = cpu_kernels.path()
     library.write_bytes(b"not a library")
-    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for process in [subprocess.Popen([sys.executable, "-c", LOAD], **options) for _ in range(2)]:
-        out, err = process.communicate()
-        assert "float32" in out, err
+    code = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
+    command = [sys.executable, "-c", code]
+    for process in [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]:
+        assert "float32" in process.communicate()[0]
     assert list(library.parent.iterdir()) == [library]
     assert cpu_kernels.is_intact(library)
 
 
 @pytest.mark.parametrize("compiler", ["false", "ccache-that-is-none g++"])
-def test_machine_without_a_compiler_uses_torch_and_one_line_says_so(compiler, elsewhere, monkeypatch):
+def test_machine_without_a_compiler_uses_torch_and_one_line_says_so(compiler, elsewhere, monkeypatch, capsys):
     monkeypatch.setenv("CXX", compiler)
-    printed: list[str] = []
-    assert not chosen(printed).cpu_kernels
-    assert_one_line(printed[-1], "NOT using C++ kernels", "may be slower")
-    with pytest.raises(ValueError, match="cpu_kernels=True"):
-        chosen(printed, kernels=True)
+    assert not chosen(CPU, dtype="float32").cpu_kernels
+    assert_one_line(capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", "may be slower")
 
 
 def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(built, elsewhere, monkeypatch):
