@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import raises_one_line
+from conftest import assert_equal, raises_one_line
 from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -21,36 +21,16 @@ from model import GPT, GPTConfig, rotate
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, kernels):
-    model, idx = make(config), tokens(2, 32)
-    changed = idx.clone()
-    changed[:, 20:] = (changed[:, 20:] + 1) % 100
-    with hardware.autocast(CPU, dtype):
-        a, b = (model(ids)[0].float() for ids in (idx, changed))
-    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
-    assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
-
-
-# ---- activation checkpoints ----------------------------------------------------------------------------------
-
-
 class Counter(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counts matmuls and forward passes of attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
+    matmuls = attentions = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.matmuls += name in ("mm", "addmm")
+        self.attentions += "attention" in name and "backward" not in name
         return op(*args, **(kwargs or {}))
-
-    def attentions(self) -> int:
-        """Return the forward passes of attention."""
-        return sum(n for name, n in self.counts.items() if "attention" in name and "backward" not in name)
 
 
 @pytest.mark.parametrize(("config", "dropout"), [(SMALL, 0.3), (MODERN, 0.0)])
@@ -60,29 +40,23 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
     idx = tokens(3, 32)
     names = list(model.state_dict())
     found = {}
-    attentions = {}
-    matmuls = {}
+    counts = {}
     for which in ("none", "full", "selective"):
         apply_variant(model, Variant(dtype, recompute=which))
         assert list(model.state_dict()) == names
         torch.manual_seed(3)
-        with Counter() as counter:
+        with Counter() as counts[which]:
             with hardware.autocast(CPU, dtype, cached=which == "none"):
                 loss = model(idx, idx.roll(-1, 1))[1]
             loss.backward()
-        attentions[which] = counter.attentions()
-        matmuls[which] = counter.counts["mm"] + counter.counts.get("addmm", 0)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in model.parameters()]
         found[which] = [loss.detach(), *gradients, torch.rand(3)]  # the random numbers after it are the same, too
         model.zero_grad()
-    for which in ("full", "selective"):
-        assert all(torch.equal(a, b) for a, b in zip(found[which], found["none"], strict=True))
-    assert matmuls["none"] < matmuls["selective"] < matmuls["full"]
+    assert_equal(found["full"], found["none"])
+    assert_equal(found["selective"], found["none"])
+    assert counts["none"].matmuls < counts["selective"].matmuls < counts["full"].matmuls
     if not dropout:
-        assert attentions == {"none": 2, "full": 4, "selective": 2}
-
-
-# ---- GPT-2 as transformers has it ----------------------------------------------------------------------------
+        assert [counts[which].attentions for which in ("none", "full", "selective")] == [2, 4, 2]
 
 
 def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(kernels, tmp_path):
@@ -102,9 +76,6 @@ def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(kernels, tmp
     torch.testing.assert_close(ours(idx, targets)[1], out.loss, rtol=1e-5, atol=1e-5)
 
 
-# ---- modern choices ----------------------------------------------------------------------------------
-
-
 def test_rotated_queries_meet_keys_by_their_distance_alone():
     transformer: Any = make(MODERN).transformer
     q, k = (torch.randn(1, 1, 1, 8).expand(1, 1, 32, 8) for _ in "qk")
@@ -115,16 +86,19 @@ def test_rotated_queries_meet_keys_by_their_distance_alone():
     torch.testing.assert_close(rotate(q, transformer.rotary).norm(dim=-1), q.norm(dim=-1))
 
 
-def test_model_that_begins_as_zero_predicts_all_tokens_alike():
+def test_weights_begin_as_the_settings_say():
+    """Tied or not; residual projections are smaller with depth, or zero."""
     torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    block: Any = model.transformer.h[0]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.mlp.c_proj, block.attn.c_proj):
+        assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
     assert GPT(MODERN)(tokens(2, 32), tokens(2, 32))[1].item() == pytest.approx(math.log(100), abs=1e-6)
-    # Where the head is the embedding, only what the blocks add is zero.
-    tied = GPT(replace(MODERN, tie_weights=True, embedding_norm=False))
+    tied = GPT(replace(MODERN, tie_weights=True, embedding_norm=False))  # only what the blocks add is zero
     h = tied.transformer(tokens(2, 32))
     assert torch.equal(h, F.rms_norm(tied.transformer.wte(tokens(2, 32)), (32,), eps=1e-5))
-
-
-# ---- parameters ----------------------------------------------------------------------------------------------
 
 
 def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
@@ -133,16 +107,6 @@ def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     assert model.num_params() == 124_439_808 - 1024 * 768
     assert model.estimate_flops() == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
-
-
-def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
-    assert model.lm_head.weight is model.transformer.wte.weight
-    block: Any = model.transformer.h[0]
-    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    for projection in (block.mlp.c_proj, block.attn.c_proj):
-        assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
@@ -159,27 +123,17 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
         model.crop_block_size(13)
 
 
-# ---- bad arguments -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
+def test_impossible_settings_and_weights_of_another_shape_are_named():
+    for settings, named in (
         ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4", "try --n_head=3"]),
         ({"position": "rotary"}, ["position='rotary'", "learned, rope"]),
         ({"position": "rope", "n_embd": 33, "n_head": 11}, ["even width", "3"]),
-    ],
-)
-def test_impossible_settings_are_named_with_what_is_possible(settings, named):
-    with raises_one_line(*named):
-        GPTConfig(**settings)
-
-
-def test_weights_of_another_shape_are_refused():
+    ):
+        with raises_one_line(*named):
+            GPTConfig(**settings)
     for width in (8, 10**6):  # the large one's 48 TB are not taken
-        config = GPTConfig(n_layer=1, n_head=1, n_embd=width, block_size=8, vocab_size=9)
         with pytest.raises(ValueError, match="out"):
-            GPT.from_state(config, make().state_dict(), "out")
+            GPT.from_state(replace(SMALL, n_head=1, n_embd=width), make().state_dict(), "out")
 
 
 def test_block_that_a_second_pass_would_change_is_refused():
