@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_equal, assert_one_line, raises_one_line
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_variant import CPU, chosen
+from test_model import CPU, chosen
 from torch import Tensor
 
 from deskgpt.kernels import causal_attention, cpu_kernels, gelu_tanh, relu2, self_test
@@ -79,21 +79,6 @@ def test_activations_of_any_size_and_their_slopes_are_torchs(name, dtype, n, sca
     x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * scale).to(dtype)
     expected = {"gelu_tanh": self_test.torch_gelu, "relu2": self_test.torch_relu2}[name]
     assert self_test.error_of(lambda x: torch.ops.deskgpt.activation(x, name), expected, (x,)) <= LIMIT[dtype]
-
-
-@DTYPES
-@pytest.mark.parametrize("V", [1, 33, 50_257])
-def test_softmax_of_any_width_is_torchs(V, dtype):
-    needs(dtype)
-    draw = torch.Generator().manual_seed(0)
-    logits = (5 * torch.randn(37, V, generator=draw)).to(dtype)
-    logits[3, 1:] = -torch.inf  # tokens that a model masks
-    targets = torch.randint(V, (37,), generator=draw)
-    targets[3] = 0
-    expected = logits.double().log_softmax(1)
-    log_p = cpu_kernels.softmax_(logits, targets)
-    assert self_test.distance(logits, expected.exp()) <= LIMIT[dtype]
-    assert self_test.distance(log_p, expected[torch.arange(37), targets]) <= LIMIT[dtype]
 
 
 def test_results_are_the_same_to_the_last_bit_each_time():
