@@ -58,10 +58,10 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def answers(card: str, capability: str, cuda: str, status: int = 0) -> None:
+    def answers(card: str, cuda: str, status: int = 0) -> None:
         program = tmp_path / "nvidia-smi"
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{card}, {capability}";;\n'
+            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{card}";;\n'
             f'*) echo "| Driver Version: 575.1   CUDA Version: {cuda} |";;\nesac\nexit {status}\n'
         )
         program.chmod(0o755)
@@ -71,12 +71,12 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 @POSIX
 def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_smi):
-    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9\nTesla T4, 7.5", "12.8")
+    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9\nTesla T4, 7.5", "12.8")
     assert wheels.nvidia_gpu() == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
     assert wheels.remedy().startswith(f'"{sys.executable}" -m pip install ')
-    nvidia_smi("Field compute_cap is not valid", "", "11.4")  # an old driver, which no build is for
+    nvidia_smi("Field compute_cap is not valid", "11.4")  # an old driver, which no build is for
     assert wheels.nvidia_gpu() is None
-    nvidia_smi("NVIDIA-SMI has failed", "", "12.8", status=9)
+    nvidia_smi("NVIDIA-SMI has failed", "12.8", status=9)
     assert wheels.nvidia_gpu() is None
     assert_one_line(wheels.wheel_for(None, "linux")[1], "lists no card", "for the CPU")
 
@@ -84,7 +84,7 @@ def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_sm
 @POSIX
 @pytest.mark.slow
 def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_path, script, monkeypatch):
-    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9", "13.0")
+    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     settings = flags(**TINY | {"dataset": chars, "out_dir": tmp_path, "device": "auto"})
@@ -98,56 +98,43 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
     assert_one_line(done.err, "device=cuda", "RTX 4070", "--device=auto")
 
 
-# ---- what a container allows ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def control_groups(tmp_path, monkeypatch):
-    """Return a function that sets the groups of this process, and what their files hold."""
-
-    def write(groups: str, files: dict[str, str]) -> None:
-        (tmp_path / "own").write_text(groups)
-        for name, content in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(content)
-
-    monkeypatch.setattr(limits, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
-    return write
-
-
 @pytest.mark.parametrize(
-    ("groups", "files", "usable"),
+    ("groups", "files", "usable", "cores"),
     [
-        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),
-        ("0::/not/seen/here\n", {"memory.max": "2000"}, 2000),  # a container's
-        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000"}, 1000),
-        ("0::/a\n", {}, 5000),
+        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max", "a/cpu.max": "250000 100000"}, 3000, 2),
+        ("0::/not/seen/here\n", {"memory.max": "2000", "cpu.max": "50000 100000"}, 2000, 1),  # half a core
+        (
+            "4:memory:/a\n3:cpu:/a\n0::/\n",
+            {
+                "memory/a/memory.limit_in_bytes": "1000",
+                "cpu/a/cpu.cfs_quota_us": "100000",
+                "cpu/a/cpu.cfs_period_us": "100000",
+            },
+            1000,
+            1,
+        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 5000, 8),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, 5000, 8),
+        ("", {}, 5000, 8),
     ],
 )
-def test_memory_that_control_groups_forbid_is_not_usable(groups, files, usable, control_groups, monkeypatch):
-    control_groups(groups, files)
+def test_memory_and_threads_are_what_a_container_allows(groups, files, usable, cores, tmp_path, monkeypatch):
+    found = dict(files)
     for name in files:
-        folder = name.rpartition("/")[0] or "."
-        used = "memory.current" if name.endswith("max") else "memory.usage_in_bytes"
-        control_groups(groups, {f"{folder}/{used}": "700", f"{folder}/memory.stat": "anon 100\ninactive_file 600\n"})
+        folder, _, kind = name.rpartition("/")
+        if kind.startswith("memory"):
+            used = "memory.current" if kind == "memory.max" else "memory.usage_in_bytes"
+            found |= {f"{folder}/{used}": "700", f"{folder}/memory.stat": "anon 100\ninactive_file 600\n"}
+    for name, content in (found | {"own": groups}).items():
+        path = tmp_path / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    monkeypatch.setattr(limits, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=5000, available=4900))
     assert hardware.usable_memory_bytes(CPU) == usable
     assert hardware.free_memory_bytes() == min(4900, usable - 100)
 
-
-@pytest.mark.parametrize(
-    ("groups", "files", "cores"),
-    [
-        ("0::/a/b\n", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, 2),
-        ("0::/\n", {"cpu.max": "50000 100000"}, 1),  # half a core
-        ("3:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, 1),
-        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ("", {}, 8),
-    ],
-)
-def test_threads_follow_the_cpu_quota_of_a_container(groups, files, cores, control_groups, monkeypatch):
-    control_groups(groups, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     threads = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
