@@ -167,18 +167,20 @@ def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(kernels):
     assert torch.equal(torch.cat([y.flatten(0, 1) for y in net.kept[:4]]), first)
 
 
-def test_hooks_of_modules_get_each_gradient_once_and_whole():
-    """Those of parameters: test_what_you_read.py."""
-
+@pytest.mark.parametrize("of_module", [True, False])
+def test_hooks_of_modules_and_parameters_get_each_gradient_once_and_whole(of_module):
     def seen(function: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
         head = nn.Linear(C, V)
         norms: list[Tensor] = []
 
-        def keep_norm(module: Any, inputs: Any, outputs: Any) -> None:
-            norms.append(outputs[0].norm())
+        def keep_norm(*gradients: Any) -> None:
+            norms.append(gradients[-1][0].norm())
 
-        head.register_full_backward_hook(keep_norm)
+        if of_module:
+            head.register_full_backward_hook(keep_norm)
+        else:
+            head.weight.register_hook(keep_norm)
         results(Net(lambda net, x: head(x)), function)
         return norms
 
