@@ -177,11 +177,10 @@ def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_si
     assert (found, of_name.name, of_name.memory_gb) == (number, card, gb)
 
 
-def test_name_that_only_looks_like_a_card_is_none():
-    laptop, slice_of_a_card, quadro = "NVIDIA GeForce RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000"
-    for name in (laptop, slice_of_a_card, quadro, "AMD Ryzen 7 5800H (AVX2), 16 cores, 8 threads", "0x H100", ""):
-        with pytest.raises(ValueError, match="is not a known card"):
-            peaks.find_cards(name)
+@pytest.mark.parametrize("name", ["RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000", "0x H100", ""])
+def test_name_that_only_looks_like_a_card_is_none(name):
+    with raises_one_line("is not a known card"):
+        peaks.find_cards(name)
 
 
 @pytest.mark.parametrize(

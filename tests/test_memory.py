@@ -118,11 +118,6 @@ def total_gib(out: str) -> float:
     return numbers(r"^predicted peak memory of .*: (\S+) of \S+ GiB$", out)[0]
 
 
-def step_s(out: str) -> list[float]:
-    """Return the shortest and the longest time of a step."""
-    return numbers(r": (\S+) to (\S+)s per step", out)
-
-
 def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tmp_path, script):
     """9.34 s per step: the run of this config on an RTX 4070 that the plan is calibrated by."""
     out = tmp_path / "out"
@@ -135,7 +130,7 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     parts = r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB"
     assert sum(numbers(parts, done.out)) == pytest.approx(total_gib(done.out), abs=0.03)
     assert total_gib(done.out) == pytest.approx(5.19, rel=0.05)  # as inductor's code allocates: docs/figures.md
-    fastest, slowest = step_s(done.out)
+    fastest, slowest = numbers(r": (\S+) to (\S+)s per step", done.out)
     assert fastest == pytest.approx(9.34, rel=0.02)
     assert slowest < 1.3 * fastest
     assert re.search(r"at 69% to 82% \(known runs .* RTX 4070\) of 1 x 58.30 TFLOP/s .* for 18,750 steps", done.out)
@@ -149,7 +144,7 @@ def test_plan_follows_activation_checkpoints_in_memory_and_time(capsys):
     plans = [plan(capsys, activation_checkpoint=which, **sizes) for which in ("none", "selective", "full")]
     peaks = [total_gib(out) for out in plans]
     assert peaks == sorted(set(peaks), reverse=True)
-    times = [step_s(out)[0] for out in plans]
+    times = [numbers(r": (\S+) to \S+s per step", out)[0] for out in plans]
     assert times == [pytest.approx(factor * times[0], rel=0.01) for factor in (1, 1.14, 1.26)]
 
 
@@ -172,15 +167,13 @@ def test_plan_of_many_ranks_says_what_each_has(capsys):
     assert "micro-batches of each rank and step: 3" in out
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_cards_and_ranks_that_cannot_be_are_refused_in_one_line():
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"plan_for": "RTX 4700"}, ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
         ({"plan_for": "64x H100", "dp_shard": 60, "gradient_accumulation_steps": 64}, ["dp_shard=60", "--dp_shard=-1"]),
         ({"plan_for": "1000000000x H100"}, ["1000000000x", "H100"]),
         ({"plan_for": "16x H100"}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
-    ],
-)
-def test_cards_and_ranks_that_cannot_be_are_refused_in_one_line(options, named):
-    with raises_one_line(*named):
-        main(TrainConfig(**options))
+    ]
+    for options, named in cases:
+        with raises_one_line(*named):
+            main(TrainConfig(**options))

@@ -29,19 +29,6 @@ def make(model: GPT, name: str) -> torch.optim.AdamW:
     return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, muon_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_parameter_has_one_group_and_only_matrices_decay(name):
-    model = model_with_gradients()
-    groups = make(model, name).param_groups
-    owned = [p for group in groups for p in group["params"]]
-    assert len(owned) == len(set(owned)) == len(list(model.parameters()))
-    for group in groups:
-        assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
-    muon = {p for group in groups if "momentum" in group for p in group["params"]}
-    in_blocks = {p for n, p in model.named_parameters() if p.dim() > 1 and n.startswith("transformer.h.")}
-    assert muon == (in_blocks if name == "muon" else set())
-
-
 def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     """torch.optim.Muon gets q, k and v as the three matrices that they are."""
     model = model_with_gradients()
@@ -52,6 +39,7 @@ def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     for p in optimizer.param_groups[-1]["params"]:
         n = 3 if p.size(0) == 3 * p.size(1) else 1
         apart[p] = [part.clone().requires_grad_() for part in p.detach().chunk(n)]
+    assert {*apart} == {p for name, p in model.named_parameters() if p.dim() > 1 and name.startswith("transformer.h.")}
     matrices = [part for parts in apart.values() for part in parts]
     reference = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):

@@ -179,7 +179,6 @@ def test_init_from_auto_starts_resumes_bit_for_bit_and_then_has_nothing_to_do(ch
     main(tiny(chars, tmp_path / "full", **LONG))
     argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path / "parts", init_from="auto")
     main(start([*argv, "--max_iters=8"]))
-    assert "resuming" not in capsys.readouterr().out
     for _ in range(2):
         main(start(argv))
         assert_equal(weights(tmp_path / "full"), weights(tmp_path / "parts"))
@@ -189,7 +188,7 @@ def test_init_from_auto_starts_resumes_bit_for_bit_and_then_has_nothing_to_do(ch
 
 def test_init_from_auto_begins_as_the_config_file_says_but_not_over_a_damaged_checkpoint(chars, tmp_path):
     out, config = tmp_path / "out", tmp_path / "finetune.py"
-    main(tiny(chars, out, **LONG))
+    main(tiny(chars, out, max_iters=1))
     config.write_text(f"init_from = {str(out)!r}\n")
     elsewhere = flags(out_dir=tmp_path / "other", init_from="auto")
     first = start([str(config), *elsewhere])
