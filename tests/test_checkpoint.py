@@ -131,15 +131,13 @@ def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_na
         store.load(tmp_path)
 
 
-@pytest.mark.parametrize("change", ["cut", "overwritten"])
-def test_file_that_is_changed_while_it_is_read_is_refused(change, tmp_path, monkeypatch):
+def test_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatch):
     store.save(state_of(), tmp_path, best=False)
     path = tmp_path / "ckpt.pt"
-    content = path.read_bytes()
     real_load = torch.load
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        path.write_bytes(content[:2000] if change == "cut" else content)
+        path.write_bytes(path.read_bytes())
         return real_load(*args, **kwargs)
 
     monkeypatch.setattr(torch, "load", load)
