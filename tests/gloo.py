@@ -23,13 +23,17 @@ from deskgpt.run.settings import resumed_settings
 from deskgpt.system.errors import message_for_user
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
 def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int | None]:
     """Call work(rank) in ranks with torchrun's variables; up to `failing` of them may. Return their exit statuses."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         pytest.skip("a test before this one used the card, after which a process cannot fork; run this file by itself")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     rendezvous = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
     def start(rank: int) -> None:

@@ -1,7 +1,11 @@
-"""Devices, their memory and names; and which build of torch serves a card. nvidia-smi is a stub."""
+"""Devices: their names, memory, published and measured peaks; and which build of torch serves a card.
+
+nvidia-smi is a stub.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -11,14 +15,11 @@ import pytest
 import torch
 from conftest import TINY, assert_one_line, flags, raises_one_line
 
-from deskgpt.system import hardware, limits, wheels
+from deskgpt.system import cache, hardware, limits, peaks, wheels
 from deskgpt.system.wheels import Gpu
 
 CPU = torch.device("cpu")
 POSIX = pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
-
-
-# ---- choosing a device ---------------------------------------------------------------------------------------
 
 
 def test_ranks_never_share_a_gpu(monkeypatch):
@@ -57,10 +58,10 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def answers(card: str, capability: str, cuda: str, status: int = 0) -> None:
+    def answers(card: str, cuda: str, status: int = 0) -> None:
         program = tmp_path / "nvidia-smi"
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{card}, {capability}";;\n'
+            f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{card}";;\n'
             f'*) echo "| Driver Version: 575.1   CUDA Version: {cuda} |";;\nesac\nexit {status}\n'
         )
         program.chmod(0o755)
@@ -70,12 +71,12 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 @POSIX
 def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_smi):
-    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9\nTesla T4, 7.5", "12.8")
+    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9\nTesla T4, 7.5", "12.8")
     assert wheels.nvidia_gpu() == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
     assert wheels.remedy().startswith(f'"{sys.executable}" -m pip install ')
-    nvidia_smi("Field compute_cap is not valid", "", "11.4")  # an old driver, which no build is for
+    nvidia_smi("Field compute_cap is not valid", "11.4")  # an old driver, which no build is for
     assert wheels.nvidia_gpu() is None
-    nvidia_smi("NVIDIA-SMI has failed", "", "12.8", status=9)
+    nvidia_smi("NVIDIA-SMI has failed", "12.8", status=9)
     assert wheels.nvidia_gpu() is None
     assert_one_line(wheels.wheel_for(None, "linux")[1], "lists no card", "for the CPU")
 
@@ -83,14 +84,13 @@ def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_sm
 @POSIX
 @pytest.mark.slow
 def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_path, script, monkeypatch):
-    nvidia_smi("NVIDIA GeForce RTX 4070", "8.9", "13.0")
+    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    settings = flags(**(TINY | {"dataset": chars, "out_dir": tmp_path / "out", "device": "auto"}))
+    settings = flags(**TINY | {"dataset": chars, "out_dir": tmp_path, "device": "auto"})
     done = script("train.py", *settings)
-    assert done.code == 0
     assert re.search(r"^torch .* cannot use NVIDIA GeForce RTX 4070.*; training on the CPU$", done.out, re.M)
-    done = script("sample.py", f"--out_dir={tmp_path / 'out'}", "--num_samples=1", "--max_new_tokens=3")
+    done = script("sample.py", f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3")
     assert done.code == 0
     assert_one_line(done.err, "RTX 4070", "sampling on the CPU")
     done = script("train.py", *settings, "--device=cuda")
@@ -98,51 +98,36 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
     assert_one_line(done.err, "device=cuda", "RTX 4070", "--device=auto")
 
 
-# ---- what a container allows ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def control_groups(tmp_path, monkeypatch):
-    """Return a function that sets the groups of this process, and what their files hold."""
-
-    def write(groups: str, files: dict[str, str]) -> None:
-        (tmp_path / "own").write_text(groups)
-        for name, content in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(content)
-
-    monkeypatch.setattr(limits, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
-    return write
-
-
 @pytest.mark.parametrize(
-    ("groups", "files", "usable"),
+    ("groups", "files", "usable", "cores"),
     [
-        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max"}, 3000),
-        ("0::/not/seen/here\n", {"memory.max": "2000"}, 2000),  # a container's
-        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000"}, 1000),
-        ("0::/a\n", {}, 5000),
+        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max", "a/cpu.max": "250000 100000"}, 3000, 2),
+        ("0::/not/seen/here\n", {"memory.max": "2000", "cpu.max": "50000 100000"}, 2000, 1),  # half a core
+        (
+            "4:memory:/a\n3:cpu:/a\n0::/\n",
+            {
+                "memory/a/memory.limit_in_bytes": "1000",
+                "cpu/a/cpu.cfs_quota_us": "100000",
+                "cpu/a/cpu.cfs_period_us": "100000",
+            },
+            1000,
+            1,
+        ),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 5000, 8),
+        ("0::/a\n", {"a/cpu.max": "max 100000"}, 5000, 8),
+        ("", {}, 5000, 8),
     ],
 )
-def test_memory_that_control_groups_forbid_is_not_usable(groups, files, usable, control_groups, monkeypatch):
-    control_groups(groups, files)
+def test_memory_and_threads_are_what_a_container_allows(groups, files, usable, cores, tmp_path, monkeypatch):
+    for name, content in (files | {"own": groups}).items():
+        path = tmp_path / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    monkeypatch.setattr(limits, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=5000))
     assert hardware.usable_memory_bytes(CPU) == usable
 
-
-@pytest.mark.parametrize(
-    ("groups", "files", "cores"),
-    [
-        ("0::/a/b\n", {"a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, 2),
-        ("0::/\n", {"cpu.max": "50000 100000"}, 1),  # half a core
-        ("3:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, 1),
-        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ("", {}, 8),
-    ],
-)
-def test_threads_follow_the_cpu_quota_of_a_container(groups, files, cores, control_groups, monkeypatch):
-    control_groups(groups, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     threads = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
@@ -152,3 +137,94 @@ def test_threads_follow_the_cpu_quota_of_a_container(groups, files, cores, contr
     monkeypatch.delenv("OMP_NUM_THREADS")
     hardware.limit_threads()
     assert threads[-1] == cores
+
+
+# ---- published and measured peaks ----------------------------------------------------------------------------
+
+
+def test_figures_of_a_card_agree_with_each_other():
+    """A digit that is wrong in one of its four totals shows in their ratios, which are about powers of two."""
+    for card in peaks.table().values():
+        totals = list(card.flops.values())
+        for total in totals:
+            factor = math.log2(total / totals[0])
+            assert abs(factor - round(factor)) < 0.21, card.name
+        assert card.flops.get("bfloat16", card.flops["float16"]) == card.flops["float16"], card.name
+        if "tf32" in card.flops:
+            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
+        assert 4 <= card.memory_gb <= 288
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "card", "gb"),
+    [
+        ("NVIDIA GeForce RTX 4070", 1, "GeForce RTX 4070", 12),
+        ("geforce-rtx-3060-12gb", 1, "GeForce RTX 3060", 12),
+        ("NVIDIA H100 80GB HBM3", 1, "H100 HBM3", 80),
+        ("rtx pro 6000", 1, "RTX PRO 6000 Blackwell Workstation Edition", 96),
+        ("16 x A100 80GB", 16, "A100-SXM4", 80),
+    ],
+)
+def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_size(name, number, card, gb):
+    found, of_name = peaks.find_cards(name)
+    assert (found, of_name.name, of_name.memory_gb) == (number, card, gb)
+
+
+@pytest.mark.parametrize("name", ["RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000", "0x H100", ""])
+def test_name_that_only_looks_like_a_card_is_none(name):
+    with raises_one_line("is not a known card"):
+        peaks.find_cards(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "measured", "peak", "printed"),
+    [
+        # The published peak stays if a faster matmul was measured.
+        ("NVIDIA H200", "bfloat16", 1100e12, 989e12, "NVIDIA data sheet, bfloat16; measured here 1100 TFLOP/s (111%)"),
+        # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
+        ("NVIDIA H200", "float32", 400e12, 494.5e12, "TF32"),
+        ("AMD Instinct MI300X", "float32", 100e12, 163.4e12, "float32"),
+        # What the table does not have is measured.
+        ("Tesla T4", "bfloat16", 1.5e12, 1.5e12, "measured bfloat16 matmul"),
+    ],
+)
+def test_gpu_has_its_published_peak_or_the_measured_one(name, dtype, measured, peak, printed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda device, dtype: measured)
+    flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
+    assert flops == peak
+    assert printed in source
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """Set up a machine that was never measured; return a function that forgets what this process has measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peaks.measured_flops.cache_clear()
+    yield peaks.measured_flops.cache_clear
+    peaks.measured_flops.cache_clear()
+
+
+def test_only_the_first_start_measures(empty_cache, monkeypatch):
+    first = peaks.measured_matmul_flops(CPU, "float32")
+    assert 1e8 < first < 1e15
+    [(key, figures)] = cache.read("peaks").items()
+    empty_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
+        assert peaks.measured_matmul_flops(CPU, "float32") == first
+    cache.keep("peaks", key, figures | {"float32": "fast"})  # damage
+    empty_cache()
+    assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
+
+
+@pytest.mark.parametrize(("bfloat16", "dtype"), [(0.5, "float32"), (1.1, "float32"), (1.6, "bfloat16")])
+def test_dtype_auto_is_bfloat16_only_if_one_thread_is_clearly_faster_in_it(bfloat16, dtype, empty_cache, monkeypatch):
+    """With more threads, which wait for each other, a busy moment would decide."""
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    found = {"float32": 1e10, "bfloat16": bfloat16 * 1e10, "float16": 1e9}
+    monkeypatch.setattr(peaks, "best_flops", lambda device: found if threads == [8, 1] else {})
+    assert peaks.fast_dtype(CPU) == dtype
+    assert threads == [8, 1, 8]

@@ -1,14 +1,15 @@
-"""The predicted memory of a step, against real steps on a CPU; and what fits."""
+"""The predicted memory of a step, against real steps on a CPU; what fits; and what --dry_run and --plan_for print."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, flags, raises_one_line, tiny, trajectory
+import torch.distributed as dist
+from conftest import flags, raises_one_line
 from tiny_models import MODERN_SETTINGS
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,7 +21,7 @@ from deskgpt.estimate.memory import Step, memory
 from deskgpt.kernels import loss
 from deskgpt.system import hardware
 from model import GPT, GPTConfig
-from train import main
+from train import TrainConfig, main
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
@@ -29,7 +30,7 @@ SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64,
 # ---- against real steps --------------------------------------------------------------------------------------
 
 
-def real_peak(config: GPTConfig, batch_size: int, variant: Variant, micro_steps: int) -> int:
+def real_peak(config: GPTConfig, batch_size: int, variant: Variant) -> int:
     """Return the most bytes that torch's allocator holds in a real step on the CPU, by its profiler."""
     model = GPT(config)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
@@ -37,7 +38,7 @@ def real_peak(config: GPTConfig, batch_size: int, variant: Variant, micro_steps:
     x, y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
 
     def step() -> None:
-        for _ in range(micro_steps):
+        for _ in range(2):
             with hardware.autocast(CPU, variant.dtype, cached=variant.recompute == "none"):
                 total = model(x, y)[1]
             total.backward()
@@ -58,33 +59,25 @@ def real_peak(config: GPTConfig, batch_size: int, variant: Variant, micro_steps:
     return peak + sum(tensor.nbytes for tensor in (*model.parameters(), *kept, x, y))
 
 
-CASES: list[tuple[GPTConfig, int, Variant, int, int]] = [
-    # model, batch, variant, tokens in a chunk of the loss (some make it in one piece), micro-batches
-    (SMALL, 8, Variant("float16"), 128, 2),
-    (replace(SMALL, block_size=48), 16, Variant("float32", recompute="full"), 128, 2),
-    (replace(SMALL, **MODERN_SETTINGS), 16, Variant("float32"), 256, 2),
-    (replace(SMALL, **MODERN_SETTINGS), 8, Variant("bfloat16", recompute="full"), 64, 2),
-]
-
-
-@pytest.mark.parametrize(("config", "batch_size", "variant", "chunk", "micro_steps"), CASES)
-def test_prediction_is_within_a_tenth_of_a_real_step(config, batch_size, variant, chunk, micro_steps, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "batch_size", "variant", "chunk"),  # tokens of the loss at once, all or some
+    [
+        (SMALL, 8, Variant("float16"), 128),
+        (replace(SMALL, block_size=48), 16, Variant("float32", recompute="full"), 128),
+        (replace(SMALL, **MODERN_SETTINGS), 16, Variant("float32"), 256),
+        (replace(SMALL, **MODERN_SETTINGS), 8, Variant("bfloat16", recompute="full"), 64),
+    ],
+)
+def test_prediction_is_within_a_tenth_of_a_real_step(config, batch_size, variant, chunk, monkeypatch):
     # Without oneDNN, whose workspaces depend on the processor.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setattr(loss, "LOGITS_ON_CPU", chunk * config.vocab_size)
     predicted = memory(Step(config, batch_size, variant, "cpu"))
-    assert sum(predicted.values()) == pytest.approx(real_peak(config, batch_size, variant, micro_steps), rel=0.1)
+    assert sum(predicted.values()) == pytest.approx(real_peak(config, batch_size, variant), rel=0.1)
     assert predicted["weights"] == sum(p.nbytes for p in GPT(config).parameters())
 
 
 # ---- what fits -----------------------------------------------------------------------------------------------
-
-
-def test_micro_batch_that_surely_does_not_fit_is_refused_before_it_is_tried(chars, tmp_path, script):
-    settings = TINY | {"batch_size": 1 << 19, "n_embd": 256, "block_size": 256}
-    done = script("train.py", *flags(**settings, dataset=chars, out_dir=tmp_path))
-    assert done.code == 1
-    assert_one_line(done.err, "batch_size=524288", "--batch_size=262144 --gradient_accumulation_steps=2")
 
 
 def test_larger_micro_batch_divides_the_step_and_fits(monkeypatch):
@@ -96,47 +89,91 @@ def test_larger_micro_batch_divides_the_step_and_fits(monkeypatch):
         assert found.batch_size <= expected
 
 
-# ---- in a run ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def memory_for_five_sequences(monkeypatch):
-    """Set up a machine on which a training pass of more than 5 sequences runs out of memory, with CUDA's error."""
-    forward: Callable[..., Any] = GPT.forward
-
-    def limited(self, idx, targets=None):
-        if idx.size(0) > 5 and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(self, idx, targets)
-
-    monkeypatch.setattr(GPT, "forward", limited)
-
-
-def test_micro_batch_of_one_sequence_is_not_halved():
+def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training():
+    with raises_one_line("batch_size=8 ", "--batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256"):
+        fit.halved_batch(CPU, False, Batching(batch_size=8, block_size=16, eval_iters=2))
     with raises_one_line("not even batch_size=1", "--block_size=32"):
         fit.halved_batch(CPU, True, Batching(batch_size=1, block_size=64))
 
 
-@pytest.mark.slow
-def test_batch_that_does_not_fit_is_halved_also_when_it_resumes_and_the_training_is_the_same(
-    chars, tmp_path, script, memory_for_five_sequences
-):
-    out = tmp_path / "auto"
-    settings = TINY | {"batch_size": 16, "auto_batch": True, "lr_decay_iters": 6, "max_iters": 3}
-    done = script("train.py", *flags(**settings, dataset=chars, out_dir=out))
-    assert "out of memory: continuing with" in done.out
-    done = script("train.py", f"--out_dir={out}", "--init_from=resume", "--max_iters=6")
-    assert done.code == 0, done.err
-    assert "out of memory" not in done.out
-    main(tiny(chars, tmp_path / "by_hand", batch_size=4, gradient_accumulation_steps=4, eval_iters=8))
-    assert trajectory(out)["iter"] == trajectory(tmp_path / "by_hand")["iter"]  # it was halved after an evaluation
+# ---- plans, for this machine and for cards that are not here -------------------------------------------------
 
 
-def test_batch_that_does_not_fit_names_the_settings_that_keep_the_training(
-    chars, tmp_path, script, memory_for_five_sequences
-):
-    settings = TINY | {"batch_size": 8, "auto_batch": False}
-    done = script("train.py", *flags(**settings, dataset=chars, out_dir=tmp_path))
-    assert done.code == 1
-    flags_of_same = "--batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256"
-    assert_one_line(done.err, "batch_size=8", flags_of_same)
+def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
+    """Return what the plan of a tiny model's run prints."""
+    usual: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 32}
+    main(TrainConfig(**usual | {"plan_for": "H100", "gradient_accumulation_steps": 1} | settings))
+    assert not dist.is_initialized()
+    return capsys.readouterr().out
+
+
+def numbers(pattern: str, out: str) -> list[float]:
+    """Return the numbers of the groups of a pattern."""
+    found = re.search(pattern, out, re.M)
+    assert found
+    return [float(x) for x in found.groups()]
+
+
+def total_gib(out: str) -> float:
+    return numbers(r"^predicted peak memory of .*: (\S+) of \S+ GiB$", out)[0]
+
+
+def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tmp_path, script):
+    """9.34 s per step: the run of this config on an RTX 4070 that the plan is calibrated by."""
+    out = tmp_path / "out"
+    options = {"plan_for": "rtx 4070", "device": "cuda", "out_dir": out, "dataset": tmp_path / "none"}
+    done = script("train.py", "config/train_fineweb_125m.py", *flags(**options))
+    assert (done.code, done.err) == (0, "")
+    assert "number of parameters: 123.59M" in done.out
+    assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
+    assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
+    parts = r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB"
+    assert sum(numbers(parts, done.out)) == pytest.approx(total_gib(done.out), abs=0.03)
+    assert total_gib(done.out) == pytest.approx(5.19, rel=0.05)  # as inductor's code allocates: docs/figures.md
+    fastest, slowest = numbers(r": (\S+) to (\S+)s per step", done.out)
+    assert fastest == pytest.approx(9.34, rel=0.02)
+    assert slowest < 1.3 * fastest
+    assert re.search(r"at 69% to 82% \(known runs .* RTX 4070\) of 1 x 58.30 TFLOP/s .* for 18,750 steps", done.out)
+    largest = numbers(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out)
+    assert largest[0] * largest[1] == 8 * 64
+    assert not out.exists()
+
+
+def test_plan_follows_activation_checkpoints_in_memory_and_time(capsys):
+    sizes = {"batch_size": 8, "block_size": 512, "n_embd": 64, "n_layer": 3, "compile": False}
+    plans = [plan(capsys, activation_checkpoint=which, **sizes) for which in ("none", "full")]
+    peaks = [total_gib(out) for out in plans]
+    assert peaks == sorted(set(peaks), reverse=True)
+    times = [numbers(r": (\S+) to \S+s per step", out)[0] for out in plans]
+    assert times == [pytest.approx(factor * times[0], rel=0.01) for factor in (1, 1.26)]
+
+
+def test_plan_that_does_not_fit_or_has_no_peak_has_no_time(capsys):
+    out = plan(capsys, plan_for="RTX 2060", n_embd=8192, n_layer=2)
+    assert "at the same tokens per step: none" in out
+    assert "time: n/a" in out
+    assert "TFLOP/s" not in out
+    assert "time: n/a" in plan(capsys, plan_for="T4", dtype="bfloat16")
+
+
+def test_plan_of_many_ranks_says_what_each_has(capsys):
+    out = plan(capsys, plan_for="1024x H100", n_embd=128, dp_shard=64, gradient_accumulation_steps=2048)
+    assert re.search(r"^1,024 ranks.* 64, 16 copies; micro-batches of each rank and step: 2$", out, re.M)
+    assert re.search(r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB", out)
+    assert re.search(r"\) of 1024 x 989.00 TFLOP/s .*, and without what ranks send each other$", out, re.M)
+    out = plan(capsys, plan_for="16x H100", gradient_accumulation_steps=48, n_embd=768)
+    weights, buckets = numbers(r"weights (\S+), .* buckets (\S+) GiB", out)  # DDP's
+    assert weights == buckets > 0.1
+    assert "micro-batches of each rank and step: 3" in out
+
+
+def test_cards_and_ranks_that_cannot_be_are_refused_in_one_line():
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"plan_for": "RTX 4700"}, ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
+        ({"plan_for": "64x H100", "dp_shard": 60, "gradient_accumulation_steps": 64}, ["dp_shard=60", "--dp_shard=-1"]),
+        ({"plan_for": "1000000000x H100"}, ["1000000000x", "H100"]),
+        ({"plan_for": "16x H100"}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
+    ]
+    for options, named in cases:
+        with raises_one_line(*named):
+            main(TrainConfig(**options))

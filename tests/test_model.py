@@ -1,56 +1,50 @@
+"""The model; how a run computes it, chosen by rule and compiled; and what --dry_run finds wrong with it."""
+
 from __future__ import annotations
 
 import math
 import random
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from conftest import raises_one_line
+from conftest import assert_equal, assert_one_line, events, raises_one_line, tiny
 from tiny_models import MODERN, SMALL, make, tokens
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from deskgpt.compute.variant import Variant, apply_variant
-from deskgpt.export.gpt2_weights import load_gpt2
+from deskgpt.compute import compiling
+from deskgpt.compute.check import check_model
+from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.variant import COMPILE_FROM_S, Variant, apply_variant, choose_variant, saved_variant
+from deskgpt.kernels import causal_attention, cpu_kernels
+from deskgpt.run.schedule import Schedule, TimeBudget
 from deskgpt.system import hardware
 from model import GPT, GPTConfig, rotate
+from train import TrainConfig, main
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("config", [SMALL, MODERN])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_causality_later_tokens_leave_earlier_logits_alone(config, dtype, kernels):
-    model, idx = make(config), tokens(2, 32)
-    changed = idx.clone()
-    changed[:, 20:] = (changed[:, 20:] + 1) % 100
-    with hardware.autocast(CPU, dtype):
-        a, b = (model(ids)[0].float() for ids in (idx, changed))
-    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=0, atol=1e-6)
-    assert (a[:, 20:] - b[:, 20:]).abs().amax(-1).min() > 1e-3
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-# ---- activation checkpoints ----------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------------------
 
 
 class Counter(TorchDispatchMode):
-    """Counts operations by name."""
+    """Counts matmuls and forward passes of attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
+    matmuls = attentions = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.matmuls += name in ("mm", "addmm")
+        self.attentions += "attention" in name and "backward" not in name
         return op(*args, **(kwargs or {}))
-
-    def attentions(self) -> int:
-        """Return the forward passes of attention."""
-        return sum(n for name, n in self.counts.items() if "attention" in name and "backward" not in name)
 
 
 @pytest.mark.parametrize(("config", "dropout"), [(SMALL, 0.3), (MODERN, 0.0)])
@@ -60,48 +54,22 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, d
     idx = tokens(3, 32)
     names = list(model.state_dict())
     found = {}
-    attentions = {}
-    matmuls = {}
+    counts = {}
     for which in ("none", "full"):
         apply_variant(model, Variant(dtype, recompute=which))
         assert list(model.state_dict()) == names
         torch.manual_seed(3)
-        with Counter() as counter:
+        with Counter() as counts[which]:
             with hardware.autocast(CPU, dtype, cached=which == "none"):
                 loss = model(idx, idx.roll(-1, 1))[1]
             loss.backward()
-        attentions[which] = counter.attentions()
-        matmuls[which] = counter.counts["mm"] + counter.counts.get("addmm", 0)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in model.parameters()]
         found[which] = [loss.detach(), *gradients, torch.rand(3)]  # the random numbers after it are the same, too
         model.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(found["full"], found["none"], strict=True))
-    assert matmuls["none"] < matmuls["full"]
+    assert_equal(found["full"], found["none"])
+    assert counts["none"].matmuls < counts["full"].matmuls
     if not dropout:
-        assert attentions == {"none": 2, "full": 4}
-
-
-# ---- GPT-2 as transformers has it ----------------------------------------------------------------------------
-
-
-def test_weights_of_transformers_gpt2_give_its_logits_and_loss_here(kernels, tmp_path):
-    torch.manual_seed(2)
-    sizes: dict[str, Any] = {"vocab_size": 100, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
-    theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    theirs.save_pretrained(tmp_path)
-    model_args, weights = load_gpt2(str(tmp_path))
-    ours = GPT.from_state(GPTConfig(**model_args), weights, "gpt2")
-    idx = tokens(3, 32)
-    targets = torch.cat((idx[:, 1:], torch.full((3, 1), -1)), 1)  # transformers shifts the labels itself
-    out = theirs(input_ids=idx, labels=idx)
-    torch.testing.assert_close(ours(idx)[0], out.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours(idx, targets)[1], out.loss, rtol=1e-5, atol=1e-5)
-
-
-# ---- modern choices ----------------------------------------------------------------------------------
+        assert [counts[which].attentions for which in ("none", "full")] == [2, 4]
 
 
 def test_rotated_queries_meet_keys_by_their_distance_alone():
@@ -114,16 +82,19 @@ def test_rotated_queries_meet_keys_by_their_distance_alone():
     torch.testing.assert_close(rotate(q, transformer.rotary).norm(dim=-1), q.norm(dim=-1))
 
 
-def test_model_that_begins_as_zero_predicts_all_tokens_alike():
+def test_weights_begin_as_the_settings_say():
+    """Tied or not; residual projections are smaller with depth, or zero."""
     torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    block: Any = model.transformer.h[0]
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.mlp.c_proj, block.attn.c_proj):
+        assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
     assert GPT(MODERN)(tokens(2, 32), tokens(2, 32))[1].item() == pytest.approx(math.log(100), abs=1e-6)
-    # Where the head is the embedding, only what the blocks add is zero.
-    tied = GPT(replace(MODERN, tie_weights=True, embedding_norm=False))
+    tied = GPT(replace(MODERN, tie_weights=True, embedding_norm=False))  # only what the blocks add is zero
     h = tied.transformer(tokens(2, 32))
     assert torch.equal(h, F.rms_norm(tied.transformer.wte(tokens(2, 32)), (32,), eps=1e-5))
-
-
-# ---- parameters ----------------------------------------------------------------------------------------------
 
 
 def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
@@ -132,16 +103,6 @@ def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     assert model.num_params() == 124_439_808 - 1024 * 768
     assert model.estimate_flops() == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
-
-
-def test_head_is_tied_and_residual_projections_start_smaller_with_depth():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=8, vocab_size=64, n_layer=8, n_head=2, n_embd=128))
-    assert model.lm_head.weight is model.transformer.wte.weight
-    block: Any = model.transformer.h[0]
-    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    for projection in (block.mlp.c_proj, block.attn.c_proj):
-        assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
@@ -158,27 +119,17 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
         model.crop_block_size(13)
 
 
-# ---- bad arguments -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
+def test_impossible_settings_and_weights_of_another_shape_are_named():
+    for settings, named in (
         ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4", "try --n_head=3"]),
         ({"position": "rotary"}, ["position='rotary'", "learned, rope"]),
         ({"position": "rope", "n_embd": 33, "n_head": 11}, ["even width", "3"]),
-    ],
-)
-def test_impossible_settings_are_named_with_what_is_possible(settings, named):
-    with raises_one_line(*named):
-        GPTConfig(**settings)
-
-
-def test_weights_of_another_shape_are_refused():
+    ):
+        with raises_one_line(*named):
+            GPTConfig(**settings)
     for width in (8, 10**6):  # the large one's 48 TB are not taken
-        config = GPTConfig(n_layer=1, n_head=1, n_embd=width, block_size=8, vocab_size=9)
         with pytest.raises(ValueError, match="out"):
-            GPT.from_state(config, make().state_dict(), "out")
+            GPT.from_state(replace(SMALL, n_head=1, n_embd=width), make().state_dict(), "out")
 
 
 def test_block_that_a_second_pass_would_change_is_refused():
@@ -213,3 +164,209 @@ def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_tra
         rates.clear()
         model.train(training)(tokens(2, 8))
         assert rates == [0.3 * training] * 4
+
+
+# ---- chosen by rule ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Set up a card with Triton, and a machine without a compiler for our kernels."""
+    monkeypatch.setattr("deskgpt.system.hardware.has_triton", lambda device: True)
+    monkeypatch.setattr("deskgpt.system.peaks.fast_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr(cpu_kernels, "may_exist", lambda: False)
+
+
+def chosen(device: torch.device = CUDA, seconds: float = 1e4, earlier: Any = None, **settings: Any) -> Variant:
+    dist = DistContext(device, world=settings.get("dp_shard", 1))
+    return choose_variant(TrainConfig(**settings), dist, lambda dtype: seconds, earlier or {})
+
+
+def test_card_computes_in_bfloat16_compiled_unless_the_run_is_short_and_a_cpu_compiles_only_if_asked(card):
+    assert chosen() == Variant("bfloat16", True, False, "none", "bfloat16")
+    assert chosen(seconds=COMPILE_FROM_S - 1) == Variant("bfloat16")
+    assert chosen(dtype="float32", activation_checkpoint="full") == Variant("float32", True, recompute="full")
+    assert chosen(dp_shard=2, dtype="float16").dtype == "float32"
+    assert chosen(CPU) == Variant("bfloat16")
+    assert chosen(CPU, compile=True).compiled
+    with raises_one_line("cpu_kernels=True", "--cpu_kernels=auto"):
+        chosen(CPU, cpu_kernels=True)
+
+
+def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
+    earlier = Variant("float32", True, False).saved(CUDA)
+    assert chosen(seconds=0.0, earlier=saved_variant(earlier, CUDA)) == Variant("float32", True)
+    assert saved_variant(earlier, CPU) == {}
+    old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}  # as b3fc854 wrote it
+    assert saved_variant(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
+    assert saved_variant(None, CPU) == saved_variant({"dtype": "int4", "compiled": 1}, CPU) == {}
+
+
+def test_variant_is_what_the_model_computes_in():
+    model = make(replace(SMALL, n_layer=1))
+    seen = []
+    model.transformer.h[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    idx = tokens(1, 8)
+    for residual_dtype in ("float32", "bfloat16"):
+        apply_variant(model, Variant("bfloat16", residual_dtype=residual_dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(idx, idx)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_steps_of_max_minutes_are_planned_from_the_first_one(chars, tmp_path, monkeypatch):
+    c = tiny(chars, tmp_path, max_minutes=1.0, max_iters=10**6, warmup_iters=10**5, eval_interval=100)
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    timer: Any = SimpleNamespace(train_s=lambda: 0.1, last_s={"evaluation": 1.3})
+    schedule = TimeBudget(c, 0.0, DistContext(CPU)).replan(Schedule.of(c), 1, timer)
+    assert schedule.max_iters == 1 + int((60 - 1.3) / 0.113)
+    assert schedule.warmup_iters == -(-schedule.max_iters // 10)
+
+
+@pytest.mark.slow
+def test_run_of_minutes_ends_in_time_and_keeps_to_max_iters(chars, tmp_path):
+    main(tiny(chars, tmp_path / "long", max_minutes=0.15, max_iters=10**6, eval_interval=10**5))
+    [end] = events(tmp_path / "long", "end")
+    assert 10 < end["iter"] < 10**6
+    assert end["train_s"] + end["eval_s"] < 0.15 * 60 + 2
+    last = events(tmp_path / "long", "iter")[-1]
+    assert last["lr"] == pytest.approx(1e-3, rel=0.5)  # the schedule ends with the run
+    main(tiny(chars, tmp_path / "short", max_minutes=10.0, max_iters=5))
+    assert events(tmp_path / "short", "end")[0]["iter"] == 5
+    assert Schedule.of(tiny(chars, tmp_path)).end == 6
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------
+
+
+def test_gcc_is_called_without_the_copies_that_it_gets_wrong_before_version_14(tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("sys.platform", "linux")
+    for name, needed in (("g++", True), ("c++", True), ("clang++-17", False), ("none", False)):
+        compiler = tmp_path / name
+        if name != "none":
+            compiler.write_text("#!/bin/sh\n")
+            compiler.chmod(0o755)
+        with inductor_config.patch(
+            {"cpp.cxx": (None, str(compiler)), "cpp.enable_floating_point_contract_flag": "off"}
+        ):
+            for _ in range(2):  # a second time changes nothing
+                compiling.work_around_gcc()
+            flags = inductor_config.cpp.enable_floating_point_contract_flag
+            assert flags == ("off -mno-align-stringops" if needed else "off")
+
+
+class Scaled(torch.nn.Module):
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.n
+
+
+@pytest.mark.slow
+def test_blocks_with_a_constant_for_each_layer_have_a_graph_each():
+    """More than torch's limit of eight, after which it would continue uncompiled."""
+    counter = CompileCounter()
+    compiling.prepare(torch.device("meta"))
+    for n in range(12):
+        block = Scaled()
+        block.n = n
+        block.compile(backend=counter, dynamic=False)
+        assert block(torch.ones(3))[0] == 1 + n
+    assert counter.frame_count == 12
+
+
+def test_missing_compiler_is_named_with_its_package():
+    for error, remedy in (
+        ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", "xcode-select"),
+        ("Command '['/usr/bin/gcc', '/tmp/x/cuda_utils.c']' returned non-zero exit status 1.", "Python.h"),
+        ("Cannot find a working triton installation. Either the package", "pip install triton"),
+        ("something\n  else", "something else"),
+    ):
+        assert_one_line(compiling.why_not_compiled(RuntimeError(error)), remedy)
+
+
+# ---- checked -------------------------------------------------------------------------------------------------
+
+
+def problems_of(model: GPT, variant: Variant | None = None) -> list[str]:
+    idx = tokens(2, 33)
+    return check_model(model, variant or Variant(), idx[:, :-1], idx[:, 1:])
+
+
+def seeing_the_future(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def loss_with_smoothing(self: GPT, x: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+def loss_of_the_head(self: GPT, x: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(self.logits(x.detach()).flatten(0, 1), targets.flatten())
+
+
+def rounding(x: Tensor) -> Tensor:
+    """An activation that is wrong in bfloat16 only."""
+    y = F.gelu(x, approximate="tanh")
+    return y * 1.5 if y.dtype == torch.bfloat16 else y
+
+
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
+    model = make(config)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    kernels = cpu_kernels.may_exist() and dtype != "float16"
+    residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+    assert problems_of(model, Variant(dtype, cpu_kernels=kernels, residual_dtype=residual_dtype)) == []
+    assert_equal(dict(model.state_dict()), before)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    cpu_kernels.unload()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_compiled_blocks_compute_what_the_model_says(monkeypatch):
+    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)  # so that the loss is computed in chunks
+    assert problems_of(make(replace(MODERN, n_layer=1)), Variant("bfloat16", compiled=True)) == []
+
+
+def losing_a_position(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """A kernel of ours that is wrong: one of 32 positions is not a number."""
+    y = causal_attention(q, k, v, dropout)
+    is_last = torch.arange(q.size(2))[:, None] == q.size(2) - 1
+    return torch.where(is_last, torch.nan, y) if cpu_kernels.dtypes() else y
+
+
+@pytest.mark.parametrize(
+    ("changed", "change", "named"),
+    [
+        ("model.attention", seeing_the_future, ["tokens see later ones"]),  # of layers that begin as zeros, too
+        ("model.GPT.loss", loss_with_smoothing, ["is not the cross-entropy of the logits"]),
+        ("model.GPT.loss", loss_of_the_head, ["no gradient reaches transformer.", "more"]),
+        ("model.gelu_tanh", rounding, ["bfloat16", "the gradient of", "differs from eager float32's"]),
+        ("model.causal_attention", losing_a_position, ["bfloat16, C++ kernels, not compiled: the gradient of"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_change_that_breaks_the_model_is_named(changed, change, named, monkeypatch):
+    if change is losing_a_position and not cpu_kernels.may_exist():
+        pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
+    monkeypatch.setattr(changed, change)
+    model = GPT(MODERN) if changed == "model.attention" else make()
+    problems = problems_of(model, Variant("bfloat16", cpu_kernels=change is losing_a_position))
+    cpu_kernels.unload()
+    assert problems
+    for part in named:
+        assert part in problems[-1]
+        assert "\n" not in problems[-1]
+
+
+def test_parameter_that_nothing_uses_is_named_and_one_that_is_not_trained_is_not():
+    model = make()
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
+    assert problems_of(model) == ["no gradient reaches scale"]
+    model.get_parameter("scale").requires_grad_(False)
+    assert problems_of(model) == []

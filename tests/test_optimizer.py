@@ -29,41 +29,28 @@ def make(model: GPT, name: str) -> torch.optim.AdamW:
     return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, muon_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_parameter_has_one_group_and_only_matrices_decay(name):
-    model = model_with_gradients()
-    groups = make(model, name).param_groups
-    owned = [p for group in groups for p in group["params"]]
-    assert len(owned) == len(set(owned)) == len(list(model.parameters()))
-    for group in groups:
-        assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
-    muon = {p for group in groups if "momentum" in group for p in group["params"]}
-    in_blocks = {p for n, p in model.named_parameters() if p.dim() > 1 and n.startswith("transformer.h.")}
-    assert muon == (in_blocks if name == "muon" else set())
-
-
 def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     """torch.optim.Muon gets q, k and v as the three matrices that they are."""
     model = model_with_gradients()
     optimizer = make(model, "muon")
     other = copy.deepcopy(model)
     adamw = make(other, "adamw")
-    [group] = [g for g in optimizer.param_groups if "momentum" in g]
-    apart = {}
-    for p in group["params"]:
+    apart: dict[Any, list[Any]] = {}
+    for p in optimizer.param_groups[-1]["params"]:
         n = 3 if p.size(0) == 3 * p.size(1) else 1
         apart[p] = [part.clone().requires_grad_() for part in p.detach().chunk(n)]
+    assert {*apart} == {p for name, p in model.named_parameters() if p.dim() > 1 and name.startswith("transformer.h.")}
     matrices = [part for parts in apart.values() for part in parts]
     reference = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-            for part, grad in zip(apart.get(p, []), p.grad.chunk(len(apart.get(p, [0]))), strict=False):
+        for p, parts in apart.items():
+            for part, grad in zip(parts, p.grad.chunk(len(parts)), strict=True):
                 part.grad = grad.contiguous()
-        optimizer.step()
-        reference.step()
-        adamw.step()
+        for each in (optimizer, reference, adamw):
+            each.step()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         if p in apart:  # both iterate in bfloat16 and round at other places
             torch.testing.assert_close(p.detach(), torch.cat(apart[p]).detach(), rtol=0, atol=5e-4)
@@ -91,35 +78,28 @@ def test_orthogonalized_matrix_is_that_of_newton_schulz_in_double_precision(rows
         assert torch.linalg.matrix_norm(rough, 2) < 1.3
 
 
-def take_step(optimizer: torch.optim.AdamW, norm: torch.Tensor, how: str) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "with a loss scale")
-    if how == "as CUDA does":
-        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        optimizer.step()
-        return
-    if scaler.is_enabled():
-        scaler.scale(torch.zeros(()))
-        scaler.unscale_(optimizer)
-    step_if_finite(optimizer, scaler, norm)
-
-
 @pytest.mark.parametrize("how", ["as a CPU does", "as CUDA does", "with a loss scale"])
 @pytest.mark.parametrize(("name", "bad"), [("adamw", -torch.inf), ("muon", torch.nan)])
 def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_are(name, bad, how):
     model = model_with_gradients()
     optimizer = make(model, name)
-    params = list(model.parameters())
+    params: list[Any] = list(model.parameters())
     for is_bad in (True, False, True, False):  # the first one finds no state yet
         for p in params:
             p.grad = torch.randn_like(p)
-        before = copy.deepcopy([p.detach() for p in params])
-        states = copy.deepcopy([optimizer.state[p] for p in params])
+        before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params])
         if is_bad:
-            first: Any = params[3].grad
-            first.view(-1)[1] = bad
+            params[3].grad.view(-1)[1] = bad
         norm = torch.nn.utils.clip_grad_norm_(params, 1.0)  # which spreads NaN to all gradients
-        take_step(optimizer, norm, how)
-        for p, was, state in zip(params, before, states, strict=True):
+        if how == "as CUDA does":
+            optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            optimizer.step()
+        else:
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "with a loss scale")
+            scaler.scale(torch.zeros(()))
+            scaler.unscale_(optimizer)
+            step_if_finite(optimizer, scaler, norm)
+        for p, (was, state) in zip(params, before, strict=True):
             assert torch.equal(p, was) == is_bad
             for key, value in optimizer.state[p].items():
                 assert torch.equal(value, state.get(key, torch.zeros_like(value))) == is_bad, key
@@ -147,45 +127,44 @@ class Own(torch.optim.Optimizer):
                 p.sub_(slow.lerp_(p.grad, 0.1), alpha=group["lr"] / self.steps)
 
 
-class WithStateDict(Own):
-    def state_dict(self) -> dict[str, Any]:
-        return {"held": self.held}
-
-
 @pytest.mark.parametrize("kind", [Own, lambda model: torch.optim.NAdam(model.parameters())])
 def test_optimizer_of_a_users_own_rewinds_and_resumes_exactly(kind, tmp_path):
-    def start() -> tuple[GPT, Any, OptimizerState]:
+    def start() -> tuple[GPT, OptimizerState]:
         model = model_with_gradients()
-        optimizer = kind(model)
-        return model, optimizer, OptimizerState(optimizer, model)
+        return model, OptimizerState(kind(model), model)
 
-    def steps(model: GPT, optimizer: Any, first: int, last: int) -> None:
+    def steps(model: GPT, kept: OptimizerState, first: int, last: int) -> None:
         for step in range(first, last):
-            for group in optimizer.param_groups:
+            for group in kept.optimizer.param_groups:
                 group["lr"] = 0.1 / (1 + step)
             for i, p in enumerate(model.parameters()):
                 p.grad = torch.full_like(p, math.sin(step + i))
-            optimizer.step()
+            kept.optimizer.step()
 
-    full, optimizer, _ = start()
-    steps(full, optimizer, 0, 8)
+    def content(model: GPT, kept: OptimizerState) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": kept.state()}
 
-    rewound, optimizer, kept = start()
-    before = copy.deepcopy({"model": rewound.state_dict(), "optimizer": kept.state()})
-    steps(rewound, optimizer, 0, 2)
-    kept.load(before["optimizer"], "out")
-    rewound.load_state_dict(before["model"])
-    steps(rewound, optimizer, 0, 4)
-    ckpt_file.write({"model": rewound.state_dict(), "optimizer": kept.state()}, tmp_path / "state")
-    steps(rewound, optimizer, 4, 8)
-    assert_equal(dict(rewound.state_dict()), dict(full.state_dict()))
+    def load(saved: dict[str, Any], model: GPT, kept: OptimizerState) -> None:
+        model.load_state_dict(saved["model"])
+        kept.load(saved["optimizer"], "out")
 
-    resumed, optimizer, kept = start()
-    saved = ckpt_file.load(tmp_path / "state")
-    resumed.load_state_dict(saved["model"])
-    kept.load(saved["optimizer"], "out")
-    steps(resumed, optimizer, 4, 8)
-    assert_equal(dict(resumed.state_dict()), dict(full.state_dict()))
+    full, rewound, resumed = start(), start(), start()
+    steps(*full, 0, 8)
+    before = copy.deepcopy(content(*rewound))
+    steps(*rewound, 0, 2)
+    load(before, *rewound)
+    steps(*rewound, 0, 4)
+    ckpt_file.write(content(*rewound), tmp_path / "state")
+    steps(*rewound, 4, 8)
+    load(ckpt_file.load(tmp_path / "state"), *resumed)
+    steps(*resumed, 4, 8)
+    for model, _ in (rewound, resumed):
+        assert_equal(dict(model.state_dict()), dict(full[0].state_dict()))
+
+
+class WithStateDict(Own):
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
 
 
 def after_a_step(optimizer: torch.optim.Optimizer, model: GPT) -> OptimizerState:
@@ -211,16 +190,15 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
     kept.load({name: value for name, value in saved.items() if name != "class"}, "out")  # of an older version
     moments = saved["state"]
     first, *others = saved["param_groups"]
-    wrong: list[dict[str, Any]] = [
+    for wrong in (
         {"state": None},
         {"state": moments | {99: moments[0]}},
         {"state": moments | {0: moments[0] | {"exp_avg": torch.zeros(3)}}},
         {"param_groups": [3, 3]},
         {"param_groups": [first | {"params": [0]}, *others]},
-    ]
-    for entry in wrong:
+    ):
         with raises_one_line("out", "does not fit the model"):
-            kept.load(saved | entry, "out")
+            kept.load(saved | wrong, "out")
     sgd = after_a_step(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     with raises_one_line("another optimizer", "SGD", "--init_from=out"):
         after_a_step(make(model, "adamw"), model).load(sgd.state(), "out")

@@ -1,32 +1,61 @@
-"""The ranks of a run: how a process learns its rank, and that several ranks do what one does."""
+"""The ranks of a run, also on several hosts: they do what one rank does, agree, and end, are stopped or start again
+together.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import platform
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from conftest import ROOT, events, raises_one_line, tiny, vector
-from gloo import on_ranks
+from conftest import (
+    ROOT,
+    TINY,
+    assert_equal,
+    events,
+    flags,
+    raises_one_line,
+    tiny,
+    until,
+    vector,
+    weights,
+)
+from gloo import forked, free_port, on_ranks, run
 
 import train
+from configurator import build
 from data.batching import Batching
 from data.loader import eval_batches
 from data.splits import Split
+from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext, DistEnv, dist_env
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
+from deskgpt.run import settings as settings_module
+from deskgpt.run.settings import check_same_on_all_hosts, settings_of_start
 from deskgpt.run.stopping import StopController, signal_handler
+from deskgpt.system.errors import one_line_errors
 from model import GPT, GPTConfig
+from train import TrainConfig, main
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")
 
 CPU = torch.device("cpu")
-NEEDS_GLOO = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
+LONG = {"max_iters": 12, "eval_interval": 2, "lr_decay_iters": 12, "dropout": 0.1}
+
+
+# ---- variables of a launcher ---------------------------------------------------------------------------------
+
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -61,30 +90,27 @@ def test_inconsistent_variables_of_a_launcher_are_named_with_the_remedy(environ,
 
 
 @pytest.mark.slow
-def test_signal_ends_the_wait_for_ranks_that_never_come():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+def test_signal_ends_the_wait_for_ranks_that_never_come(begin, tmp_path):
     code = "from deskgpt.run.stopping import signal_handler; signal_handler.install()\n"
     code += "from deskgpt.compute.distributed import init_distributed; print('waiting')\n"
     code += "init_distributed('cpu', 'auto', 300.0)"
-    command = [sys.executable, "-u", "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | rendezvous, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "waiting\n"
-        time.sleep(1)
-        process.terminate()
-        assert process.wait(60) == -signal.SIGTERM
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    process = begin(tmp_path / "terminal", sys.executable, "-u", "-c", code, **rendezvous)
+    until(lambda: "waiting" in (tmp_path / "terminal").read_text())
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
 
 
-def train_on(ranks: DistContext, c: train.TrainConfig) -> float:
+# ---- ranks do what one does ----------------------------------------------------------------------------------
+
+
+def train_on(ranks: DistContext, c: TrainConfig) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "init_distributed", lambda *_: ranks)
-        return train.main(c)
+        return main(c)
 
 
-@NEEDS_GLOO
 def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path):
     """Another initial weight, another mask of dropout or another window would show in losses and weights."""
     # 17 windows to evaluate: 9 batches, the last one not full, and one of padding on the second rank.
@@ -98,7 +124,6 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path):
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
-@NEEDS_GLOO
 def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_path):
     """Otherwise one rank would leave the others waiting for its part of the weights."""
     split = Split(chars, "val", 16, 256)
@@ -122,7 +147,6 @@ def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_pat
     assert on_ranks(batches_until_a_signal, 2, tmp_path) == [3, 3]
 
 
-@NEEDS_GLOO
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
     c = tiny(chars, tmp_path / "out", gradient_accumulation_steps=2, eval_iters=8)
     eval_batch = Split.eval_batch
@@ -140,3 +164,161 @@ def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
     lost, own = on_ranks(work, 2, tmp_path)
     assert own == "train.bin became shorter"
     assert "rank" in lost
+
+
+# ---- one command for every start -----------------------------------------------------------------------------
+
+
+def start(argv: list[str]) -> TrainConfig:
+    """Return the settings of `python train.py ARGV`."""
+    return build(TrainConfig, settings_of_start(TrainConfig, argv))
+
+
+@pytest.mark.slow
+def test_init_from_auto_starts_resumes_bit_for_bit_and_then_has_nothing_to_do(chars, tmp_path, capsys):
+    main(tiny(chars, tmp_path / "full", **LONG))
+    argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path / "parts", init_from="auto")
+    main(start([*argv, "--max_iters=8"]))
+    for _ in range(2):
+        main(start(argv))
+        assert_equal(weights(tmp_path / "full"), weights(tmp_path / "parts"))
+    assert re.findall(r"^resuming .* at step (\d+)$", capsys.readouterr().out, re.M) == ["8", "12"]
+    assert not list(tmp_path.glob("*/previous-*"))
+
+
+def test_init_from_auto_begins_as_the_config_file_says_but_not_over_a_damaged_checkpoint(chars, tmp_path):
+    out, config = tmp_path / "out", tmp_path / "finetune.py"
+    main(tiny(chars, out, max_iters=1))
+    config.write_text(f"init_from = {str(out)!r}\n")
+    elsewhere = flags(out_dir=tmp_path / "other", init_from="auto")
+    first = start([str(config), *elsewhere])
+    assert (first.init_from, first.n_embd) == (str(out), TINY["n_embd"])
+    assert start(elsewhere).init_from == "scratch"
+    argv = flags(out_dir=out, init_from="auto")
+    (out / "ckpt.pt").write_bytes(b"damaged")
+    assert start(argv).init_from == "resume"
+    (out / "ckpt_best.pt").write_bytes(b"damaged")
+    with raises_one_line("not a readable", out / "ckpt.pt", out / "ckpt_best.pt"):
+        start(argv)
+
+
+# ---- what the ranks agree on ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_settings_and_data_must_agree_between_hosts(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings_module, "git_commit", lambda: None)
+    settings = {"out_dir": "a", "min_lr": None}
+    data = {"train data": {"tokens": 10, "fingerprint": "x"}, "checkpoint": "step 0"}
+    # What rank 2 has, and the words of the error. The same folder may have another path there.
+    cases: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+        ({"out_dir": "b"}, {}, []),
+        ({"min_lr": 1e-3}, {}, ["min_lr", "None", "0.001"]),
+        ({}, {"train data": {"tokens": 10, "fingerprint": "y"}}, ["train data", "x", "y"]),
+    ]
+
+    def work(ranks: DistContext) -> None:
+        for own_settings, own_data, named in cases:
+            if ranks.rank < 2:
+                own_settings, own_data = {}, {}
+            with raises_one_line(*named, "rank 0", "rank 2", platform.node()) if named else nullcontext():
+                check_same_on_all_hosts(settings | own_settings, data | own_data, ranks)
+
+    assert on_ranks(work, 3, tmp_path) == [None] * 3
+
+
+@pytest.mark.slow
+def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
+    backward = torch.Tensor.backward
+    steps = itertools.count()
+
+    def asleep(*args: Any) -> None:
+        if next(steps) == 7:
+            time.sleep(14)
+        backward(*args)
+
+    c = tiny(chars, tmp_path, dist_timeout_s=8.0, dp_shard=2, **LONG | {"gradient_accumulation_steps": 4})
+
+    def on_rank(rank: int) -> None:
+        if rank == 1:
+            setattr(torch.Tensor, "backward", asleep)  # noqa: B010
+        with one_line_errors():
+            main(c)
+
+    assert forked(4, on_rank, failing=4) == [1] * 4
+    assert re.search(r"^error: rank 0 on \S+: lost the other ranks .*hangs", capfd.readouterr().err, re.M)
+    assert store.load(tmp_path).iter_num >= 2
+
+
+# ---- torchrun on two hosts, which are one here ---------------------------------------------------------------
+
+ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "dropout": 0.1, "max_iters": 60}
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dp_shard", [1, -1])
+def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, chars, begin, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=1"]
+    torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
+    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out", dp_shard=dp_shard)
+    terminals = [tmp_path / "terminal-0", tmp_path / "terminal-1"]
+
+    def begin_host(host: int) -> subprocess.Popen[bytes]:
+        # Which of the two has the store; and how soon it notices that the other one is lost.
+        rendezvous = f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        return begin(terminals[host], *torchrun, rendezvous, "train.py", *settings, **environ)
+
+    first = begin_host(0)
+    second = begin_host(1)
+    until(lambda: any("iter 20:" in terminal.read_text() for terminal in terminals))
+    [rank] = psutil.Process(second.pid).children()
+    second.kill()
+    until(lambda: not is_running(rank))
+    until(lambda: any("stopped by SIGTERM at step" in terminal.read_text() for terminal in terminals))  # and saved
+    again = begin_host(1)  # the same command, while the other torchrun waits for it
+    assert [first.wait(120), again.wait(120)] == [0, 0]
+    run(2, tiny(chars, tmp_path / "full", dp_shard=dp_shard, **ENDLESS))
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))
+    assert sum(terminal.read_text().count("resuming ") for terminal in terminals) == 1
+
+
+# ---- SLURM, with made-up commands --------------------------------------------------------------------------------
+
+SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+# srun starts its command on each node, and ends with the worst of their exit statuses.
+COMMANDS = {
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; echo node2; else echo "$@" >> asked; fi',
+    "srun": 'shift; for node in 1 2; do "$@" & pids="$pids $!"; done; echo $pids > running\n'
+    "for pid in $pids; do wait $pid || worst=$?; done; exit ${worst:-0}",
+    "scancel": 'echo "$@" >> asked; for pid in $(cat running); do kill -TERM $pid $(pgrep -P $pid); done',
+    "torchrun": f'cd "{ROOT}"; exec "{sys.executable}" -m torch.distributed.run "$@"',
+}
+
+
+@pytest.mark.nightly
+def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_resumes(chars, begin, tmp_path):
+    for name, lines in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = flags(**ENDLESS, dataset=chars, out_dir=tmp_path / "out")
+    terminal = tmp_path / "terminal"
+    environ = SLURM | {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "slurm.sbatch", *settings]
+
+    job = begin(terminal, *command, **environ)
+    until(lambda: "iter 20:" in terminal.read_text() or job.poll() is not None)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) != 0
+    assert (tmp_path / "asked").read_text() == "--signal=TERM 123\nrequeue 123\n"
+    step = store.load(tmp_path / "out").iter_num
+    assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
+    assert begin(terminal, *command, **environ).wait(120) == 0
+    assert f"resuming {tmp_path / 'out'} at step {step}\n" in terminal.read_text()
+    assert (tmp_path / "asked").read_text().count("requeue") == 1
+    run(2, tiny(chars, tmp_path / "full", **ENDLESS))
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))

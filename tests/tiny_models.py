@@ -41,12 +41,6 @@ def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of two models' weights."""
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
 def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
     """Return what a run of TINIEST saves; the weights depend on the step."""
     torch.manual_seed(step)
