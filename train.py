@@ -59,7 +59,7 @@ from deskgpt.generate.training_samples import sampler_for
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState, initial_state
 from deskgpt.run.log import code_versions
-from deskgpt.run.report import Report
+from deskgpt.run.report import STEP_FIELDS, Report
 from deskgpt.run.saver import Saver
 from deskgpt.run.schedule import Schedule, TimeBudget
 from deskgpt.run.settings import RETIRED, settings_of_start
@@ -180,7 +180,8 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     optimizer = build_optimizer(config, model, variant.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, dist)
-    plan = budget.wanted
+    # From here on state.schedule and state.batching are what runs; config is what was asked for.
+    plan = Schedule.of(config)
     state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, plan, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
     init.restore(state, trains=not config.eval_only)
@@ -232,7 +233,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
 
             # ---- one optimizer step --------------------------------------------------------------------------
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
             losses: defaultdict[str, Any] = defaultdict(float)  # by name, still on the device
             tokens = 0
             try:
@@ -297,7 +298,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def named_losses(logits: None, loss: Tensor, further: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the losses of GPT.forward by name. Raises ValueError if a further one cannot be added."""
     for name, part in (further or {}).items():
-        is_taken = name in ("loss", "step", "lr", "tokens", "grad_norm")  # what report.step is given beside it
+        is_taken = name in STEP_FIELDS or name == "step"
         if is_taken or not isinstance(part, Tensor) or part.numel() != 1:
             raise ValueError(
                 f"GPT.forward returns a further loss {name!r}: it must be a tensor of one number, with its own name"

@@ -45,7 +45,7 @@ class Band:
     def verdict(self, val_losses: Mapping[int, float]) -> str:
         """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
-        "" if they share no step.
+        "" if they share no step, and of random weights that are as usual.
         """
         steps = sorted(self.losses.keys() & val_losses.keys())
         if not steps:
@@ -55,6 +55,8 @@ class Band:
             is_usual = low <= val_losses[at] <= high
             if not is_usual:
                 break
+        if is_usual and at == 0:
+            return ""
         word = "as usual" if is_usual else "unusual"
         expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(self.losses[at])} runs with other seeds"
         return f"{word}: val loss {val_losses[at]:.4f}, {expected}"

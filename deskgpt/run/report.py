@@ -25,6 +25,10 @@ from deskgpt.run.train_state import TrainState
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, in_gib, millions
 
+# What the log has of a step, beside the further losses of a model and a user's own numbers.
+STEP_FIELDS = {"event", "iter", "loss", "time_ms", "mfu", "tokens_per_s", "data_wait", "lr", "grad_norm", "clip_rate"}
+STEP_FIELDS |= {"tokens", "train_s", "peak_memory_bytes"}
+
 
 class Report:
     """Prints and logs what happens.

@@ -125,8 +125,9 @@ class StopController:
 
     def is_interrupted(self) -> bool:
         """Return whether a signal has broken off an evaluation on some rank, and set `reason`."""
-        self.reason = self._agree("") or None
-        return self.reason is not None
+        agreed = self._agree("")
+        self.reason = agreed or self.reason
+        return bool(agreed)
 
     def _agree(self, reason: str) -> str:
         """Return the strongest reason on any rank: an error, then a signal, then `reason`."""
