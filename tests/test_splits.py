@@ -1,15 +1,26 @@
+"""The windows of a split: each once in an epoch, in an order for ever, in memory ahead of the training loop."""
+
 from __future__ import annotations
 
 import hashlib
+import threading
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
-from conftest import raises_one_line
+import pytest
+import torch
+from conftest import raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.batching import Batching
+from data.dataset import Checksums
+from data.loader import AHEAD, Loader
+from data.meta_files import write_meta
 from data.splits import Split
+
+CPU = torch.device("cpu")
 
 
 @st.composite
@@ -21,7 +32,7 @@ def splits(draw):
     return lengths, block, draw(st.integers(0, 10**9))
 
 
-def make(folder: Path, lengths: list[int], block: int, seed: int) -> Split:
+def make(folder: Path, lengths: list[int], block: int = 8, seed: int = 1) -> Split:
     """Return a split whose token at place i of all shards together is i."""
     folder.mkdir(exist_ok=True)
     first = 0
@@ -74,10 +85,10 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path):
 
 
 def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
-    split = make(tmp_path / "a", [400, 401], 8, 1)
+    split = make(tmp_path / "a", [400, 401])
     assert split.n_eval_windows(10**6) == 49 + 50
-    assert make(tmp_path / "b", [400, 401], 8, 2).eval_digest(10) == split.eval_digest(10)  # another seed
-    others = [make(tmp_path / "d", [801], 8, 1), make(tmp_path / "e", [400, 401], 9, 1)]
+    assert make(tmp_path / "b", [400, 401], seed=2).eval_digest(10) == split.eval_digest(10)  # another seed
+    others = [make(tmp_path / "d", [801]), make(tmp_path / "e", [400, 401], 9)]
     assert len({split.eval_digest(10), split.eval_digest(11), *(other.eval_digest(10) for other in others)}) == 4
 
 
@@ -115,15 +126,85 @@ def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
 
 
 def test_too_short_data_names_the_block_size_that_fits(tmp_path):
-    np.arange(10, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with raises_one_line("--block_size=9"):
-        Split(tmp_path, "train", 10, 100)
-    assert Split(tmp_path, "train", 9, 100).n_windows == 1
+        make(tmp_path, [10], 10)
+    assert make(tmp_path, [10], 9).n_windows == 1
 
 
-def test_id_past_the_vocabulary_is_named_with_its_place(tmp_path):
-    ids = np.zeros(50, np.uint16)
-    ids[17] = 99
-    ids.tofile(tmp_path / "train.bin")
-    with raises_one_line("train.bin: token 17 is 99"):
-        Split(tmp_path, "train", 49, 99).train_batch(0, np.arange(1), 1)
+def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_trained_on(tmp_path):
+    split = make(tmp_path, [50], 49)
+    split.vocab_size = 17
+    loader = Loader(split, Batching(2), CPU)
+    with raises_one_line("train_000.bin: token 17 is 17"):
+        next(loader.step())
+    loader.close()
+
+
+# ---- the loader -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "world", "begin"), [(0, 1, 0), (1, 2, 0), (2, 3, 7)])
+def test_micro_batches_come_in_the_order_of_the_split_from_where_it_is_sent(tmp_path, rank, world, begin):
+    split = make(tmp_path, [5000])
+    loader = Loader(split, Batching(2, 3 * world, rank=rank, world=world), CPU, begin)
+    for position in (begin, 9, 2):
+        if position != begin:
+            loader.seek(position)
+        for now in (position, position + 1):
+            global_batch = split.train_batch(now, np.arange(6 * world), 6 * world)
+            batches = [*loader.step()]
+            assert [batch.is_last for batch in batches] == [False, False, True]
+            for micro, batch in enumerate(batches):
+                first = (micro * world + rank) * 2
+                assert batch.weight == 1 / 3
+                for part, full in zip((batch.x, batch.y), global_batch, strict=True):
+                    assert torch.equal(part, torch.from_numpy(full[first : first + 2]))
+    loader.close()
+
+
+def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeypatch):
+    split = make(tmp_path, [5000])
+    made: list[int] = []
+    waits: list[float] = []
+    may_read = threading.Event()
+    read = split.train_batch
+
+    def slow(step, rows, global_batch):
+        may_read.wait()
+        made.append(step)
+        return read(step, rows, global_batch)
+
+    monkeypatch.setattr(split, "train_batch", slow)
+    loader = Loader(split, Batching(2), CPU, waited=waits.append)
+    threading.Timer(0.1, may_read.set).start()
+    [*loader.step()]
+    [waited] = waits
+    assert waited > 0.05
+    until(lambda: sorted(made) == list(range(1 + AHEAD)))  # nobody asks for them yet
+    loader.close()
+
+
+def test_more_shards_than_a_process_may_have_files_are_read(tmp_path):
+    resource = pytest.importorskip("resource")  # which Windows lacks
+    files = {}
+    for n in reversed(range(300)):  # not in the order of their names
+        ids = np.arange(20 * n, 20 * (n + 1), dtype="<u2")
+        ids.tofile(tmp_path / f"train_{n:04}.bin")
+        files[f"train_{n:04}.bin"] = {"tokens": 20, "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
+    write_meta(tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "files": files})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        split = Split(tmp_path, "train", 8, 50257)
+        assert [shard.path.name for shard in split.shards] == sorted(files)
+        loader = Loader(split, Batching(50), CPU)
+        seen = set()
+        for _ in range(6):
+            [batch] = loader.step()
+            assert torch.equal(batch.y, batch.x + 1)
+            seen.update((batch.x[:, 0] // 20).tolist())
+        loader.close()
+        assert seen == set(range(300))  # an epoch has one window of each
+        assert Checksums(tmp_path, [split]).state == "checksums verified"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

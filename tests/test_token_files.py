@@ -1,23 +1,29 @@
+"""Token files, checksums, meta.json and meta.pkl, which anybody may have made."""
+
 from __future__ import annotations
 
+import json
 import os
 import pickle
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, raises_one_line
+from conftest import ROOT, assert_one_line, raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
 import data.dataset
-from data import token_files
+from data import meta_files
 from data.dataset import Checksums
+from data.meta_files import read_record, write_meta
 from data.prepared import write_dataset
 from data.splits import Split
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta
-from data.tokenizer import BytesTokenizer, CharTokenizer
+from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta, token_files
+from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
 from deskgpt.system.files import write_atomically
+
+BYTES = np.arange(250, dtype=np.uint16)
 
 # ---- files ---------------------------------------------------------------------------------------------------
 
@@ -82,13 +88,6 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_st
 
 # ---- a folder ------------------------------------------------------------------------------------------------
 
-
-def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
-    splits = {"train": np.array(train, np.uint16), "val": np.array(val, np.uint16)}
-    write_dataset(folder, splits, BytesTokenizer(), "test")
-    return folder
-
-
 # The files of a folder without a list, and those that are read as train; None if that is not clear.
 FOUND: list[tuple[list[str], list[str] | None]] = [
     (["train.bin", "train_old.bin", "train_000.bin"], ["train.bin"]),
@@ -104,15 +103,15 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names,
         np.arange(300, 320, dtype=np.uint16).tofile(tmp_path / name)
     if read is None:
         with raises_one_line("several files for train", *names):
-            token_files.token_files(tmp_path, "train")
+            token_files(tmp_path, "train")
     else:
-        assert [path.name for path in token_files.token_files(tmp_path, "train")] == read
+        assert [path.name for path in token_files(tmp_path, "train")] == read
 
 
 def test_missing_data_names_the_script_that_makes_it(tmp_path):
     for folder, script in ((tmp_path / "nothing", "text"), (ROOT / "data" / "shakespeare_char", "shakespeare_char")):
         with raises_one_line(folder, "python ", f"data/{script}/prepare.py"):
-            token_files.token_files(folder, "nope")
+            token_files(folder, "nope")
 
 
 # ---- checksums -----------------------------------------------------------------------------------------------
@@ -126,12 +125,12 @@ def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(tmp_pat
         checksums.check()
         return checksums.state
 
-    dataset(tmp_path, [*range(250)], [*range(250)])
+    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
     monkeypatch.setattr(data.dataset, "AT_ONCE", 1 << 30 if at_once else 0)
     assert verified() == ("checksums verified" if at_once else "checksums are verified while it trains")
-    ids = np.fromfile(tmp_path / "val.bin", "<u2")
-    ids[3] ^= 1
-    ids.tofile(tmp_path / "val.bin")
+    flipped = BYTES.copy()
+    flipped[3] ^= 1
+    flipped.tofile(tmp_path / "val.bin")
     with raises_one_line(tmp_path / "val.bin", "prepare the data again"):
         verified()
     (tmp_path / "meta.json").unlink()
@@ -145,7 +144,7 @@ def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": {0: "b", 1: "a"}}))
     assert read_meta(tmp_path) == {"tokenizer": {"name": "char", "chars": "ba"}, "vocab_size": 2, "end_of_text": None}
-    dataset(tmp_path, [1], [1])
+    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
     assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
 
 
@@ -160,3 +159,95 @@ def test_vocabularies_must_match(tmp_path):
     gpt2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
     for model_vocab in (50257, 50304):
         check_vocabulary(tmp_path, gpt2, model_vocab, {"name": "gpt2"})
+
+
+# ---- meta.json -----------------------------------------------------------------------------------------------
+
+ENTRY = {"tokens": 5, "sha256": "0" * 64}
+META: dict[str, Any] = {
+    "tokenizer": {"name": "char", "chars": "\nab"},
+    "vocab_size": 3,
+    "source": "a text",
+    "files": {"train.bin": ENTRY, "val.bin": ENTRY},
+}
+
+
+def test_written_record_is_read_and_keeps_its_checksum_and_older_versions_are_read(tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps(META))
+    assert read_record(tmp_path) == META
+    write_meta(tmp_path, META)
+    first = (tmp_path / "meta.json").read_bytes()
+    write_meta(tmp_path, read_record(tmp_path))
+    assert (tmp_path / "meta.json").read_bytes() == first
+    assert {key: value for key, value in read_record(tmp_path).items() if key != "sha256"} == META
+
+
+# A key with a wrong value, and what the error names.
+WRONG: list[tuple[str, Any, str]] = [
+    ("vocab_size", True, "vocab_size=True"),
+    ("tokenizer", {"name": "char", "chars": "aba"}, "twice"),
+    ("tokenizer", {"name": "bpe", "merges": "h e\nhe y"}, "vocab_size=3"),  # which makes 259
+    ("tokenizer", {"name": "bpe", "merges": "h e\nthe y"}, "merge 2"),
+    ("tokenizer", {"name": "bpe", "merges": "\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8))}, "merge 8"),
+    ("tokenizer", {"name": "bpe", "merges": "h" * (MOST_MERGES_BYTES + 1)}, "merges"),
+    ("end_of_text", 3, "end_of_text=3"),
+    ("files", {"train.bin": ENTRY | {"tokens": 1e300}}, "tokens=1e+300"),
+    ("files", {"train.bin": ENTRY | {"sha256": "0" * 63}}, "sha256='000"),
+    ("files", {"../../VICTIM.txt": ENTRY}, "'../../VICTIM.txt'"),
+    ("packed", 0, "packed=0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "named"), WRONG)
+def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_path, key, value, named):
+    write_meta(tmp_path, META | {key: value})
+    with pytest.raises(ValueError, match="does not describe token files") as e:
+        read_meta(tmp_path)
+    assert_one_line(e.value, named)
+    assert len(str(e.value)) < 400
+
+
+def test_odd_json_is_one_line_and_what_is_far_too_large_is_not_read(tmp_path):
+    for content in (b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN"):
+        (tmp_path / "meta.json").write_bytes(content)
+        with raises_one_line(tmp_path / "meta.json", "does not describe token files"):
+            read_meta(tmp_path)
+    os.truncate(tmp_path / "meta.json", meta_files.JSON_BYTES + 1)
+    with raises_one_line("meta.json has more than"):
+        read_meta(tmp_path)
+
+
+# ---- meta.pkl ------------------------------------------------------------------------------------------------
+
+
+def nanogpt(chars: str) -> dict[str, Any]:
+    return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
+
+
+def test_nanogpts_meta_pkl_is_read_in_each_protocol_and_words_or_sizes_alone_are_enough_to_train_on(tmp_path):
+    chars = "\n !Aaéſ日🧀"
+    words = {0: "to", 1: "be", 2: "a"}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt(chars), protocol))
+        expected = {"tokenizer": {"name": "char", "chars": chars}, "vocab_size": len(chars), "end_of_text": None}
+        assert read_meta(tmp_path) == expected
+    for meta in ({"vocab_size": 3}, {"vocab_size": 3, "itos": words, "stoi": {w: i for i, w in words.items()}}):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+        assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 3, "end_of_text": None}
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong: list[dict[str, Any]] = [{"vocab_size": size} for size in (3, 1 << 40, None)]
+    wrong += [{"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Evil())]
+    wrong += [{"stoi": {"a": 1, "b": 0}}]
+    for change in wrong:
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt("ab") | change))
+        with raises_one_line(tmp_path / "meta.pkl", "does not describe token files"):
+            read_meta(tmp_path)
+    assert not (tmp_path / "ran").exists()
