@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_one_line, needs_bpe, raises_one_line, tiny
-from fineweb import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fineweb import fails
 from torch.nn.functional import cross_entropy
 
 from data.batching import Batching

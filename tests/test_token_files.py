@@ -185,6 +185,7 @@ def test_written_record_is_read_and_keeps_its_checksum_and_older_versions_are_re
 # A key with a wrong value, and what the error names.
 WRONG: list[tuple[str, Any, str]] = [
     ("vocab_size", True, "vocab_size=True"),
+    ("tokenizer", {"name": "gpt2", "chars": "a"}, "describes no tokenizer"),
     ("tokenizer", {"name": "char", "chars": "aba"}, "twice"),
     ("tokenizer", {"name": "bpe", "merges": "h e\nhe y"}, "vocab_size=3"),  # which makes 259
     ("tokenizer", {"name": "bpe", "merges": "h e\nthe y"}, "merge 2"),
