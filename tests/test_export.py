@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal, assert_one_line, events, needs_bpe, raises_one_line, shell, tiny
+from conftest import assert_equal, assert_one_line, events, needs_bpe, raises_one_line, shell, tiny, until
 from tiny_models import make, tokens
 
 from data.chat import template
@@ -204,15 +203,6 @@ def odd_text(text: str) -> str:
     return text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
 
 
-def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64, None)))
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
     """A tokenizer, and odd text that it can read."""
     odd = odd_text(text)
@@ -231,8 +221,13 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
 def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
+    from transformers import AutoTokenizer
+
     tokenizer, odd = tokenizer_and_text(kind, text)
-    theirs = auto_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64, None)))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     ids = theirs(odd)["input_ids"]
     assert ids == tokenizer.encode(odd).tolist()
     assert theirs.decode(ids) == odd
@@ -291,15 +286,13 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_export_that_is_stopped_leaves_nothing(tmp_path):
+def test_export_that_is_stopped_leaves_nothing(tmp_path, begin):
     saved(tmp_path / "out", replace(SMALL, n_embd=512, n_layer=8, vocab_size=256), {"name": "bytes"})
-    command = [sys.executable, "export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        while len(list(tmp_path.iterdir())) == 1:  # until there is a temporary file
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.terminate()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert_one_line(err, "stopped")
+    terminal = tmp_path / "out" / "terminal.txt"
+    flags = (f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}")
+    process = begin(terminal, sys.executable, "export.py", *flags)
+    until(lambda: len(list(tmp_path.iterdir())) == 2)  # there is a temporary file
+    process.terminate()
+    assert process.wait(60) == 1
+    assert_one_line(terminal.read_text(), "stopped")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
