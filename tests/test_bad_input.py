@@ -74,15 +74,6 @@ def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, r
     assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
 
 
-def test_train_bin_cut_short_is_named(tmp_path, run, assert_fails):
-    """Other faults of data: test_token_files.py, test_splits.py."""
-    ids = np.zeros(1000, np.uint16)
-    write_dataset(tmp_path / "cut", {"train": ids, "val": ids}, BytesTokenizer(), "test")
-    os.truncate(tmp_path / "cut" / "train.bin", 20)
-    named = ["train.bin", "10", "meta.json", "prepare the data again"]
-    assert_fails(named, *flags(**TINY, out_dir=run, dataset=tmp_path / "cut"))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
 def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, script):
