@@ -62,6 +62,7 @@ SETTINGS: list[tuple[str, list[str], int]] = [
     ("--out_dir={run}/ckpt.pt", ["{run}/ckpt.pt", "--out_dir="], 1),  # a new run in a checkpoint
     ("--out_dir={run}/log.jsonl", ["{run}/log.jsonl", "another folder"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
+    ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),
     ("--init_from=resume --block_size=64", ["block_size=64", "--block_size=16"], 1),
     ("--init_from=resume --n_layer=5", ["n_layer=5", "--n_layer=2"], 1),
 ]
@@ -115,16 +116,12 @@ def test_gpt2_without_a_network_is_named(chars, tmp_path, assert_fails, monkeypa
 
 @pytest.mark.slow
 def test_run_continues_on_a_full_disk_and_fails_at_its_end(run, script):
-    before = contents(run)
+    before = (run / "ckpt.pt").read_bytes()
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
     settings["resume_changed"] = True  # the schedule
     with files_of_at_most(kib=20):  # room for log.jsonl, not for a checkpoint
         done = script("train.py", *flags(**settings))
     assert done.code == 1
     assert_one_line(done.err, "error: ", "ckpt.pt", "free some disk space")
-    # It continued after the first failure.
-    assert len(re.findall(r"^cannot write .*ckpt.*the run continues", done.out, re.M)) == 2
     assert "iter 11: loss" in done.out
-    after = contents(run)
-    assert after.keys() == before.keys()
-    assert after["ckpt.pt"] == before["ckpt.pt"]
+    assert (run / "ckpt.pt").read_bytes() == before

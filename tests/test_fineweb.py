@@ -118,7 +118,14 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         good = write_documents(tmp_path / name, ["a text"] * 3)
         assert_error(good, name, "'body'", "--text_column", options=("--text_column=body",))
         assert_error(good, name, "int", options=("--text_column=id",))
-    for name, content in (("none.parquet", b"hello" * 100), ("a.csv", b"text\nhello"), ("zip.jsonl", b"PK\x03\x04")):
+    cut_short = PACK[".gz"](b'{"text": "good"}\n')[:-9]
+    wrong = {
+        "none.parquet": b"hello" * 100,
+        "a.csv": b"text\nhello",
+        "zip.jsonl": b"PK\x03\x04",
+        "b.jsonl.gz": cut_short,
+    }
+    for name, content in wrong.items():
         (tmp_path / name).write_bytes(content)
         assert_error(tmp_path / name, name)
     (tmp_path / "folder").mkdir()
@@ -129,15 +136,6 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
     assert_error(good, "char", options=("--tokenizer=char",))
     assert_refused(script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source")
-
-
-def test_truncated_file_keeps_the_shards_before_it(tmp_path, script, documents):
-    write_documents(tmp_path / "in" / "a.parquet", documents * 4)  # more than is read ahead
-    path = write_documents(tmp_path / "in" / "b.jsonl.zst", documents)
-    path.write_bytes(path.read_bytes()[:-9])
-    prepare = (PREPARE, "--source", tmp_path / "in", *SMALL, "--out", tmp_path / "out")
-    fails(script(*prepare), path, "finished shards are kept")
-    assert len(list((tmp_path / "out").glob("*.bin"))) > 1
 
 
 def test_small_files_share_a_shard(tmp_path):

@@ -247,7 +247,6 @@ def test_prompt_from_a_file(run, tmp_path):
         ("--start=\udcff", "UTF-8"),
         ("--top_p=0", "top_p=0.0"),
         ("--out_dir=/no/such", "/no/such/ckpt.pt"),
-        ("--device=cuda:99", "device=cuda:99"),
         ("--init_from=no-such-model", "init_from=no-such-model"),
     ],
 )

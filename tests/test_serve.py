@@ -31,13 +31,12 @@ import sample
 from data.chat import template
 from data.tokenizer import CharTokenizer
 from deskgpt.generate.engine import InferenceEngine
-from deskgpt.generate.trained import Trained, encode_prompt, load
+from deskgpt.generate.trained import encode_prompt, load
 from deskgpt.generate.writer import Writer
 from deskgpt.serve import openai_api, playground, server
 from deskgpt.system.terminal import harmless
 from sample import SampleConfig
 
-CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
 SETTINGS |= {"top_k": 200, "top_p": 1.0, "seed": 1337}
 ASK: Any = [{"role": "user", "content": "Who is there?"}]
@@ -47,7 +46,6 @@ ASK: Any = [{"role": "user", "content": "Who is there?"}]
 class Served:
     writer: Writer
     port: int
-    app: Any
 
     @property
     def page(self) -> str:
@@ -76,22 +74,20 @@ class Served:
 
 
 @contextmanager
-def serving(writer: Writer) -> Iterator[Served]:
+def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+    """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
+    values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
+    c = SampleConfig(**values | settings)
+    writer = sample.writer_of(c, c.start, load("resume", str(folder), torch.device("cpu")))
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
     app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])
     thread = threading.Thread(target=server.run_app, args=(app, port, "{address}"))
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
-    yield Served(writer, port, app)
+    yield Served(writer, port)
     app.state.server.should_exit = True
     thread.join()
-
-
-def writer_of(trained: Trained, **settings: Any) -> Writer:
-    values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
-    c = SampleConfig(**values | settings)
-    return sample.writer_of(c, c.start, trained)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +100,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(run) -> Iterator[Served]:
-    with serving(writer_of(load("resume", str(run), CPU))) as served:
+    with serving(run) as served:
         yield served
 
 
@@ -113,7 +109,7 @@ def plain(tmp_path_factory) -> Iterator[Served]:
     """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
     saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
-    with serving(writer_of(load("resume", str(folder), CPU))) as served:
+    with serving(folder) as served:
         yield served
 
 
@@ -122,14 +118,6 @@ def error_in(body: bytes) -> str:
 
 
 # ---- the page: what it shows ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 0, "top_k": 0}, {"stop": "he", "temperature": 2.0}])
-def test_text_of_the_page_is_the_one_that_sample_prints_first(plain, changes):
-    settings = {k: v for k, v in (SETTINGS | changes).items() if k != "prompt"}
-    folder = plain.writer.trained.source
-    (expected,) = sample.main(SampleConfig(out_dir=folder, device="cpu", start="the ", num_samples=1, **settings))
-    assert "the " + "".join(event.get("text", "") for event in plain.write(**changes)) == expected
 
 
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
@@ -152,19 +140,22 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
 # ---- OpenAI's API: what it writes ----------------------------------------------------------------------------
 
 
-def test_completion_is_the_text_of_sample_streamed_or_not(chat, run):
+def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain):
+    folder = Path(plain.writer.trained.source)
     drawn: dict[str, Any] = {"seed": 7, "temperature": 1.3, "top_p": 0.8}
     stop = ""
     for end in ("length", "stop"):
-        settings: dict[str, Any] = {"start": "the ", "stop": stop, "num_samples": 1, "max_new_tokens": 60}
-        (expected,) = sample.main(SampleConfig(out_dir=str(run), device="cpu", **settings, **drawn))
-        asked = {"model": "any", "prompt": "the ", "stop": [stop, "\x00\x00"], "max_tokens": 60} | drawn
-        full = chat.client().completions.create(**asked)
+        settings = drawn | {"max_new_tokens": 60, "stop": stop}
+        c = SampleConfig(out_dir=str(folder), device="cpu", start="the ", num_samples=1, **settings)
+        (expected,) = sample.main(c)
+        assert "the " + "".join(event.get("text", "") for event in plain.write(**settings)) == expected
+        asked = {"model": "any", "prompt": "the ", "stop": [stop, "no such text"], "max_tokens": 60} | drawn
+        full = plain.client().completions.create(**asked)
         (choice,) = full.choices
         assert "the " + choice.text == expected
-        assert (choice.finish_reason, full.model, full.usage.prompt_tokens) == (end, run.name, 4)
+        assert (choice.finish_reason, full.model, full.usage.prompt_tokens) == (end, folder.name, 4)
         assert (full.usage.completion_tokens == 60) == (end == "length")
-        pieces = list(chat.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
+        pieces = list(plain.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == choice.text
         assert (pieces[-1].choices[0].finish_reason, pieces[-1].usage) == (end, full.usage)
         stop = expected[20:23]
@@ -207,7 +198,7 @@ def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(cha
     ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
     assert len({client.completions.create(model="any", prompt="a", **ignored).choices[0].text for _ in range(3)}) == 3
     assert [model.id for model in client.models.list()] == [run.name]
-    with serving(writer_of(chat.writer.trained, temperature=0.0, max_new_tokens=7)) as served:
+    with serving(run, temperature=0.0, max_new_tokens=7) as served:
         (choice,) = served.client().completions.create(model="any", prompt="a").choices
         full = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=7)
     assert choice == full.choices[0]

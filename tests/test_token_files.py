@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line, raises_one_line
+from conftest import assert_one_line, raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,12 +108,6 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names,
         assert [path.name for path in token_files(tmp_path, "train")] == read
 
 
-def test_missing_data_names_the_script_that_makes_it(tmp_path):
-    for folder, script in ((tmp_path / "nothing", "text"), (ROOT / "data" / "shakespeare_char", "shakespeare_char")):
-        with raises_one_line(folder, "python ", f"data/{script}/prepare.py"):
-            token_files(folder, "nope")
-
-
 # ---- checksums -----------------------------------------------------------------------------------------------
 
 
@@ -140,14 +134,6 @@ def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(tmp_pat
 # ---- the description -----------------------------------------------------------------------------------------
 
 
-def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": {0: "b", 1: "a"}}))
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "char", "chars": "ba"}, "vocab_size": 2, "end_of_text": None}
-    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
-
-
 def test_vocabularies_must_match(tmp_path):
     chars, other = CharTokenizer("abc").meta(), CharTokenizer("abd").meta()
     meta = {"tokenizer": chars, "vocab_size": 3}
@@ -156,9 +142,7 @@ def test_vocabularies_must_match(tmp_path):
     for size, tokenizer in ((65, None), (3, other)):
         with raises_one_line(tmp_path, 3, size, "prepare the data", "--init_from=scratch"):
             check_vocabulary(tmp_path, meta, size, tokenizer)
-    gpt2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
-    for model_vocab in (50257, 50304):
-        check_vocabulary(tmp_path, gpt2, model_vocab, {"name": "gpt2"})
+    check_vocabulary(tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}, 50304, {"name": "gpt2"})  # padded
 
 
 # ---- meta.json -----------------------------------------------------------------------------------------------
@@ -225,16 +209,18 @@ def nanogpt(chars: str) -> dict[str, Any]:
     return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
-def test_nanogpts_meta_pkl_is_read_in_each_protocol_and_words_or_sizes_alone_are_enough_to_train_on(tmp_path):
+def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_but_not_beside_meta_json_and_gpt2_needs_neither(tmp_path):
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
     chars = "\n !Aaéſ日🧀"
-    words = {0: "to", 1: "be", 2: "a"}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt(chars), protocol))
         expected = {"tokenizer": {"name": "char", "chars": chars}, "vocab_size": len(chars), "end_of_text": None}
         assert read_meta(tmp_path) == expected
-    for meta in ({"vocab_size": 3}, {"vocab_size": 3, "itos": words, "stoi": {w: i for i, w in words.items()}}):
+    for meta in ({"vocab_size": 3}, {"vocab_size": 3, "itos": {0: "to", 1: "be", 2: "a"}}):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
         assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 3, "end_of_text": None}
+    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
 
 
 class Evil:
