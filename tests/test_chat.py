@@ -47,8 +47,6 @@ def write(path: Path, dialogues: list[list[Message]]) -> Path:
     return path
 
 
-# ---- the template --------------------------------------------------------------------------------------------
-
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
@@ -80,9 +78,6 @@ def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_w
         if message.role == "assistant":
             assert learned.pop() == tokenizer.end_of_text
         assert tokenizer.decode_bytes(learned).decode() == message.content * (message.role == "assistant")
-
-
-# ---- packing -------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=60), st.integers(1, 40), st.booleans())

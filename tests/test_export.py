@@ -87,17 +87,19 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, tie_weights):
-    activation = "gelu" if tie_weights else "relu2"
-    model, folder = exported(tmp_path, replace(SMALL, bias=True, activation=activation, tie_weights=tie_weights))
+OF_OTHERS: list[dict[str, Any]] = [{"activation": "gelu"}, {"activation": "relu2", "tie_weights": False}]
+
+
+@pytest.mark.parametrize("choices", OF_OTHERS)
+def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
+    model, folder = exported(tmp_path, replace(SMALL, bias=True, **choices))
     theirs = json.loads((folder / "config.json").read_text())
     del theirs["deskgpt"]
     (folder / "config.json").write_text(json.dumps(theirs))
     args, weights = load_gpt2(str(folder))
     assert GPTConfig.from_args(args, "") == model.config
     assert_equal(weights, dict(model.state_dict()))
-    other = {"activation_function": ["tanh"]} if tie_weights else {"tie_word_embeddings": True}
+    other = {"tie_word_embeddings": True} if "tie_weights" in choices else {"activation_function": ["tanh"]}
     (folder / "config.json").write_text(json.dumps(theirs | other))
     with raises_one_line("init_from=", folder, *other):
         load_gpt2(str(folder))
@@ -256,9 +258,6 @@ def test_model_of_dialogues_has_their_template(tmp_path):
     rendered = theirs.apply_chat_template(DIALOGUE, add_generation_prompt=True, tokenize=False)
     assert theirs(rendered)["input_ids"] == prompt_of_dialogue()
     assert AutoTokenizer.from_pretrained(exported(tmp_path / "plain")[1]).chat_template is None
-
-
-# ---- bad input -----------------------------------------------------------------------------------------------
 
 
 def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
-import http.server
+import io
 import itertools
 import json
 import os
 import re
 import subprocess
 import tempfile
-import threading
-import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ import pytest
 from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
 
 from data.dataset import Checksums
-from data.fineweb_edu.prepare import arguments, main
+from data.fineweb_edu.prepare import REPO, arguments, main
 from data.meta_files import read_record
 from data.splits import Split
 from deskgpt.system import files
@@ -118,13 +116,8 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         good = write_documents(tmp_path / name, ["a text"] * 3)
         assert_error(good, name, "'body'", "--text_column", options=("--text_column=body",))
         assert_error(good, name, "int", options=("--text_column=id",))
-    cut_short = PACK[".gz"](b'{"text": "good"}\n')[:-9]
-    wrong = {
-        "none.parquet": b"hello" * 100,
-        "a.csv": b"text\nhello",
-        "zip.jsonl": b"PK\x03\x04",
-        "b.jsonl.gz": cut_short,
-    }
+    wrong = {"none.parquet": b"hello" * 100, "a.csv": b"text\nhello", "zip.jsonl": b"PK\x03\x04"}
+    wrong |= {"cut.jsonl.gz": PACK[".gz"](b'{"text": "good line"}\n')[:-9]}
     for name, content in wrong.items():
         (tmp_path / name).write_bytes(content)
         assert_error(tmp_path / name, name)
@@ -144,9 +137,6 @@ def test_small_files_share_a_shard(tmp_path):
     made("--source", tmp_path, "--tokenizer=bytes", "--shard_bytes=250", "--val_tokens=10", "--out", tmp_path / "out")
     assert [entry["tokens"] for entry in read_record(tmp_path / "out")["files"].values()] == [293, 303, 101, 10]
     assert_holds(tmp_path / "out", [f"{i}" * 100 for i in range(7)])
-
-
-# ---- stopped, harmed and started again -----------------------------------------------------------------------
 
 
 def test_source_that_has_changed_is_noticed(tmp_path, script, documents):
@@ -276,82 +266,46 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
 
 # ---- the hub -------------------------------------------------------------------------------------------------
 
-REPO = "HuggingFaceFW/fineweb-edu"
-SHA = "0123456789abcdef0123456789abcdef01234567"  # its one revision
+SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """A Hugging Face hub on this machine, which has only this data set."""
+class Unplugged(io.BytesIO):
+    """A file whose end can be read, and nothing else."""
 
-    protocol_version = "HTTP/1.1"
-    root: Path  # of the data set's files
-    cuts = 0  # so many of the next reads break off in the middle
-
-    def do_GET(self) -> None:
-        path = urllib.parse.unquote(self.path.partition("?")[0])
-        match = re.fullmatch(rf"(?:/api)?/datasets/{REPO}(?:/(\w+)/{SHA}/?(.*))?", path)
-        if match is None:
-            self.send_error(404)
-        elif match[1] == "resolve":
-            first, last = map(int, re.findall(r"\d+", self.headers["Range"]))
-            self.send((self.root / match[2]).read_bytes()[first : last + 1])
-        elif match[1] == "tree":
-            sizes = {f"{match[2]}/{path.name}": path.stat().st_size for path in (self.root / match[2]).iterdir()}
-            entries = [{"type": "file", "path": name, "oid": "0" * 40, "size": n} for name, n in sizes.items()]
-            self.send(json.dumps(entries).encode())
-        else:
-            names = [{"rfilename": path.relative_to(self.root).as_posix()} for path in self.root.rglob("*.parquet")]
-            self.send(json.dumps({"id": REPO, "sha": SHA, "siblings": names}).encode())
-
-    def send(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if len(content) > 10_000 and Hub.cuts:
-            Hub.cuts -= 1
-            content = content[:5000]
-            self.close_connection = True
-        self.wfile.write(content)
-
-    def log_message(self, *args: Any) -> None:
-        pass
+    def read(self, n: int | None = -1) -> bytes:
+        if self.tell() < 5000:
+            raise ConnectionError("the network is gone")
+        return super().read(n)
 
 
-@pytest.fixture
-def online(tmp_path, documents, monkeypatch):
-    """Return a function that runs prepare.py with our hub, in a process of its own: the address is read on import."""
-    monkeypatch.setattr(Hub, "root", tmp_path / "hub", raising=False)
+def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_the_network_breaks(
+    tmp_path, script, documents, monkeypatch
+):
+    root = tmp_path / "hub"
     for i in range(3):
-        write_documents(Hub.root / "sample" / "10BT" / f"{i:03}_00000.parquet", documents[i::3])
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"no_proxy": "127.0.0.1"}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
-    command = ("python", PREPARE, *SMALL, "--out", tmp_path / "out")
-    yield functools.partial(shell, *command, env=env)
-    server.shutdown()
-    server.server_close()
+        write_documents(root / "sample" / "10BT" / f"{i:03}_00000.parquet", documents[i::3])
+    is_down = True
 
+    def info(_: Any, repo: str, revision: str | None) -> Any:
+        assert revision in (None, SHA)
+        names = [path.relative_to(root).as_posix() for path in root.rglob("*.parquet")]
+        return SimpleNamespace(sha=SHA, siblings=[SimpleNamespace(rfilename=name) for name in names])
 
-@pytest.mark.slow
-def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_connections_break(tmp_path, online, documents):
+    def opened(_: Any, url: str) -> io.BytesIO:
+        content = (root / url.removeprefix(f"hf://datasets/{REPO}@{SHA}/")).read_bytes()
+        return Unplugged(content) if is_down else io.BytesIO(content)
+
+    prepare = (PREPARE, *SMALL, "--out", tmp_path / "out")
+    fails(script(*prepare), "network", "--source FILE")  # as the tests are: offline
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem.open", opened)
+    fails(script(*prepare, "--subset=nope"), "--subset nope", "sample-10BT")
     for part in ("--part=1/2", "--part=0/2"):
-        Hub.cuts = 1
-        done = online(part)
-        if done.returncode:  # where the hub's own library gives up, the same command continues
-            assert_one_line(done.stderr.splitlines()[-1], "same command continues")
-            done = online(part)
-        assert (done.returncode, Hub.cuts) == (0, 0), done.stderr
+        is_down = True
+        fails(script(*prepare, part), "the network is gone", "same command continues")
+        is_down = False
+        assert script(*prepare, part).code == 0
+    assert "already prepared" in script(*prepare).out
     record = read_record(tmp_path / "out")
     assert (record["source"], record["revision"]) == (f"{REPO}, sample-10BT", SHA)
     assert_holds(tmp_path / "out", [*documents[::3], *documents[1::3], *documents[2::3]])
-    assert "already prepared" in online("--part=0/2").stdout
-
-
-@pytest.mark.slow
-def test_what_the_hub_does_not_have_and_a_network_that_is_not_there_are_one_line(online):
-    assert_one_line(online("--subset=nope").stderr, "--subset nope", "sample-10BT")
-    online.keywords["env"]["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    done = online()
-    assert done.returncode == 1
-    assert_one_line(done.stderr, "network", "--source FILE")

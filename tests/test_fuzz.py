@@ -88,8 +88,6 @@ def ends_as_documented() -> Iterator[None]:
             assert len(errors.getvalue().splitlines()) == 1, errors.getvalue()
 
 
-# ---- odd values ----------------------------------------------------------------------------------------------
-
 # What a number, a setting, a name or a line may be instead.
 ODD_TEXTS = ["", "\0", "\n", "a\nb", "\ud800", "🧀", "None", "nan", "-inf", "1e999", "True", "' '", "../..", "-", "1,"]
 ODD_TEXTS += ["0" * 5000, "1" + "0" * 400, "(" * 5000, "[" * 300 + "]" * 300, "-" * 3000 + "1", "x" * 70_000]
@@ -119,8 +117,6 @@ def changed(value: Any, draw: Any, new: SearchStrategy[Any]) -> Any:
     return made
 
 
-# ---- the command line ----------------------------------------------------------------------------------------
-
 names = st.sampled_from([f.name for f in fields(TrainConfig)])
 odd_words = st.builds("--{}={}".format, names, st.booleans() | st.floats(0, 1) | odd_numbers | odd_texts)
 odd_words |= st.builds("{}{}".format, st.sampled_from(["", "-", "--", "--="]), odd_texts)
@@ -144,9 +140,6 @@ def test_arguments(words):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
-
-
-# ---- logs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +204,6 @@ def test_logs(folder, undamaged_logs, data):
             page.page(found)
 
 
-# ---- data ----------------------------------------------------------------------------------------------------
-
-
 @fuzzed
 @given(name=st.sampled_from(["meta.json", "train.bin", "val.bin"]), random=randoms)
 def test_no_damage_to_prepared_data_is_silent(tmp_path, name, random):
@@ -235,9 +225,6 @@ def test_no_damage_to_prepared_data_is_silent(tmp_path, name, random):
             split.fingerprint()
         Checksums(tmp_path, opened).check()
         assert name == "meta.json"
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------------
 
 
 odd_tensors = st.builds(

@@ -40,9 +40,6 @@ def greedy(model: GPT, tokenizer: Tokenizer, prompt: str, n: int) -> list[int]:
     return [int(new) for new in model.generate(ids, n, temperature=0, vocab_size=n_tokens)]
 
 
-# ---- what llama.cpp computes ---------------------------------------------------------------------------------
-
-
 @needs_llama
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", gguf_format.ARCHITECTURES)
@@ -83,9 +80,6 @@ def test_model_that_another_program_computes_otherwise_is_not_exported(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# ---- tokens --------------------------------------------------------------------------------------------------
-
-
 @needs_llama
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
@@ -110,9 +104,6 @@ def test_dialogue_is_written_as_in_training(tmp_path):
     rendered = llama.ask("apply-template", messages=DIALOGUE)["prompt"]
     tokens = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
     assert tokens == prompt_of_dialogue()
-
-
-# ---- files ---------------------------------------------------------------------------------------------------
 
 
 def test_without_llama_cpp_nothing_is_compared(tmp_path, monkeypatch, capsys):

@@ -25,8 +25,6 @@ from data.tokenizer import CharTokenizer, from_meta, of_merges, padded_vocab_siz
 
 PREPARE = "data/text/prepare.py"
 
-# ---- what is read --------------------------------------------------------------------------------------------
-
 TEXT = "hello Käse 🧀\r\nand a second line\n" * 300
 
 
@@ -58,9 +56,6 @@ def test_file_that_is_not_text_is_named_with_its_line(tmp_path, content):
     path.write_bytes(content)
     with raises_one_line("a.txt, line 2" if content.startswith(b"line\n") else "a.txt, line 1"):
         read_text(path)
-
-
-# ---- what is written -----------------------------------------------------------------------------------------
 
 
 def ids_in(folder: Path) -> np.ndarray:

@@ -275,9 +275,6 @@ def test_gpt2_weights_of_others_are_sampled_from_but_not_if_they_are_nan(tmp_pat
     assert_one_line(done.err, tmp_path, "NaN")
 
 
-# ---- tokens that are parts of characters ---------------------------------------------------------------------
-
-
 @given(st.text(max_size=40).map(lambda text: text.encode("utf-8", "ignore")) | st.binary(), st.text(max_size=3))
 def test_text_that_comes_in_pieces_is_shown_whole_up_to_the_stop_text(content, stop):
     content = content.replace(b"\xff", b"")  # the end of a text

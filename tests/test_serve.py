@@ -117,9 +117,6 @@ def error_in(body: bytes) -> str:
     return json.loads(body)["error"]["message"]
 
 
-# ---- the page: what it shows ---------------------------------------------------------------------------------
-
-
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
     trained = plain.writer.trained
     ids = encode_prompt("the ", trained.tokenizer)
@@ -137,7 +134,7 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-# ---- OpenAI's API: what it writes ----------------------------------------------------------------------------
+# ---- what it writes -----------------------------------------------------------------------------------------
 
 
 def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain):
@@ -314,9 +311,6 @@ def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
         answers.append(json.loads(chat.post("/v1/chat/completions", asked)[2])["choices"])
         assert time.perf_counter() - t0 < 10
     assert answers[0] == answers[1]
-
-
-# ---- how it ends ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -120,9 +120,6 @@ def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
     assert all(batch.shape == (64, 1024) for batch in batches)
 
 
-# ---- bad data ------------------------------------------------------------------------------------------------
-
-
 def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_trained_on(tmp_path):
     split = make(tmp_path, [50], 49)
     split.vocab_size = 17

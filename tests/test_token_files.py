@@ -25,8 +25,6 @@ from deskgpt.system.files import write_atomically
 
 BYTES = np.arange(250, dtype=np.uint16)
 
-# ---- files ---------------------------------------------------------------------------------------------------
-
 
 def llmc_file(ids: list[int], magic: int = MAGIC, version: int = VERSION, tokens: int | None = None) -> bytes:
     """Return a token file in llm.c's format. tokens: their number, as its header has it."""
@@ -86,8 +84,6 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_st
         shard.read(0, 30)
 
 
-# ---- a folder ------------------------------------------------------------------------------------------------
-
 # The files of a folder without a list, and those that are read as train; None if that is not clear.
 FOUND: list[tuple[list[str], list[str] | None]] = [
     (["train.bin", "train_old.bin", "train_000.bin"], ["train.bin"]),
@@ -108,9 +104,6 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names,
         assert [path.name for path in token_files(tmp_path, "train")] == read
 
 
-# ---- checksums -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
 def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(tmp_path, monkeypatch, at_once):
     def verified() -> str:
@@ -129,9 +122,6 @@ def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(tmp_pat
         verified()
     (tmp_path / "meta.json").unlink()
     assert verified() == "no checksums (no meta.json that lists files)"
-
-
-# ---- the description -----------------------------------------------------------------------------------------
 
 
 def test_vocabularies_must_match(tmp_path):
