@@ -25,7 +25,7 @@ from data.loader import Loader, eval_batches
 from data.meta_files import read_record
 from data.splits import Split
 from data.text.prepare import prepare as prepare_text
-from data.tokenizer import BytesTokenizer, Tokenizer, gpt2
+from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
@@ -38,12 +38,9 @@ T = 32
 HELLO = [Message("user", "Hello!"), Message("assistant", "Hi.")]
 
 
-def as_json(messages: list[Message]) -> str:
-    return json.dumps({"messages": [message._asdict() for message in messages]}) + "\n"
-
-
 def write(path: Path, dialogues: list[list[Message]]) -> Path:
-    path.write_text("".join(map(as_json, dialogues)))
+    lines = [json.dumps({"messages": [message._asdict() for message in dialogue]}) for dialogue in dialogues]
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
@@ -53,15 +50,12 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.samp
 messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
 
 
-@pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return BytesTokenizer() if request.param == "bytes" else gpt2()
-
-
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])])
 @given(dialogue=messages, answer=texts)
 def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_what_they_continue(
-    tokenizer, dialogue, answer
+    name, dialogue, answer
 ):
+    tokenizer = from_meta({"name": name})
     template = Template(tokenizer)
     prompt = template.prompt(dialogue)
     dialogue = [*dialogue, Message("assistant", answer)]
@@ -155,7 +149,7 @@ NO_DIALOGUE = [
 
 
 def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path):
-    good = as_json(HELLO).encode()
+    good = write(tmp_path / "d.jsonl", [HELLO]).read_bytes()
     for line in NO_DIALOGUE:
         (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
         with raises_one_line(tmp_path / "d.jsonl", "line 3"):

@@ -132,11 +132,19 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", COMBINATIONS)
-def test_logits_are_ours_for_each_of_the_choices(tmp_path, choices):
+def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_again_is_taken_back(tmp_path, choices):
+    from transformers import AutoTokenizer
+
     x = tokens(2, 26, vocab=65)
     model, folder = exported(tmp_path, replace(SMALL, tie_weights="bias" in choices, **choices))
+    theirs = loaded(folder)
     with torch.inference_mode():
-        assert (loaded(folder)(x).logits - model(x)[0]).abs().max() <= 1e-5
+        assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
+    theirs.save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    _, weights = load_gpt2(str(tmp_path / "again"))
+    assert_equal(weights, dict(load(str(folder), "", torch.device("cpu")).model.state_dict()))
+    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
 
 
 @pytest.mark.slow
@@ -177,20 +185,6 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
     _, shifted = exported(tmp_path / "shifted", replace(SMALL, token_shift=True))
     with raises_one_line("use_cache=False"):
         loaded(shifted).generate(x, max_new_tokens=3, use_cache=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_CLASS)
-def test_folder_that_transformers_saved_again_is_taken_back(tmp_path, name):
-    from transformers import AutoTokenizer
-
-    model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name], tie_weights=False))
-    theirs = loaded(folder)
-    theirs.save_pretrained(tmp_path / "again")
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    _, weights = load_gpt2(str(tmp_path / "again"))
-    assert_equal(weights, dict(model.state_dict()))
-    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------

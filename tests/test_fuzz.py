@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import TINY, corrupted, flags
+from conftest import corrupted, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -62,7 +62,7 @@ fuzzed = settings(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_limited(finished) -> Iterator[None]:
+def _memory_is_limited(folder) -> Iterator[None]:
     """An absurd size in a file is found before memory is taken, or here."""
     resource = pytest.importorskip("resource")  # which Windows lacks
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -139,33 +139,25 @@ def test_arguments(words):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
-
-
-@pytest.fixture(scope="module")
-def finished(folder) -> Path:
-    """Return the out_dir of a run of a tiny model."""
+    """Return a folder with a tiny model's run: out."""
+    folder = tmp_path_factory.mktemp("fuzz")
     ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)
     write_dataset(folder / "bytes", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
-    out_dir = folder / "out"
     sizes = {"n_layer": 1, "n_embd": 4, "block_size": 8, "batch_size": 2, "max_iters": 4, "eval_interval": 2}
-    settings = flags(**TINY | sizes | {"dataset": folder / "bytes", "out_dir": out_dir})
     with redirect_stdout(io.StringIO()):
-        train.main(configure(TrainConfig, settings))
-    return out_dir
+        train.main(tiny(folder / "bytes", folder / "out", **sizes))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def undamaged_logs(finished, folder) -> list[Path]:
+def undamaged_logs(folder) -> list[Path]:
     """Return logs of a run, of nanoGPT, and of two runs that differ in a setting."""
-    printed = folder / "nanogpt.txt"
-    printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
-    found = [finished / "log.jsonl", printed]
     for batch_size in (4, 8):
         made = folder / f"made-{batch_size}"
         log(made, {i: 4 - i / 40 for i in range(0, 24, 2)}, 90.0, batch_size=batch_size, bytes_per_token=2.0)
-        found.append(made / "log.jsonl")
-    return found
+    printed = folder / "nanogpt.txt"
+    printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
+    return [printed, *sorted(folder.glob("*/log.jsonl"))]
 
 
 ODD_LOG_LINES = ["[" * 100_000, "data: " + "," * 100_000, '{"event": "iter", "iter": 1e5000}', '{"event": []}']
@@ -260,9 +252,9 @@ def resume(file: Path) -> None:
 
 @fuzzed
 @given(data=st.data(), random=randoms)
-def test_untrusted_checkpoints(folder, finished, data, random):
+def test_untrusted_checkpoints(folder, data, random):
     """Values are changed, or bytes of the file are damaged. Without a checksum: an attacker would make it right."""
-    plain = {key: value for key, value in torch.load(finished / store.NAME).items() if key != "format"}
+    plain = {key: value for key, value in torch.load(folder / "out" / store.NAME).items() if key != "format"}
     is_damaged = data.draw(st.booleans())
     file = io.BytesIO()
     torch.save(plain if is_damaged else changed(plain, data.draw, odd_parts), file)
