@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import needs_bpe, raises_one_line, tiny
+from conftest import needs_bpe, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb import fails
@@ -31,7 +29,6 @@ from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
 from deskgpt.generate.writer import fitting
 from model import GPT, GPTConfig
-from train import main as train
 
 CPU = torch.device("cpu")
 T = 32
@@ -242,9 +239,6 @@ def test_masks_are_part_of_the_fingerprint_and_wrong_ones_and_other_windows_are_
             Split(folder, "train", T, 256)
 
 
-# ---- talking -------------------------------------------------------------------------------------------------
-
-
 def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message():
     template = Template(BytesTokenizer())
     messages = [Message("system", "Be kind.")]
@@ -264,25 +258,3 @@ def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message
         fitting(template, 160, [Message("user", "x" * 200)])
     with raises_one_line("context of 160", "system"):
         fitting(template, 160, [Message("system", "x" * 200), *HELLO[:1]])
-
-
-BY_HEART = {
-    "Who are you?": "A tiny model: ünïcödé 🧀",
-    "Tell me a word": "User: it is only a word.",
-    "Good bye": "Bye! Come back soon <|endoftext|>",
-}
-
-
-@pytest.mark.slow
-def test_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, monkeypatch):
-    dialogues = [[Message("user", question), Message("assistant", answer)] for question, answer in BY_HEART.items()]
-    source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
-    done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
-    assert done.code == 0, done.err
-    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 3, "learning_rate": 3e-3}
-    learning |= {"max_iters": 120, "eval_interval": 120, "warmup_iters": 10, "position": "rope"}
-    train(tiny(tmp_path / "c", tmp_path / "run", **learning))
-    for question, answer in BY_HEART.items():
-        monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
-        done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--temperature=0", "--device=cpu")
-        assert (done.out, done.err) == (f"{answer}\n", "")

@@ -264,11 +264,6 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
-# ---- the hub -------------------------------------------------------------------------------------------------
-
-SHA = "0123456789abcdef0123456789abcdef01234567"
-
-
 class Unplugged(io.BytesIO):
     """A file whose end can be read, and nothing else."""
 
@@ -284,15 +279,17 @@ def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_the_network
     root = tmp_path / "hub"
     for i in range(3):
         write_documents(root / "sample" / "10BT" / f"{i:03}_00000.parquet", documents[i::3])
+    revisions = itertools.count()
     is_down = True
 
     def info(_: Any, repo: str, revision: str | None) -> Any:
-        assert revision in (None, SHA)
         names = [path.relative_to(root).as_posix() for path in root.rglob("*.parquet")]
-        return SimpleNamespace(sha=SHA, siblings=[SimpleNamespace(rfilename=name) for name in names])
+        return SimpleNamespace(
+            sha=revision or f"revision{next(revisions)}", siblings=[SimpleNamespace(rfilename=name) for name in names]
+        )
 
     def opened(_: Any, url: str) -> io.BytesIO:
-        content = (root / url.removeprefix(f"hf://datasets/{REPO}@{SHA}/")).read_bytes()
+        content = (root / url.removeprefix(f"hf://datasets/{REPO}@revision1/")).read_bytes()
         return Unplugged(content) if is_down else io.BytesIO(content)
 
     prepare = (PREPARE, *SMALL, "--out", tmp_path / "out")
@@ -307,5 +304,5 @@ def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_the_network
         assert script(*prepare, part).code == 0
     assert "already prepared" in script(*prepare).out
     record = read_record(tmp_path / "out")
-    assert (record["source"], record["revision"]) == (f"{REPO}, sample-10BT", SHA)
+    assert (record["source"], record["revision"]) == (f"{REPO}, sample-10BT", "revision1")
     assert_holds(tmp_path / "out", [*documents[::3], *documents[1::3], *documents[2::3]])

@@ -134,9 +134,6 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-# ---- what it writes -----------------------------------------------------------------------------------------
-
-
 def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain):
     folder = Path(plain.writer.trained.source)
     drawn: dict[str, Any] = {"seed": 7, "temperature": 1.3, "top_p": 0.8}
