@@ -284,9 +284,8 @@ def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_the_network
 
     def info(_: Any, repo: str, revision: str | None) -> Any:
         names = [path.relative_to(root).as_posix() for path in root.rglob("*.parquet")]
-        return SimpleNamespace(
-            sha=revision or f"revision{next(revisions)}", siblings=[SimpleNamespace(rfilename=name) for name in names]
-        )
+        siblings = [SimpleNamespace(rfilename=name) for name in names]
+        return SimpleNamespace(sha=revision or f"revision{next(revisions)}", siblings=siblings)
 
     def opened(_: Any, url: str) -> io.BytesIO:
         content = (root / url.removeprefix(f"hf://datasets/{REPO}@revision1/")).read_bytes()

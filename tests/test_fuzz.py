@@ -227,29 +227,6 @@ odd_tensors = st.builds(
 odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, odd_tensors | odd_json, max_size=2)
 
 
-def resume(file: Path) -> None:
-    """Resume a checkpoint as train.py does, do a step, and use the tokenizer as sample.py does."""
-    c = build(TrainConfig, resumed_settings(TrainConfig, [], str(file)))
-    saved = store.load(file)
-    model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
-    cpu = torch.device("cpu")
-    optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
-    data: Any = SimpleNamespace(tokenizer=None, chat=None)
-    cut = batching_of(c, DistContext(cpu))
-    schedule = Schedule.of(c)
-    run = TrainState(
-        asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, data, DistContext(cpu)
-    )
-    run.resume(saved, str(file), trains=True)
-    saved_variant(saved.variant, cpu)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    train.learning_rate(schedule, saved.iter_num)
-    from_meta(saved.tokenizer or {"name": "bytes"})
-
-
 @fuzzed
 @given(data=st.data(), random=randoms)
 def test_untrusted_checkpoints(folder, data, random):
@@ -260,5 +237,22 @@ def test_untrusted_checkpoints(folder, data, random):
     torch.save(plain if is_damaged else changed(plain, data.draw, odd_parts), file)
     path = folder / "untrusted.pt"
     path.write_bytes(corrupted(file.getvalue(), random) if is_damaged else file.getvalue())
-    with ends_as_documented():
-        resume(path)
+    with ends_as_documented():  # as train.py resumes it and does a step, and sample.py takes its tokenizer
+        c = build(TrainConfig, resumed_settings(TrainConfig, [], str(path)))
+        saved = store.load(path)
+        model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(path)), saved.model, str(path))
+        cpu = torch.device("cpu")
+        optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
+        scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
+        none: Any = SimpleNamespace(tokenizer=None, chat=None)
+        one = DistContext(cpu)
+        cut = batching_of(c, one)
+        schedule = Schedule.of(c)
+        run = TrainState(asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, none, one)
+        run.resume(saved, str(path), trains=True)
+        saved_variant(saved.variant, cpu)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        train.learning_rate(schedule, saved.iter_num)
+        from_meta(saved.tokenizer or {"name": "bytes"})

@@ -16,28 +16,16 @@ from tiny_models import MODERN_SETTINGS, make
 from torch import Tensor
 
 from data.chat import template
-from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer
+from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer
 from deskgpt.export import gguf_format
 from deskgpt.export.gguf_format import Llama
 from export import ExportConfig, main
-from model import GPT, GPTConfig, activation
+from model import GPTConfig, activation
 
 gguf = pytest.importorskip("gguf")
 needs_llama = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp, which is llama.cpp, is missing")
 BYTES = {"name": "bytes"}
 SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)  # the last two rows are padding
-
-
-def their_greedy(llama: Llama, prompt: str, n: int) -> list[int]:
-    """Return the tokens that follow; never the end of text, with which llama.cpp would end."""
-    options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
-    return llama.ask("completion", prompt=prompt, n_predict=n, **options)["tokens"]
-
-
-def greedy(model: GPT, tokenizer: Tokenizer, prompt: str, n: int) -> list[int]:
-    ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
-    n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
-    return [int(new) for new in model.generate(ids, n, temperature=0, vocab_size=n_tokens)]
 
 
 @needs_llama
@@ -53,7 +41,11 @@ def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture)
         config = replace(SMALL, n_head=4, vocab_size=tokenizer.vocab_size + 2, tie_weights=not n, **choices)
         model, path = exported(tmp_path / str(n), config, tokenizer.meta(), to="a.gguf")
         assert f"llama.cpp's {architecture}\nllama.cpp computes the same" in capsys.readouterr().out
-        assert their_greedy(Llama(str(path), 64), prompt, 40) == greedy(model, tokenizer, prompt, 40)
+        options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+        theirs = Llama(str(path), 64).ask("completion", prompt=prompt, n_predict=40, **options)["tokens"]
+        ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
+        n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
+        assert theirs == [int(new) for new in model.generate(ids, 40, temperature=0, vocab_size=n_tokens)]
 
 
 def prefix(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:

@@ -22,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from data.text.prepare import prepare
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store
 from deskgpt.generate.engine import InferenceEngine
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.generate.training_samples import Sampler
@@ -221,13 +220,6 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
     assert samples(run, num_samples=1, seed=1337 + 3) == five[3:4]
     assert len(set(five)) == 5
     assert all(text.startswith("the ") and len(text) == 44 for text in five)  # 44 > block_size=16
-
-
-def test_checkpoint_of_weights_alone_is_sampled_from_with_the_tokenizer_of_its_data(run, chars, tmp_path):
-    saved = store.load(run)
-    content = {"model": store.weights_of(saved), "model_args": saved.model_args, "config": {"dataset": str(chars)}}
-    torch.save(content, tmp_path / "ckpt.pt")
-    assert samples(tmp_path) == samples(run)
 
 
 def test_prompt_from_a_file(run, tmp_path):

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import string
-import subprocess
 import sys
 import threading
 import time
@@ -329,24 +328,24 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
-    command = [sys.executable, "sample.py", f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        assert process.stdout is not None
-        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", process.stdout.readline().split()[0])
-        assert found
-        assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in process.stdout.readline()
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
-        connection.request("GET", f"/{found[2]}/page.json")
-        page = json.loads(connection.getresponse().read())
-        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
-        connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
-        response = connection.getresponse()
-        response.readline()
-        process.send_signal(signal.SIGINT)
-        *_, last = response.read().splitlines()
-        out, err = process.communicate(timeout=20)
+def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_path):
+    terminal = tmp_path / "terminal.txt"
+    flags = (f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000")
+    process = begin(terminal, sys.executable, "-u", "sample.py", *flags)
+    until(lambda: terminal.read_text().count("\n") == 2)
+    printed = terminal.read_text()
+    found = re.match(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", printed)
+    assert found
+    assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in printed
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+    connection.request("GET", f"/{found[2]}/page.json")
+    page = json.loads(connection.getresponse().read())
+    assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
+    connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
+    response = connection.getresponse()
+    response.readline()
+    process.send_signal(signal.SIGINT)
+    *_, last = response.read().splitlines()
     assert error_in(last) == "the server was stopped"
-    assert (process.returncode, out) == (0, "")
-    assert_one_line(err)
+    assert process.wait(20) == 0
+    assert_one_line(terminal.read_text().removeprefix(printed))
