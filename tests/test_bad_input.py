@@ -36,8 +36,10 @@ def run(finished, tmp_path) -> Path:
 
 
 @pytest.fixture
-def assert_fails(run, script):
+def assert_fails(run, script, tmp_path, monkeypatch):
     """Check that train.py ends with one line of error that names these, and changes no file of the run."""
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
     def check(named: list[str], *args: str | Path, code: int = 1) -> None:
         before = contents(run)
@@ -62,6 +64,8 @@ SETTINGS: list[tuple[str, list[str], int]] = [
     ("--out_dir={run}/ckpt.pt", ["{run}/ckpt.pt", "--out_dir="], 1),  # a new run in a checkpoint
     ("--out_dir={run}/log.jsonl", ["{run}/log.jsonl", "another folder"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
+    ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),
+    ("--init_from=gpt2", ["init_from=gpt2", "connect once"], 1),  # without a network
     ("--init_from=resume --block_size=64", ["block_size=64", "--block_size=16"], 1),
     ("--init_from=resume --n_layer=5", ["n_layer=5", "--n_layer=2"], 1),
 ]
@@ -72,15 +76,6 @@ def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, r
     named = [name.format(run=run) for name in named]
     settings = flags(out_dir=run) if "resume" in arguments else flags(**TINY, dataset=chars, out_dir=run)
     assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
-
-
-def test_train_bin_cut_short_is_named(tmp_path, run, assert_fails):
-    """Other faults of data: test_token_files.py, test_splits.py."""
-    ids = np.zeros(1000, np.uint16)
-    write_dataset(tmp_path / "cut", {"train": ids, "val": ids}, BytesTokenizer(), "test")
-    os.truncate(tmp_path / "cut" / "train.bin", 20)
-    named = ["train.bin", "10", "meta.json", "prepare the data again"]
-    assert_fails(named, *flags(**TINY, out_dir=run, dataset=tmp_path / "cut"))
 
 
 @pytest.mark.slow
@@ -117,23 +112,13 @@ def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memor
 
 
 @pytest.mark.slow
-def test_gpt2_without_a_network_is_named(chars, tmp_path, assert_fails, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert_fails(["init_from=gpt2", "connect once"], "--init_from=gpt2", f"--dataset={chars}")
-
-
-@pytest.mark.slow
 def test_run_continues_on_a_full_disk_and_fails_at_its_end(run, script):
-    before = contents(run)
+    before = (run / "ckpt.pt").read_bytes()
     settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
     settings["resume_changed"] = True  # the schedule
     with files_of_at_most(kib=20):  # room for log.jsonl, not for a checkpoint
         done = script("train.py", *flags(**settings))
     assert done.code == 1
     assert_one_line(done.err, "error: ", "ckpt.pt", "free some disk space")
-    # It continued after the first failure.
-    assert len(re.findall(r"^cannot write .*ckpt.*the run continues", done.out, re.M)) == 2
     assert "iter 11: loss" in done.out
-    after = contents(run)
-    assert after.keys() == before.keys()
-    assert after["ckpt.pt"] == before["ckpt.pt"]
+    assert (run / "ckpt.pt").read_bytes() == before

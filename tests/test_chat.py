@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_one_line, needs_bpe, raises_one_line, tiny
-from fineweb import fails
+from conftest import needs_bpe, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fineweb import fails
 from torch.nn.functional import cross_entropy
 
 from data.batching import Batching
@@ -27,30 +23,23 @@ from data.loader import Loader, eval_batches
 from data.meta_files import read_record
 from data.splits import Split
 from data.text.prepare import prepare as prepare_text
-from data.tokenizer import BytesTokenizer, Tokenizer, gpt2
+from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
-from deskgpt.generate.text import GenerationConfig
-from deskgpt.generate.writer import Writer, fitting, talk
+from deskgpt.generate.writer import fitting
 from model import GPT, GPTConfig
-from train import main as train
 
 CPU = torch.device("cpu")
 T = 32
 HELLO = [Message("user", "Hello!"), Message("assistant", "Hi.")]
 
 
-def as_json(messages: list[Message]) -> str:
-    return json.dumps({"messages": [message._asdict() for message in messages]}) + "\n"
-
-
 def write(path: Path, dialogues: list[list[Message]]) -> Path:
-    path.write_text("".join(map(as_json, dialogues)))
+    lines = [json.dumps({"messages": [message._asdict() for message in dialogue]}) for dialogue in dialogues]
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
-
-# ---- the template --------------------------------------------------------------------------------------------
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
@@ -58,15 +47,12 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.samp
 messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
 
 
-@pytest.fixture(params=["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])], scope="module")
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return BytesTokenizer() if request.param == "bytes" else gpt2()
-
-
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])])
 @given(dialogue=messages, answer=texts)
 def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_what_they_continue(
-    tokenizer, dialogue, answer
+    name, dialogue, answer
 ):
+    tokenizer = from_meta({"name": name})
     template = Template(tokenizer)
     prompt = template.prompt(dialogue)
     dialogue = [*dialogue, Message("assistant", answer)]
@@ -83,9 +69,6 @@ def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_w
         if message.role == "assistant":
             assert learned.pop() == tokenizer.end_of_text
         assert tokenizer.decode_bytes(learned).decode() == message.content * (message.role == "assistant")
-
-
-# ---- packing -------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=60), st.integers(1, 40), st.booleans())
@@ -163,7 +146,7 @@ NO_DIALOGUE = [
 
 
 def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path):
-    good = as_json(HELLO).encode()
+    good = write(tmp_path / "d.jsonl", [HELLO]).read_bytes()
     for line in NO_DIALOGUE:
         (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
         with raises_one_line(tmp_path / "d.jsonl", "line 3"):
@@ -193,49 +176,37 @@ def model() -> GPT:
 
 
 def reference_loss(model: GPT, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
-    """Return the mean cross-entropy over the learned targets."""
-    logits = model(torch.from_numpy(x))[0]
-    return cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten(), ignore_index=-1)
+    """Return the mean cross-entropy over the learned targets, 0 without any."""
+    logits = model(torch.from_numpy(x))[0].flatten(0, 1)
+    total = cross_entropy(logits, torch.from_numpy(y).flatten(), ignore_index=-1, reduction="sum")
+    return total / max(1, (y >= 0).sum())
 
 
-def step_of(model: GPT, split: Split, batchings: list[Batching], step: int) -> tuple[float, torch.Tensor]:
-    """Return loss and gradients of a step: means over ranks, one after another here, as DDP and Health take them."""
-    loss = 0.0
-    for batching in batchings:
-        loader = Loader(split, batching, CPU, step)
-        for batch in loader.step():
-            total = model(batch.x, batch.y)[1] * batch.weight
-            total.backward()
-            loss += total.item()
-        loader.close()
-    gradients = torch.cat([p.grad.flatten() / len(batchings) for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    return loss / len(batchings), gradients
+# In the last case, one of two steps has nothing to learn, the other one micro-batch of four.
+CUTS = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 1)]
 
 
-@pytest.mark.parametrize(("micro", "steps", "world"), [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=["8x1", "1x8", "2x2 on 2"])
+@pytest.mark.parametrize(("micro", "steps", "world"), CUTS, ids=["8x1", "1x8", "2x2 on 2", "1x4"])
 def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it_is_split(
     tmp_path, model, micro, steps, world
 ):
-    dialogues = [[Message("user", f"{i}?"), Message("assistant", "yes! " * (1 + i * 7 % 11))] for i in range(40)]
-    prepare([write(tmp_path / "d.jsonl", dialogues)], tmp_path / "data", BytesTokenizer(), T)
-    split = Split(tmp_path / "data", "train", T, 256, seed=1)
-    batchings = [Batching(micro, steps * world, rank=rank, world=world) for rank in range(world)]
-    for step in (0, 5):
-        expected = reference_loss(model, *split.train_batch(step, np.arange(8), 8))
+    n = micro * steps * world
+    learned = [3 * T + 5, 3 * T + 6] if n == 4 else [5, 6, 7, 3 * T, 6 * T + 1]
+    split = Split(masked(tmp_path / "m", "train", learned), "train", T, 256, seed=1)
+    losses = []
+    for step in (0, 1):
+        expected = reference_loss(model, *split.train_batch(step, np.arange(n), n))
         gradients = torch.cat([g.flatten() for g in torch.autograd.grad(expected, list(model.parameters()))])
-        loss, found = step_of(model, split, batchings, step)
-        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        total = torch.zeros(())  # mean over ranks, one after another here, as DDP and Health take it
+        for rank in range(world):
+            loader = Loader(split, Batching(micro, steps * world, rank=rank, world=world), CPU, step)
+            total = total + sum(model(batch.x, batch.y)[1] * batch.weight for batch in loader.step()) / world
+            loader.close()
+        found = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))])
+        assert total.item() == pytest.approx(expected.item(), rel=1e-5)
         assert (found - gradients).norm() <= 1e-5 * gradients.norm()
-
-
-def test_steps_without_anything_to_learn_add_zero(tmp_path, model):
-    """One of eight windows is learned from: one of two steps has nothing, the other one micro-batch of four."""
-    split = Split(masked(tmp_path / "m", "train", [3 * T + 5, 3 * T + 6]), "train", T, 256)
-    steps = [step_of(model, split, [Batching(1, 4)], step) for step in (0, 1)]
-    (none, no_gradients), (loss, gradients) = sorted(steps, key=lambda found: found[0])
-    assert none == no_gradients.norm() == 0
-    assert min(loss, gradients.norm()) > 0
+        losses.append(expected.item())
+    assert (min(losses) == 0) == (n == 4)
 
 
 def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path, model):
@@ -268,9 +239,6 @@ def test_masks_are_part_of_the_fingerprint_and_wrong_ones_and_other_windows_are_
             Split(folder, "train", T, 256)
 
 
-# ---- talking -------------------------------------------------------------------------------------------------
-
-
 def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message():
     template = Template(BytesTokenizer())
     messages = [Message("system", "Be kind.")]
@@ -290,53 +258,3 @@ def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message
         fitting(template, 160, [Message("user", "x" * 200)])
     with raises_one_line("context of 160", "system"):
         fitting(template, 160, [Message("system", "x" * 200), *HELLO[:1]])
-
-
-def test_empty_lines_are_passed_over_and_what_is_too_long_is_one_error(monkeypatch, capsys):
-    class Echo:  # in place of the engine
-        device = CPU
-
-        def write(self, prompts: Any, samples: Any, config: Any) -> Iterator[list[str]]:
-            typed = bytes(prompts[0].tolist()).split(b"\xffUser:\n")[-1].split(b"\xff")[0].decode()
-            if typed == "Ctrl+C":
-                raise KeyboardInterrupt
-            yield from ([f"{config.seed}: "], [typed])
-
-    tokenizer = BytesTokenizer()
-    trained: Any = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(block_size=80)))
-    echo: Any = Echo()
-
-    def talked(typed: bytes) -> list[str]:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-        talk(Writer(trained, echo, GenerationConfig(seed=0), "", Template(tokenizer)))
-        out, err = capsys.readouterr()
-        return (out + err).splitlines()
-
-    *answers, error = talked(b"hi\n\n  \n" + b"x" * 100 + b"\nyou")
-    assert answers == ["0: hi", "1: you"]
-    assert_one_line(error, "error: ", 107, 58)
-    assert talked(b"hi\nCtrl+C\nnobody hears this") == ["0: hi"]
-    with raises_one_line("UTF-8"):
-        talked(b"\xff\xfe\n")
-
-
-BY_HEART = {
-    "Who are you?": "A tiny model: ünïcödé 🧀",
-    "Tell me a word": "User: it is only a word.",
-    "Good bye": "Bye! Come back soon <|endoftext|>",
-}
-
-
-@pytest.mark.slow
-def test_dialogues_learned_by_heart_come_back_word_for_word(tmp_path, script, monkeypatch):
-    dialogues = [[Message("user", question), Message("assistant", answer)] for question, answer in BY_HEART.items()]
-    source = write(tmp_path / "d.jsonl", [*dialogues, HELLO])  # the last one is val
-    done = script("data/chat/prepare.py", source, "--name", tmp_path / "c", "--tokenizer=bytes", "--block_size=64")
-    assert done.code == 0, done.err
-    learning: dict[str, Any] = {"n_embd": 64, "block_size": 64, "batch_size": 3, "learning_rate": 3e-3}
-    learning |= {"max_iters": 120, "eval_interval": 120, "warmup_iters": 10, "position": "rope"}
-    train(tiny(tmp_path / "c", tmp_path / "run", **learning))
-    for question, answer in BY_HEART.items():
-        monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
-        done = script("sample.py", "--chat", f"--out_dir={tmp_path / 'run'}", "--temperature=0", "--device=cpu")
-        assert (done.out, done.err) == (f"{answer}\n", "")

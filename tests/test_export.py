@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal, assert_one_line, events, needs_bpe, raises_one_line, shell, tiny
+from conftest import assert_equal, assert_one_line, events, needs_bpe, raises_one_line, shell, tiny, until
 from tiny_models import make, tokens
 
 from data.chat import template
@@ -22,7 +21,6 @@ from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.export import hugging_face
 from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.generate.trained import load
 from export import ExportConfig, main
@@ -36,6 +34,7 @@ OF_CLASS: dict[str, dict[str, Any]] = {"GPT2LMHeadModel": {}, "DeskGPTForCausalL
 # Each choice alone, and all.
 CHOICES: dict[str, Any] = OF_CLASS["DeskGPTForCausalLM"] | {"activation": "relu2", "bias": True}
 COMBINATIONS = [{}, {"activation": "gelu"}, *({name: value} for name, value in CHOICES.items()), CHOICES]
+COMBINATIONS += [{"embedding_norm": True}, CHOICES | {"embedding_norm": True}]  # a norm that goes into the embedding
 
 # What transformers copies from folders is remembered by their names: kept out of the user's own cache.
 _modules = tempfile.TemporaryDirectory()
@@ -47,7 +46,7 @@ def saved(
 ) -> GPT:
     """Save a model, a random one if only its settings are given, as a checkpoint in out_dir, and return it."""
     model = make(model).eval() if isinstance(model, GPTConfig) else model
-    out_dir.mkdir(exist_ok=True)
+    out_dir.mkdir(parents=True, exist_ok=True)
     content = Checkpoint(
         model=model.state_dict(),
         model_args=model.config.as_args(),
@@ -60,11 +59,11 @@ def saved(
     return model
 
 
-def exported(folder: Path, config: GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None) -> tuple[GPT, Path]:
-    """Return a model of random weights, and the folder that it was exported to."""
-    model = saved(folder / "out", config, tokenizer)
-    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "exported")))
-    return model, folder / "exported"
+def exported(folder: Path, model: GPT | GPTConfig = SMALL, *saved_with: Any, to: str = "exported") -> tuple[GPT, Path]:
+    """Return a model, a random one if only its settings are given, and the folder or file that it was exported to."""
+    model = saved(folder / "out", model, *saved_with)
+    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / to)))
+    return model, folder / to
 
 
 def loaded(folder: Path) -> Any:
@@ -88,46 +87,35 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-@pytest.mark.parametrize("choices", [{"activation": "gelu"}, {"tie_weights": False}, {"activation": "relu2"}])
+OF_OTHERS: list[dict[str, Any]] = [{"activation": "gelu"}, {"activation": "relu2", "tie_weights": False}]
+
+
+@pytest.mark.parametrize("choices", OF_OTHERS)
 def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
-    model = make(replace(SMALL, bias=True, **choices)).eval()
-    theirs = hugging_face.config_json(model.config, None)
+    model, folder = exported(tmp_path, replace(SMALL, bias=True, **choices))
+    theirs = json.loads((folder / "config.json").read_text())
     del theirs["deskgpt"]
-    hugging_face.write_weights(tmp_path / "model.safetensors", model.config, model.state_dict())
-    (tmp_path / "config.json").write_text(json.dumps(theirs))
-    args, weights = load_gpt2(str(tmp_path))
+    (folder / "config.json").write_text(json.dumps(theirs))
+    args, weights = load_gpt2(str(folder))
     assert GPTConfig.from_args(args, "") == model.config
     assert_equal(weights, dict(model.state_dict()))
     other = {"tie_word_embeddings": True} if "tie_weights" in choices else {"activation_function": ["tanh"]}
-    (tmp_path / "config.json").write_text(json.dumps(theirs | other))
-    with raises_one_line("init_from=", tmp_path, *other):
-        load_gpt2(str(tmp_path))
-
-
-@pytest.mark.parametrize("tie_weights", [False, True])
-def test_norm_of_the_embedding_is_in_the_exported_embedding(tmp_path, tie_weights):
-    model, folder = exported(tmp_path, replace(SMALL, tie_weights=tie_weights, embedding_norm=True))
-    back = load(str(folder), "", torch.device("cpu")).model
-    assert (back.config.embedding_norm, back.config.tie_weights) == (False, False)
-    prompts = tokens(2, 14, vocab=65)
-    with torch.inference_mode():
-        torch.testing.assert_close(back(prompts)[0], model(prompts)[0])
-        torch.testing.assert_close(loaded(folder)(prompts).logits, model(prompts)[0])
+    (folder / "config.json").write_text(json.dumps(theirs | other))
+    with raises_one_line("init_from=", folder, *other):
+        load_gpt2(str(folder))
 
 
 @pytest.mark.slow
 def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_path, script):
-    train(tiny(chars, tmp_path / "out", position="rope", norm="rms", max_iters=3, learning_rate=0.00321, eval_iters=40))
+    settings: dict[str, Any] = {"position": "rope", "norm": "rms", "eval_iters": 40}
+    train(tiny(chars, tmp_path / "out", max_iters=3, **settings))
     folder = tmp_path / "exported"
     done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}")
     assert done.code == 0, done.err
     sampling = ("--start=the", "--num_samples=1", "--max_new_tokens=20", "--device=cpu")
     ours = script("sample.py", f"--out_dir={tmp_path / 'out'}", *sampling)
     assert script("sample.py", f"--init_from={folder}", *sampling).out == ours.out
-    short = ("--max_iters=1", "--eval_iters=40", "--batch_size=4", "--gradient_accumulation_steps=1", "--compile=False")
-    flags = [f"--init_from={folder}", f"--dataset={chars}", f"--out_dir={tmp_path / 'more'}", "--device=cpu", *short]
-    done = script("train.py", *flags)
-    assert done.code == 0, done.err
+    train(tiny(chars, tmp_path / "more", init_from=str(folder), max_iters=1, **settings))
     before = events(tmp_path / "out", "eval")[-1]["val_loss"]
     assert events(tmp_path / "more", "eval")[0]["val_loss"] == pytest.approx(before, abs=0.01)
 
@@ -144,11 +132,19 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", COMBINATIONS)
-def test_logits_are_ours_for_each_of_the_choices(tmp_path, choices):
+def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_again_is_taken_back(tmp_path, choices):
+    from transformers import AutoTokenizer
+
     x = tokens(2, 26, vocab=65)
     model, folder = exported(tmp_path, replace(SMALL, tie_weights="bias" in choices, **choices))
+    theirs = loaded(folder)
     with torch.inference_mode():
-        assert (loaded(folder)(x).logits - model(x)[0]).abs().max() <= 1e-5
+        assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
+    theirs.save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    _, weights = load_gpt2(str(tmp_path / "again"))
+    assert_equal(weights, dict(load(str(folder), "", torch.device("cpu")).model.state_dict()))
+    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
 
 
 @pytest.mark.slow
@@ -157,9 +153,7 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
     model = make(replace(SMALL, tie_weights=False, **choices)).eval()
     with torch.no_grad():
         model.lm_head.weight[65:] = 5 * model.lm_head.weight[:2]  # likelier than any other
-    saved(tmp_path / "out", model)
-    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "exported")))
-    theirs = loaded(tmp_path / "exported")
+    theirs = loaded(exported(tmp_path, model)[1])
     rows = tokens(3, 9, vocab=65)
     lengths = (9, 4, 1)
     mask = torch.tensor([[0] * (9 - n) + [1] * n for n in lengths])
@@ -188,24 +182,9 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
         theirs(tokens(1, 65, vocab=65))
     with raises_one_line("dynamic"):
         theirs.generate(x, max_new_tokens=3, cache_implementation="static")
-    (tmp_path / "shifted").mkdir()
-    _, folder = exported(tmp_path / "shifted", replace(SMALL, token_shift=True))
+    _, shifted = exported(tmp_path / "shifted", replace(SMALL, token_shift=True))
     with raises_one_line("use_cache=False"):
-        loaded(folder).generate(x, max_new_tokens=3, use_cache=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_CLASS)
-def test_folder_that_transformers_saved_again_is_taken_back(tmp_path, name):
-    from transformers import AutoTokenizer
-
-    model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS[name], tie_weights=False))
-    theirs = loaded(folder)
-    theirs.save_pretrained(tmp_path / "again")
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    _, weights = load_gpt2(str(tmp_path / "again"))
-    assert_equal(weights, dict(model.state_dict()))
-    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
+        loaded(shifted).generate(x, max_new_tokens=3, use_cache=True)
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------
@@ -218,15 +197,6 @@ def odd_text(text: str) -> str:
     """Return a million bytes: text, every third character of Unicode, and what splits and spaces trip over."""
     rare = "".join(chr(c) for c in range(0, 0x110000, 3) if not 0xD800 <= c < 0xE000)
     return text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
-
-
-def auto_tokenizer(tokenizer: Tokenizer, folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64, None)))
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
@@ -247,8 +217,13 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
 def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
+    from transformers import AutoTokenizer
+
     tokenizer, odd = tokenizer_and_text(kind, text)
-    theirs = auto_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64, None)))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     ids = theirs(odd)["input_ids"]
     assert ids == tokenizer.encode(odd).tolist()
     assert theirs.decode(ids) == odd
@@ -272,16 +247,11 @@ def prompt_of_dialogue() -> list[int]:
 def test_model_of_dialogues_has_their_template(tmp_path):
     from transformers import AutoTokenizer
 
-    saved(tmp_path / "out", replace(SMALL, vocab_size=256), {"name": "bytes"}, chat=template.NAME)
-    main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "exported")))
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    _, folder = exported(tmp_path, replace(SMALL, vocab_size=256), {"name": "bytes"}, template.NAME)
+    theirs = AutoTokenizer.from_pretrained(folder)
     rendered = theirs.apply_chat_template(DIALOGUE, add_generation_prompt=True, tokenize=False)
     assert theirs(rendered)["input_ids"] == prompt_of_dialogue()
-    (tmp_path / "plain").mkdir()
     assert AutoTokenizer.from_pretrained(exported(tmp_path / "plain")[1]).chat_template is None
-
-
-# ---- bad input -----------------------------------------------------------------------------------------------
 
 
 def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
@@ -309,15 +279,13 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_export_that_is_stopped_leaves_nothing(tmp_path):
+def test_export_that_is_stopped_leaves_nothing(tmp_path, begin):
     saved(tmp_path / "out", replace(SMALL, n_embd=512, n_layer=8, vocab_size=256), {"name": "bytes"})
-    command = [sys.executable, "export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        while len(list(tmp_path.iterdir())) == 1:  # until there is a temporary file
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.terminate()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert_one_line(err, "stopped")
+    terminal = tmp_path / "out" / "terminal.txt"
+    flags = (f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'new'}")
+    process = begin(terminal, sys.executable, "export.py", *flags)
+    until(lambda: len(list(tmp_path.iterdir())) == 2)  # there is a temporary file
+    process.terminate()
+    assert process.wait(60) == 1
+    assert_one_line(terminal.read_text(), "stopped")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,22 +1,134 @@
-"""data/fineweb_edu/prepare.py makes the same bytes however it is stopped, in one sequence or in parts."""
+"""data/fineweb_edu/prepare.py: the same bytes from any source however it is stopped, in one sequence or in parts."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
+import json
 import os
+import re
 import subprocess
-import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, contents
-from fineweb import PREPARE, SMALL, UNTIL_RENAME, Script, as_bytes, fails, made, tokens, write_documents
+from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
 
 from data.dataset import Checksums
+from data.fineweb_edu.prepare import REPO, arguments, main
 from data.meta_files import read_record
 from data.splits import Split
 from deskgpt.system import files
+
+PREPARE = "data/fineweb_edu/prepare.py"
+SMALL = ("--tokenizer=bytes", "--shard_bytes=1", "--val_tokens=50_000")  # a shard for each file
+END_OF_TEXT = b"\xff"  # of --tokenizer=bytes
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
+}
+
+
+def write_documents(path: Path, texts: Sequence[str | None]) -> Path:
+    """Write a file of documents, with one more column, in the format of its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())}), path, 100)
+        return path
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+    path.write_bytes(PACK[path.suffix](lines) if path.suffix in PACK else lines)
+    return path
+
+
+def assert_holds(folder: Path, texts: list[str]) -> None:
+    """Assert that val and the shards of train together are these documents, one byte per token."""
+    paths = [folder / "val_000000.bin", *sorted(folder.glob("train_*.bin"))]
+    found = np.concatenate([np.fromfile(path, "<u2") for path in paths])
+    assert found.astype(np.uint8).tobytes() == b"".join(END_OF_TEXT + text.encode() for text in texts if text)
+
+
+def fails(done: Finished, *named: object) -> None:
+    """Assert that a script ended with status 1 and one line of error, which names these."""
+    assert done.code == 1, done
+    assert_one_line(done.err, *named)
+
+
+def made(*options: str | Path) -> None:
+    """Run prepare.py; raise what goes wrong."""
+    main(arguments([*map(str, options)]))
+
+
+# Put before code, this ends the process at once before or after one of its renames.
+UNTIL_RENAME = """
+import itertools, os, sys
+at, after, *options = sys.argv[1:]
+rename, calls = os.replace, itertools.count(1)
+def rename_or_end(old, new):
+    is_last = next(calls) == int(at)
+    if is_last and after == "before":
+        os._exit(9)
+    rename(old, new)
+    if is_last:
+        os._exit(9)
+os.replace = rename_or_end
+"""
+
+
+# ---- sources --------------------------------------------------------------------------------------------------
+
+
+def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
+    """Names that look like patterns, other files in the same folder, and columns that change their type."""
+    folder = tmp_path / "a [1] * x"
+    write_documents(folder / "b[ab]?.parquet", ["one"])
+    table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
+    pq.write_table(table, folder / "c #.parquet")
+    lines = ['{"text": "three"}', "", '{"meta": {"x": [1]}, "text": "four \\ud800"}', '{"text": null}']
+    (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
+    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"](b'{"text": "four and a half"}\r\n'))
+    (folder / "e.txt").write_bytes(b"five\r\nsix\r\n<|endoftext|>\r\nsix and a half")
+    views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
+    pq.write_table(views, folder / "z.parquet")
+    (folder / ".git").mkdir()
+    for other in ("d.jsonl.bak", ".hidden.txt", "f.csv", "g.parquet.gz", ".git/h.txt"):
+        (folder / other).write_text("no")
+    (tmp_path / "blob").write_bytes(b"seven")
+    (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
+    done = script(PREPARE, "--source", folder, "--tokenizer=bytes", "--val_tokens=4", "--out", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    expected = ["one", "two", "two", "three", "four \ufffd", "four and a half"]
+    expected += ["five\nsix\n", "six and a half", "seven", "eight"]
+    assert_holds(tmp_path / "out", expected)
+
+
+def test_faults_of_the_source_are_one_line(tmp_path, script):
+    def assert_error(source: Path, *named: object, options: tuple[str, ...] = ()) -> None:
+        fails(script(PREPARE, "--source", source, *SMALL, *options, "--out", tempfile.mkdtemp(dir=tmp_path)), *named)
+
+    for name in ("good.parquet", "good.jsonl"):
+        good = write_documents(tmp_path / name, ["a text"] * 3)
+        assert_error(good, name, "'body'", "--text_column", options=("--text_column=body",))
+        assert_error(good, name, "int", options=("--text_column=id",))
+    wrong = {"none.parquet": b"hello" * 100, "a.csv": b"text\nhello", "zip.jsonl": b"PK\x03\x04"}
+    wrong |= {"cut.jsonl.gz": PACK[".gz"](b'{"text": "good line"}\n')[:-9]}
+    for name, content in wrong.items():
+        (tmp_path / name).write_bytes(content)
+        assert_error(tmp_path / name, name)
+    (tmp_path / "folder").mkdir()
+    assert_error(tmp_path / "folder", "folder", "*.parquet")
+    assert_error(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
+    for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]"):
+        (tmp_path / "a.jsonl").write_bytes(b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}')
+        assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
+    assert_error(good, "char", options=("--tokenizer=char",))
+    assert_refused(script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source")
 
 
 def test_small_files_share_a_shard(tmp_path):
@@ -24,13 +136,10 @@ def test_small_files_share_a_shard(tmp_path):
         (tmp_path / f"{i}.txt").write_text(f"{i}" * 100)
     made("--source", tmp_path, "--tokenizer=bytes", "--shard_bytes=250", "--val_tokens=10", "--out", tmp_path / "out")
     assert [entry["tokens"] for entry in read_record(tmp_path / "out")["files"].values()] == [293, 303, 101, 10]
-    assert tokens(tmp_path / "out").astype(np.uint8).tobytes() == as_bytes([f"{i}" * 100 for i in range(7)])
+    assert_holds(tmp_path / "out", [f"{i}" * 100 for i in range(7)])
 
 
-# ---- stopped, harmed and started again -----------------------------------------------------------------------
-
-
-def test_source_that_has_changed_is_noticed(tmp_path, script: Script, documents):
+def test_source_that_has_changed_is_noticed(tmp_path, script, documents):
     source = write_documents(tmp_path / "a.jsonl", documents)
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path / "out")
     assert script(*prepare).code == 0
@@ -43,17 +152,13 @@ def test_source_that_has_changed_is_noticed(tmp_path, script: Script, documents)
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory")
 def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
-    texts = [f"{i} {text}" for i in range(60) for text in documents]
-    source = write_documents(tmp_path / "big.parquet", texts)
-    code = (
-        "import sys; from data.fineweb_edu.prepare import main, arguments; main(arguments(sys.argv[1:]));"
-        "print(open('/proc/self/status').read())"
-    )
-    command = [sys.executable, "-c", code, "--source", source, "--tokenizer=bytes", "--out", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    peak_kb = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("VmHWM"))
-    assert min(sum(map(len, texts)), len(tokens(tmp_path / "out"))) > 100e6
-    assert int(peak_kb) * 1024 < 550e6  # Python and pyarrow take 150 MB of it
+    source = write_documents(tmp_path / "big.parquet", [f"{i} {text}" for i in range(60) for text in documents])
+    code = f"import runpy; runpy.run_path('{PREPARE}', run_name='__main__'); print(open('/proc/self/status').read())"
+    done = shell("python", "-c", code, "--source", source, "--tokenizer=bytes", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.bin")) > 200e6
+    peak_kb = int(re.findall(r"^VmHWM:\s+(\d+)", done.stdout, re.M)[0])
+    assert peak_kb * 1024 < 550e6  # Python and pyarrow take 150 MB of it
 
 
 # ---- in parts ------------------------------------------------------------------------------------------------
@@ -84,16 +189,14 @@ def undisturbed(source, tmp_path_factory) -> Path:
     return out
 
 
-def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts, source, tmp_path):
-    assert tokens(undisturbed).astype(np.uint8).tobytes() == as_bytes([*itertools.chain(*texts)])
+def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts):
+    assert_holds(undisturbed, [*itertools.chain(*texts)])
     files = read_record(undisturbed)["files"]
     assert list(files) == [*(f"train_{n:06}.bin" for n in (0, 1, 3, 4, 5, 6)), "val_000000.bin"]
     assert sorted(path.name for path in undisturbed.glob("[!.]*")) == ["meta.json", *files]
     splits = [Split(undisturbed, split, 64, 256) for split in ("train", "val")]
     assert Checksums(undisturbed, splits).state.startswith("checksums verified")
     assert splits[1].tokens == 50_000
-    made("--source", source, *SMALL, "--out", tmp_path)
-    assert contents(tmp_path) == contents(undisturbed)
 
 
 @pytest.mark.parametrize("parts", ["", "201"])
@@ -106,7 +209,7 @@ def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undistu
     assert contents(tmp_path) == contents(undisturbed)
 
 
-def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(tmp_path, script: Script, source, undisturbed):
+def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(tmp_path, script, source, undisturbed):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
     with files.if_free(tmp_path, ".part_1_3") as is_free:  # as another process holds it
@@ -125,16 +228,13 @@ def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(tmp_pat
     assert [path.stat().st_mtime_ns for path in others] == before
 
 
-def test_other_settings_are_errors_and_change_nothing(tmp_path, script: Script, texts):
-    for i in range(2):
-        write_documents(tmp_path / "in" / f"{i}.jsonl", texts[i][:50])
-    prepare = (PREPARE, "--tokenizer=bytes", "--source", tmp_path / "in", "--val_tokens=1e4", "--out", tmp_path / "out")
-    assert script(*prepare, "--shard_bytes=1", "--part=0/2").code == 0
-    before = contents(tmp_path / "out")
-    for options in (["--text_column=id"], ["--shard_bytes=1e9"], ["--val_tokens=2e4"]):
-        fails(script(*prepare, "--shard_bytes=1", *options), "was made with", "--out")
-    fails(script(*prepare, "--shard_bytes=1", "--part=2/3"), "--part=2/3", "2 shards")
-    assert contents(tmp_path / "out") == before
+def test_other_settings_are_errors_and_change_nothing(script, source, undisturbed):
+    prepare = (PREPARE, "--source", source, *SMALL, "--out", undisturbed)
+    before = contents(undisturbed)
+    for option in ("--text_column=id", "--shard_bytes=1e9", "--val_tokens=2e4"):
+        fails(script(*prepare, option), "was made with", "--out")
+    fails(script(*prepare, "--part=8/9"), "--part=8/9", "7 shards")
+    assert contents(undisturbed) == before
 
 
 @pytest.mark.slow
@@ -162,3 +262,46 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
             n_killed += not ended
     assert n_killed > 8
     assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+class Unplugged(io.BytesIO):
+    """A file whose end can be read, and nothing else."""
+
+    def read(self, n: int | None = -1) -> bytes:
+        if self.tell() < 5000:
+            raise ConnectionError("the network is gone")
+        return super().read(n)
+
+
+def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_the_network_breaks(
+    tmp_path, script, documents, monkeypatch
+):
+    root = tmp_path / "hub"
+    for i in range(3):
+        write_documents(root / "sample" / "10BT" / f"{i:03}_00000.parquet", documents[i::3])
+    revisions = itertools.count()
+    is_down = True
+
+    def info(_: Any, repo: str, revision: str | None) -> Any:
+        names = [path.relative_to(root).as_posix() for path in root.rglob("*.parquet")]
+        siblings = [SimpleNamespace(rfilename=name) for name in names]
+        return SimpleNamespace(sha=revision or f"revision{next(revisions)}", siblings=siblings)
+
+    def opened(_: Any, url: str) -> io.BytesIO:
+        content = (root / url.removeprefix(f"hf://datasets/{REPO}@revision1/")).read_bytes()
+        return Unplugged(content) if is_down else io.BytesIO(content)
+
+    prepare = (PREPARE, *SMALL, "--out", tmp_path / "out")
+    fails(script(*prepare), "network", "--source FILE")  # as the tests are: offline
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem.open", opened)
+    fails(script(*prepare, "--subset=nope"), "--subset nope", "sample-10BT")
+    for part in ("--part=1/2", "--part=0/2"):
+        is_down = True
+        fails(script(*prepare, part), "the network is gone", "same command continues")
+        is_down = False
+        assert script(*prepare, part).code == 0
+    assert "already prepared" in script(*prepare).out
+    record = read_record(tmp_path / "out")
+    assert (record["source"], record["revision"]) == (f"{REPO}, sample-10BT", "revision1")
+    assert_holds(tmp_path / "out", [*documents[::3], *documents[1::3], *documents[2::3]])

@@ -8,10 +8,10 @@ Anything else is a defect: another exception, an accidental message, 10 s of pro
 
 from __future__ import annotations
 
-import dis
 import io
 import json
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, fields
@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import TINY, corrupted, flags
+from conftest import corrupted, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -62,7 +62,7 @@ fuzzed = settings(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_limited(finished) -> Iterator[None]:
+def _memory_is_limited(folder) -> Iterator[None]:
     """An absurd size in a file is found before memory is taken, or here."""
     resource = pytest.importorskip("resource")  # which Windows lacks
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -81,21 +81,12 @@ def ends_as_documented() -> Iterator[None]:
     except SystemExit as e:
         cause = e.__context__
         if isinstance(cause, Exception):  # else it is the end of --help
-            if is_out_of_memory(cause) or (isinstance(cause, ValueError) and not raised_on_purpose(cause)):
+            raised_by = str(traceback.extract_tb(cause.__traceback__)[-1].line)
+            by_accident = isinstance(cause, ValueError) and not raised_by.startswith("raise ")  # such as int("x")
+            if is_out_of_memory(cause) or by_accident:
                 raise cause from None
             assert len(errors.getvalue().splitlines()) == 1, errors.getvalue()
 
-
-def raised_on_purpose(e: BaseException) -> bool:
-    """Return whether a raise statement raised e, and not a call such as int("x")."""
-    frame = e.__traceback__
-    assert frame is not None
-    while frame.tb_next:
-        frame = frame.tb_next
-    return frame.tb_frame.f_code.co_code[frame.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-# ---- odd values ----------------------------------------------------------------------------------------------
 
 # What a number, a setting, a name or a line may be instead.
 ODD_TEXTS = ["", "\0", "\n", "a\nb", "\ud800", "🧀", "None", "nan", "-inf", "1e999", "True", "' '", "../..", "-", "1,"]
@@ -126,8 +117,6 @@ def changed(value: Any, draw: Any, new: SearchStrategy[Any]) -> Any:
     return made
 
 
-# ---- the command line ----------------------------------------------------------------------------------------
-
 names = st.sampled_from([f.name for f in fields(TrainConfig)])
 odd_words = st.builds("--{}={}".format, names, st.booleans() | st.floats(0, 1) | odd_numbers | odd_texts)
 odd_words |= st.builds("{}{}".format, st.sampled_from(["", "-", "--", "--="]), odd_texts)
@@ -150,36 +139,25 @@ def test_arguments(words):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
-
-
-# ---- logs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def finished(folder) -> Path:
-    """Return the out_dir of a run of a tiny model."""
+    """Return a folder with a tiny model's run: out."""
+    folder = tmp_path_factory.mktemp("fuzz")
     ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)
     write_dataset(folder / "bytes", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
-    out_dir = folder / "out"
     sizes = {"n_layer": 1, "n_embd": 4, "block_size": 8, "batch_size": 2, "max_iters": 4, "eval_interval": 2}
-    settings = flags(**TINY | sizes | {"dataset": folder / "bytes", "out_dir": out_dir})
     with redirect_stdout(io.StringIO()):
-        train.main(configure(TrainConfig, settings))
-    return out_dir
+        train.main(tiny(folder / "bytes", folder / "out", **sizes))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def undamaged_logs(finished, folder) -> list[Path]:
+def undamaged_logs(folder) -> list[Path]:
     """Return logs of a run, of nanoGPT, and of two runs that differ in a setting."""
-    printed = folder / "nanogpt.txt"
-    printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
-    found = [finished / "log.jsonl", printed]
     for batch_size in (4, 8):
         made = folder / f"made-{batch_size}"
         log(made, {i: 4 - i / 40 for i in range(0, 24, 2)}, 90.0, batch_size=batch_size, bytes_per_token=2.0)
-        found.append(made / "log.jsonl")
-    return found
+    printed = folder / "nanogpt.txt"
+    printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
+    return [printed, *sorted(folder.glob("*/log.jsonl"))]
 
 
 ODD_LOG_LINES = ["[" * 100_000, "data: " + "," * 100_000, '{"event": "iter", "iter": 1e5000}', '{"event": []}']
@@ -218,26 +196,6 @@ def test_logs(folder, undamaged_logs, data):
             page.page(found)
 
 
-# ---- data ----------------------------------------------------------------------------------------------------
-
-BLOCK = 8
-
-
-def read_data(folder: Path) -> None:
-    """Read a data folder as training from scratch and sampling do."""
-    meta = read_meta(folder)
-    vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
-    if meta["tokenizer"]:
-        from_meta(meta["tokenizer"])
-    for split in ("train", "val"):
-        opened = Split(folder, split, BLOCK, vocab_size)
-        opened.train_batch(3, np.arange(4), 4)
-        opened.train_batch(10**6, np.arange(4), 4)
-        opened.eval_batch(np.arange(4), opened.n_eval_windows(10**6))
-        Checksums(folder, [opened]).check()
-        opened.fingerprint()
-
-
 @fuzzed
 @given(name=st.sampled_from(["meta.json", "train.bin", "val.bin"]), random=randoms)
 def test_no_damage_to_prepared_data_is_silent(tmp_path, name, random):
@@ -246,12 +204,19 @@ def test_no_damage_to_prepared_data_is_silent(tmp_path, name, random):
     undamaged = read_meta(tmp_path)
     path = tmp_path / name
     path.write_bytes(corrupted(path.read_bytes(), random))
-    with ends_as_documented():
-        read_data(tmp_path)
-        assert name == "meta.json" and read_meta(tmp_path) == undamaged  # noqa: PT018 (as if of other white space)
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------------
+    with ends_as_documented():  # as training from scratch and sampling read it
+        meta = read_meta(tmp_path)
+        assert name != "meta.json" or meta == undamaged  # as if of other white space
+        vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
+        from_meta(meta["tokenizer"])
+        opened = [Split(tmp_path, split, 8, vocab_size) for split in ("train", "val")]
+        for split in opened:
+            for step in (3, 10**6):
+                split.train_batch(step, np.arange(4), 4)
+            split.eval_batch(np.arange(4), split.n_eval_windows(10**6))
+            split.fingerprint()
+        Checksums(tmp_path, opened).check()
+        assert name == "meta.json"
 
 
 odd_tensors = st.builds(
@@ -262,38 +227,32 @@ odd_tensors = st.builds(
 odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, odd_tensors | odd_json, max_size=2)
 
 
-def resume(file: Path) -> None:
-    """Resume a checkpoint as train.py does, do a step, and use the tokenizer as sample.py does."""
-    c = build(TrainConfig, resumed_settings(TrainConfig, [], str(file)))
-    saved = store.load(file)
-    model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(file)), saved.model, str(file))
-    cpu = torch.device("cpu")
-    optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
-    data: Any = SimpleNamespace(tokenizer=None, chat=None)
-    cut = Batching.of(c)
-    schedule = Schedule.of(c)
-    run = TrainState(
-        asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, data, DistContext(cpu)
-    )
-    run.resume(saved, str(file), trains=True)
-    saved_variant(saved.variant, cpu)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    train.learning_rate(schedule, saved.iter_num)
-    from_meta(saved.tokenizer or {"name": "bytes"})
-
-
 @fuzzed
 @given(data=st.data(), random=randoms)
-def test_untrusted_checkpoints(folder, finished, data, random):
+def test_untrusted_checkpoints(folder, data, random):
     """Values are changed, or bytes of the file are damaged. Without a checksum: an attacker would make it right."""
-    plain = {key: value for key, value in torch.load(finished / store.NAME).items() if key != "format"}
+    plain = {key: value for key, value in torch.load(folder / "out" / store.NAME).items() if key != "format"}
     is_damaged = data.draw(st.booleans())
     file = io.BytesIO()
     torch.save(plain if is_damaged else changed(plain, data.draw, odd_parts), file)
     path = folder / "untrusted.pt"
     path.write_bytes(corrupted(file.getvalue(), random) if is_damaged else file.getvalue())
-    with ends_as_documented():
-        resume(path)
+    with ends_as_documented():  # as train.py resumes it and does a step, and sample.py takes its tokenizer
+        c = build(TrainConfig, resumed_settings(TrainConfig, [], str(path)))
+        saved = store.load(path)
+        model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(path)), saved.model, str(path))
+        cpu = torch.device("cpu")
+        optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
+        scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
+        none: Any = SimpleNamespace(tokenizer=None, chat=None)
+        one = DistContext(cpu)
+        cut = Batching.of(c)
+        schedule = Schedule.of(c)
+        run = TrainState(asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, none, one)
+        run.resume(saved, str(path), trains=True)
+        saved_variant(saved.variant, cpu)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        train.learning_rate(schedule, saved.iter_num)
+        from_meta(saved.tokenizer or {"name": "bytes"})

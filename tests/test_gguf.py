@@ -5,52 +5,27 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_one_line, files_of_at_most, needs_bpe, raises_one_line
-from test_export import DIALOGUE, ODD, prompt_of_dialogue, saved, tokenizer_and_text
+from test_export import DIALOGUE, ODD, exported, prompt_of_dialogue, saved, tokenizer_and_text
 from tiny_models import MODERN_SETTINGS, make
 from torch import Tensor
 
 from data.chat import template
-from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer, Tokenizer
+from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer
 from deskgpt.export import gguf_format
 from deskgpt.export.gguf_format import Llama
 from export import ExportConfig, main
-from model import GPT, GPTConfig, activation
+from model import GPTConfig, activation
 
 gguf = pytest.importorskip("gguf")
 needs_llama = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp, which is llama.cpp, is missing")
 BYTES = {"name": "bytes"}
 SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)  # the last two rows are padding
-
-
-def exported(
-    folder: Path, config: GPTConfig = SMALL, meta: dict[str, Any] = BYTES, chat: Any = None
-) -> tuple[GPT, Path]:
-    """Return a model of random weights, and the file that it was exported to."""
-    model = saved(folder / "out", config, meta, chat)
-    main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / "a.gguf")))
-    return model, folder / "a.gguf"
-
-
-def their_greedy(llama: Llama, prompt: str, n: int) -> list[int]:
-    """Return the tokens that follow; never the end of text, with which llama.cpp would end."""
-    options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
-    return llama.ask("completion", prompt=prompt, n_predict=n, **options)["tokens"]
-
-
-def greedy(model: GPT, tokenizer: Tokenizer, prompt: str, n: int) -> list[int]:
-    ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
-    n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
-    return [int(new) for new in model.generate(ids, n, temperature=0, vocab_size=n_tokens)]
-
-
-# ---- what llama.cpp computes ---------------------------------------------------------------------------------
 
 
 @needs_llama
@@ -63,12 +38,14 @@ def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture)
         choices = {"bias": bool(n)} | settings
         if choices["bias"]:
             choices["activation"] = "gelu"
-        folder = tmp_path / str(n)
-        folder.mkdir()
         config = replace(SMALL, n_head=4, vocab_size=tokenizer.vocab_size + 2, tie_weights=not n, **choices)
-        model, path = exported(folder, config, tokenizer.meta())
+        model, path = exported(tmp_path / str(n), config, tokenizer.meta(), to="a.gguf")
         assert f"llama.cpp's {architecture}\nllama.cpp computes the same" in capsys.readouterr().out
-        assert their_greedy(Llama(str(path), 64), prompt, 40) == greedy(model, tokenizer, prompt, 40)
+        options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+        theirs = Llama(str(path), 64).ask("completion", prompt=prompt, n_predict=40, **options)["tokens"]
+        ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
+        n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
+        assert theirs == [int(new) for new in model.generate(ids, 40, temperature=0, vocab_size=n_tokens)]
 
 
 def prefix(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -95,15 +72,14 @@ def test_model_that_another_program_computes_otherwise_is_not_exported(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# ---- tokens --------------------------------------------------------------------------------------------------
-
-
 @needs_llama
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
-def test_llama_cpp_reads_and_writes_our_tokens(text, tmp_path, kind):
+def test_llama_cpp_reads_and_writes_our_tokens_and_dialogues(text, tmp_path, kind):
     tokenizer, odd = tokenizer_and_text(kind, text)
-    _, path = exported(tmp_path, replace(SMALL, vocab_size=tokenizer.vocab_size), tokenizer.meta())
+    _, path = exported(
+        tmp_path, replace(SMALL, vocab_size=tokenizer.vocab_size), tokenizer.meta(), template.NAME, to="a.gguf"
+    )
     llama = Llama(str(path), 64)
     for sample in (odd, ODD):
         ids = llama.ask("tokenize", content=sample, add_special=True, parse_special=True)["tokens"]
@@ -112,30 +88,21 @@ def test_llama_cpp_reads_and_writes_our_tokens(text, tmp_path, kind):
     if kind != "char":
         ended = llama.ask("tokenize", content=f"a{END_OF_TEXT}", parse_special=True)["tokens"]
         assert ended[1:] == [tokenizer.end_of_text]
-
-
-@needs_llama
-@pytest.mark.slow
-def test_dialogue_is_written_as_in_training(tmp_path):
-    _, path = exported(tmp_path, chat=template.NAME)
-    llama = Llama(str(path), 64)
-    rendered = llama.ask("apply-template", messages=DIALOGUE)["prompt"]
-    tokens = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
-    assert tokens == prompt_of_dialogue()
-
-
-# ---- files ---------------------------------------------------------------------------------------------------
+    if kind == "bytes":
+        rendered = llama.ask("apply-template", messages=DIALOGUE)["prompt"]
+        ids = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
+        assert ids == prompt_of_dialogue()
 
 
 def test_without_llama_cpp_nothing_is_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    _, path = exported(tmp_path)
+    _, path = exported(tmp_path, SMALL, BYTES, to="a.gguf")
     assert "nothing was compared" in capsys.readouterr().out
     tensors = {str(t.name): list(t.shape) for t in gguf.GGUFReader(path).tensors}
     assert tensors["token_embd.weight"] == [32, 256]  # without padding
 
 
-def test_all_that_llama_cpp_lacks_is_named_with_what_to_change(tmp_path):
+def test_all_that_llama_cpp_lacks_is_named_with_what_to_change():
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"token_shift": True}, ["--token_shift=False"]),
         ({"norm": "rms"}, ["--norm=layer"]),
@@ -144,27 +111,17 @@ def test_all_that_llama_cpp_lacks_is_named_with_what_to_change(tmp_path):
     for config, named in cases:
         with raises_one_line("llama.cpp", *named):
             gguf_format.architecture_of(replace(SMALL, **config))
-
-
-def test_gguf_file_that_does_not_fit_on_the_disk_is_one_line_and_leaves_nothing(tmp_path):
-    saved(tmp_path / "out", SMALL, BYTES)
-    with files_of_at_most(20), raises_one_line("a.GGUF", "free some disk space", kind=OSError):
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF")))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_mistakes_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
-    _, path = exported(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    out = f"--out_dir={tmp_path / 'out'}"
-    assert_one_line(script("export.py", out, f"--to={path}").err, "a.gguf exists")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert_one_line(script("export.py", out, f"--to={tmp_path / 'b.gguf'}").err, "pip install gguf")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_weights_that_llama_cpp_lacks_are_named_without_running_it():
     model = make(SMALL)
     model.transformer.h[0].register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
     with raises_one_line("transformer.h.0.gain", "nothing was exported"):
         gguf_format.tensors_of(SMALL, model.state_dict(), 256)
+
+
+def test_full_disk_and_a_missing_package_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
+    saved(tmp_path / "out", SMALL, BYTES)
+    with files_of_at_most(20), raises_one_line("a.GGUF", "free some disk space", kind=OSError):
+        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF")))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'b.gguf'}")
+    assert_one_line(done.err, "pip install gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

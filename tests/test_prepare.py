@@ -1,24 +1,62 @@
-"""The prepare.py of texts: what they write, and what they print when something is wrong."""
+"""The prepare.py of texts: what they read and write, what tokenizers make of it, and faults in one line."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, SHAKESPEARE, assert_refused, contents, files_of_at_most, needs_bpe, raises_one_line
-from fineweb import UNTIL_RENAME, fails
+from hypothesis import given
+from hypothesis import strategies as st
+from test_fineweb import PACK, UNTIL_RENAME, fails
 
 from data.meta_files import read_record
 from data.shakespeare_char.prepare import SHA256, download
+from data.text.prepare import prepare, train_bpe
+from data.text_files import lines_in, read_text
 from data.token_files import read_meta
-from data.tokenizer import from_meta
+from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size
 
 PREPARE = "data/text/prepare.py"
+
+TEXT = "hello Käse 🧀\r\nand a second line\n" * 300
+
+
+@pytest.mark.parametrize("suffix", ["", *PACK])
+def test_text_is_read_packed_or_not_and_never_cut_short(tmp_path, suffix):
+    path = tmp_path / f"a.txt{suffix}"
+    content = TEXT.encode("utf-8-sig")
+    content = PACK[suffix](content) if suffix else content
+    path.write_bytes(content)
+    assert read_text(path) == TEXT
+    assert "".join(lines_in(path)) == TEXT.replace("\r\n", "\n")
+    if suffix:
+        path.write_bytes(content[:-9])
+        with raises_one_line(path, "is damaged", kind=OSError):
+            read_text(path)
+
+
+NOT_TEXT = {
+    "latin-1": "line\nKäse".encode("latin-1"),
+    "half a surrogate": b"line\n\xed\xa0\x80",
+    "zip": b"PK\x03\x04" + bytes(50),
+    "packed under another name": PACK[".gz"](b"line"),
+}
+
+
+@pytest.mark.parametrize("content", NOT_TEXT.values(), ids=NOT_TEXT.keys())
+def test_file_that_is_not_text_is_named_with_its_line(tmp_path, content):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with raises_one_line("a.txt, line 2" if content.startswith(b"line\n") else "a.txt, line 1"):
+        read_text(path)
 
 
 def ids_in(folder: Path) -> np.ndarray:
@@ -50,20 +88,24 @@ def test_shakespeare_has_the_usual_sizes(tmp_path, script, name, train, val):
     assert SHA256 in (tmp_path / "s" / "meta.json").read_text()
 
 
-def test_faults_of_own_text_are_named_and_nothing_is_written(tmp_path, script):
+def test_faults_of_texts_and_options_are_named_and_nothing_is_written(tmp_path, script):
     (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
-    (tmp_path / "fine.txt").write_bytes(b"abc" * 50)
+    fine = tmp_path / "fine.txt"
+    fine.write_text("the quick brown fox\n" * 50)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    to = f"--name={tmp_path / 'own'}"
     for name in ("empty.txt", "nowhere.txt", "pattern*.txt", "none"):
-        fails(script(PREPARE, tmp_path / name, "--name", tmp_path / "own"), name)
-    fails(script(PREPARE, ROOT / "config", "--name", tmp_path / "own"), "config", "*.txt")
+        fails(script(PREPARE, tmp_path / name, to), name)
+    fails(script(PREPARE, ROOT / "config", to), "config", "*.txt")
     for tokenizer in ("nope", tmp_path / "theirs", tmp_path / "theirs" / "tokenizer.json"):
-        for prepare in (PREPARE, "data/chat/prepare.py"):
-            done = script(prepare, tmp_path / "fine.txt", f"--tokenizer={tokenizer}", "--out", tmp_path / "own")
-            fails(done, tokenizer, "bytes", "prepared folder")
+        for command in (PREPARE, "data/chat/prepare.py"):
+            fails(script(command, fine, to, f"--tokenizer={tokenizer}"), tokenizer, "bytes", "prepared folder")
+    fails(script(PREPARE, fine, to, "--tokenizer=bpe"), "4,096", "--vocab_size=272")
+    for options in ("--vocab_size=300", "--vocab_size=256 --tokenizer=bpe", "--vocab_size=65537 --tokenizer=bpe"):
+        assert_refused(script(PREPARE, fine, to, *options.split()), options.split()[0], "bpe", 257, "65,536")
     for option in ("--name=", "--out="):  # which would be the working directory
-        assert_refused(script(PREPARE, tmp_path / "fine.txt", option), option.rstrip("="))
+        assert_refused(script(PREPARE, fine, option), option.rstrip("="))
     assert not (tmp_path / "own").exists()
 
 
@@ -84,21 +126,20 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_tells_that_they_do_not(
 
 
 DATA_OR_MARKUP = {
-    "a.txt": ('{"text": "a line"}\n' * 20, "JSON"),
-    "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), "JSON"),
-    "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, "HTML"),
-    "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, ""),
+    "a.txt": ('{"text": "a line"}\n' * 20, ["JSON"]),
+    "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), ["JSON"]),
+    "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, ["HTML"]),
+    "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, []),
 }
 
 
-def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script):
-    for name, (content, kind) in DATA_OR_MARKUP.items():
-        (tmp_path / name).write_text(content)
-        done = script(PREPARE, tmp_path / name, "--out", tmp_path / "own")
-        notes = [line for line in done.out.splitlines() if line.startswith("note: ")]
-        assert done.code == 0
-        assert len(notes) == bool(kind)
-        assert not kind or (name in notes[0] and kind in notes[0])
+@pytest.mark.parametrize("name", DATA_OR_MARKUP)
+def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script, name):
+    content, kind = DATA_OR_MARKUP[name]
+    (tmp_path / name).write_text(content)
+    done = script(PREPARE, tmp_path / name, "--out", tmp_path / "own")
+    assert done.code == 0
+    assert re.findall(rf"^note: {name} looks like (\w+)", done.out, re.M) == kind
 
 
 def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_folder(tmp_path, script):
@@ -152,3 +193,53 @@ def test_download_arrives_complete_or_not_at_all(tmp_path, content, reason):
     assert not (tmp_path / "input.txt").exists()
     download((tmp_path / "page").as_uri(), tmp_path / "input.txt", hashlib.sha256(content).hexdigest())
     assert (tmp_path / "input.txt").read_bytes() == content
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------
+
+SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
+SMALL = train_bpe(SOME, 320)
+unicode = st.text() | st.text(st.sampled_from("the qu'll\t\n 1é日\u0301\u2003🧀\x00ſ"))
+
+
+@functools.cache
+def known(name: str) -> tuple[Tokenizer, np.ndarray]:
+    """Return a tokenizer and the lengths of its tokens."""
+    tokenizer = from_meta(SMALL.meta() if name == "bpe" else {"name": name})
+    return tokenizer, tokenizer.token_bytes()
+
+
+@pytest.mark.parametrize("kind", ["char", "bytes", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+@given(text=unicode)
+def test_any_text_comes_back_and_its_bytes_are_counted(kind, text):
+    if kind == "char":
+        tokenizer = from_meta(CharTokenizer.of(text + "x").meta())
+        lengths = tokenizer.token_bytes()
+    else:
+        tokenizer, lengths = known(kind)
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint16
+    assert not len(ids) or ids.max() < tokenizer.vocab_size
+    assert tokenizer.end_of_text not in ids
+    assert tokenizer.decode_bytes(ids.tolist()).decode() == text
+    assert lengths[ids].sum() == len(text.encode())
+
+
+def test_ids_are_bytes_then_merges_then_the_end_of_text():
+    tokenizer = of_merges("Ġ t\nh e\nĠt he")
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.end_of_text == 259
+    assert tokenizer.encode("the the\xff").tolist() == [116, 257, 258, 0xC3, 0xBF]
+    assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
+    assert 259 not in tokenizer.encode("<|endoftext|>")
+    assert tokenizer.token_bytes().tolist() == [1] * 256 + [2, 2, 4, 0]
+    assert padded_vocab_size(tokenizer.meta(), 260) == 320
+
+
+def test_tokenizer_is_trained_on_the_train_part_only_and_is_the_same_each_time(tmp_path, text):
+    train = text[:9000]
+    for name, val in (("a", text[9000:10_000]), ("b", "Zyzzyva! " * 111 + "q"), ("c", text[9000:10_000])):
+        prepare((train + val)[:10_000], tmp_path / name, "bpe", "a text", 500)
+    merges = [read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "ab"]
+    assert merges[0] == merges[1] == train_bpe(train, 500).meta()["merges"]
+    assert contents(tmp_path / "a") == contents(tmp_path / "c")

@@ -1,23 +1,182 @@
-"""sample.py: the texts that were asked for, the same ones however they are generated, and faults in one line."""
+"""Generation: the cache computes what the forward pass does, tokens are drawn as asked, texts are the same however they
+are generated, also while a model is trained; faults are one line.
+"""
 
 from __future__ import annotations
 
 import codecs
+import os
 from pathlib import Path
 from typing import Any
 
+import gloo
 import pytest
 import torch
-from conftest import assert_one_line, needs_bpe, raises_one_line, tiny
+import torch.nn.functional as F
+from conftest import assert_equal, assert_one_line, events, needs_bpe, raises_one_line, tiny, trajectory, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import MODERN, MODERN_SETTINGS, SMALL, make, tokens
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from data.text.prepare import prepare
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store
 from deskgpt.generate.engine import InferenceEngine
-from deskgpt.generate.text import Sample
+from deskgpt.generate.text import GenerationConfig, Sample
+from deskgpt.generate.training_samples import Sampler
+from deskgpt.kernels.kv_cache import KVCache
+from deskgpt.kernels.ops import matmul_attention
+from deskgpt.system.hardware import autocast
+from model import GPT, MLP, activation, sample_tokens
 from sample import SampleConfig, main
 from train import main as train
+
+
+def drawn(model: GPT, idx: Tensor, n: int, cached: bool, **options: Any) -> Tensor:
+    """Return the next n tokens (n, B)."""
+    cache = KVCache(model.config.block_size) if cached else None
+    return torch.stack(list(model.generate(idx, n, cache=cache, **options)))
+
+
+def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> list[str]:
+    """Return what the engine writes after each row of idx."""
+    samples = [Sample(BytesTokenizer(), "") for _ in idx]
+    for _ in engine.write(idx, samples, GenerationConfig(max_new_tokens=n), watch):
+        pass
+    return [sample.text for sample in samples]
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, config):
+    model, idx = make(config).eval(), tokens(3, prompt)
+    n = max(6, 38 - prompt)  # past block_size=32
+    found = drawn(model, idx, n, cached=True, temperature=1.0, seed=5)
+    assert torch.equal(found, drawn(model, idx, n, cached=False, temperature=1.0, seed=5))
+    found = drawn(model, idx, n, cached=True, temperature=0.0)
+    text = torch.cat((idx, found.t()), 1)
+    for t in range(prompt, prompt + n):
+        context = text[:, max(0, t - 32) : t]
+        assert torch.equal(model(context)[0][:, -1].argmax(1), text[:, t])
+
+
+def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
+    """An MLP with a mean over the tokens of the pass so far, without those in the cache."""
+    n = torch.arange(1, x.size(1) + 1)[:, None]
+    return self.c_proj(activation(self.c_fc(x.cumsum(1) / n), self.activation))
+
+
+def complete_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
+    """An MLP that fails if the pass does not begin with the text."""
+    if int(context.positions[0]):
+        raise ValueError("no earlier tokens")
+    return self.c_proj(activation(self.c_fc(x), self.activation))
+
+
+@pytest.mark.parametrize(("change", "named"), [(over_time, "relative error"), (complete_texts, "no earlier tokens")])
+@pytest.mark.parametrize("prompt", [1, 32])
+def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(
+    prompt, change, named, monkeypatch, capsys
+):
+    monkeypatch.setattr(MLP, "forward", change)
+    model, idx = make().eval(), tokens(2, prompt)
+    engine = InferenceEngine(model, idx, "float32")
+    assert not engine.cached
+    assert_one_line(capsys.readouterr().err, "cache", "slower", named)
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 1337, "vocab_size": 100}
+    expected = drawn(model, idx, 12, cached=False, **options)
+    assert text_of(engine, idx, 12) == [bytes(row.tolist()).decode() for row in expected.t()]
+
+
+def test_each_token_is_one_pass_over_itself(monkeypatch):
+    model, idx = make().eval(), tokens(2, 9)
+    engine = InferenceEngine(model, idx, "float32")
+    assert engine.cached
+    lengths = []
+    model.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].size(1)))
+    text_of(engine, idx, 20)
+    assert lengths == [9] + [1] * 19
+
+
+def test_weights_are_cast_once_for_a_text_in_16_bits_and_logits_are_autocasts_own():
+    model, idx = make().eval(), tokens(2, 9)
+    with torch.inference_mode(), autocast(torch.device("cpu"), "bfloat16"):
+        expected = model.next_logits(idx)
+    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    layers = sum(isinstance(m, torch.nn.Linear) for m in model.modules())
+    found: list[Tensor] = []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as p:
+        engine = InferenceEngine(model, idx, "bfloat16")
+        text_of(engine, idx, 10, watch=found.append)
+    casts = [e for e in p.key_averages(group_by_input_shape=True) if e.key == "aten::_to_copy" and e.input_shapes]
+    assert sum(e.count for e in casts if tuple(e.input_shapes[0]) in shapes) <= layers
+    assert torch.equal(found[0], expected.float())
+
+
+def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
+    engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
+    engine.device = torch.device("cuda")
+    with engine._mode():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_cache_serves_only_a_text_that_continues_its_own():
+    model = make().eval()
+    cache = KVCache(SMALL.block_size)
+    first, other = tokens(1, 8), tokens(1, 8).flip(1)
+    with torch.no_grad():
+        model.next_logits(first, cache)
+        for text in (torch.cat((first, other), 1), other, torch.cat((other, first[:, :1]), 1), first):
+            torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
+
+
+@pytest.mark.parametrize("T", [30, 1])
+def test_attention_of_apple_gpus_is_torchs(T):
+    """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
+    q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(30, 30, dtype=torch.bool).tril() if T > 1 else None
+    expected = F.scaled_dot_product_attention(q[:, :, -T:], k, v, attn_mask=mask)
+    torch.testing.assert_close(matmul_attention(q[:, :, -T:], k, v, mask, 0.0), expected)
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------
+
+
+def test_padding_of_the_vocabulary_is_never_drawn():
+    model = make().eval()
+    for cached in (False, True):
+        assert drawn(model, tokens(4, 4), 60, cached, temperature=5.0, vocab_size=7).max() == 6
+
+
+def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:
+    """How often each token is drawn from probabilities p over n evenly spaced u."""
+    u = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n
+    options: dict = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | kwargs
+    picked = sample_tokens(p.log().expand(n, -1), u, **options)
+    return torch.bincount(picked[:, 0], minlength=len(p))
+
+
+def test_tokens_are_drawn_with_their_probabilities_of_the_likeliest_and_of_the_fewest_that_reach_top_p():
+    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    torch.testing.assert_close(counts(p).double(), p.double() * 10_000, rtol=0, atol=1.5)
+    sharper = (p**2 / (p**2).sum()).double()
+    torch.testing.assert_close(counts(p, temperature=0.5).double(), sharper * 10_000, rtol=0, atol=1.5)
+    assert counts(p, temperature=0).tolist() == [0, 10_000, 0, 0]
+    assert (counts(p, top_k=2) > 0).tolist() == [False, True, False, True]
+    assert (counts(p, top_p=0.69) > 0).tolist() == [False, True, False, True]
+    assert (counts(p, top_p=0.71) > 0).tolist() == [False, True, True, True]
+    assert (counts(p, top_p=1e-9) > 0).tolist() == [False, True, False, False]
+    assert (counts(p, top_k=3, top_p=0.5) > 0).tolist() == [False, True, False, True]
+    assert (counts(p, top_k=99) > 0).all()
+
+
+# ---- sample.py -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +222,6 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
     assert all(text.startswith("the ") and len(text) == 44 for text in five)  # 44 > block_size=16
 
 
-def test_checkpoint_of_weights_alone_is_sampled_from_with_the_tokenizer_of_its_data(run, chars, tmp_path):
-    saved = store.load(run)
-    content = {"model": store.weights_of(saved), "model_args": saved.model_args, "config": {"dataset": str(chars)}}
-    torch.save(content, tmp_path / "ckpt.pt")
-    assert samples(tmp_path) == samples(run)
-
-
 def test_prompt_from_a_file(run, tmp_path):
     (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"and\nso ")
     assert samples(run, start=f"FILE:{tmp_path / 'marked.txt'}") == samples(run, start="and\nso ")
@@ -87,7 +239,6 @@ def test_prompt_from_a_file(run, tmp_path):
         ("--start=\udcff", "UTF-8"),
         ("--top_p=0", "top_p=0.0"),
         ("--out_dir=/no/such", "/no/such/ckpt.pt"),
-        ("--device=cuda:99", "device=cuda:99"),
         ("--init_from=no-such-model", "init_from=no-such-model"),
     ],
 )
@@ -98,7 +249,22 @@ def test_faults_are_one_line(run, script, setting, named):
     assert done.out == ""
 
 
-# ---- tokens that are parts of characters ---------------------------------------------------------------------
+@needs_bpe
+@pytest.mark.slow
+def test_gpt2_weights_of_others_are_sampled_from_but_not_if_they_are_nan(tmp_path, script):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=32))
+    command = ("sample.py", f"--init_from={tmp_path}", "--start=Hello 🧀", "--num_samples=2", "--max_new_tokens=50")
+    theirs.save_pretrained(tmp_path)
+    done = script(*command)
+    assert done.code == 0, done.err
+    assert done.out.count("Hello 🧀") == 2
+    theirs.transformer.ln_f.bias.data.fill_(torch.nan)
+    theirs.save_pretrained(tmp_path)
+    done = script(*command)
+    assert done.code == 1
+    assert_one_line(done.err, tmp_path, "NaN")
 
 
 @given(st.text(max_size=40).map(lambda text: text.encode("utf-8", "ignore")) | st.binary(), st.text(max_size=3))
@@ -118,25 +284,48 @@ def test_text_ends_at_the_first_of_several_stop_texts():
     assert (sample.text, sample.done) == ("bbab.a", True)
 
 
-# ---- GPT-2 ---------------------------------------------------------------------------------------------------
+# ---- --sample_interval: texts in log.jsonl as the model learns -----------------------------------------------
 
 
-@needs_bpe
 @pytest.mark.slow
-def test_weights_in_hugging_faces_format_are_sampled_from(tmp_path, script):
-    from transformers import GPT2Config, GPT2LMHeadModel
+def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
+    for out, n in (("without", 0), ("with", 1)):
+        train(tiny(chars, tmp_path / out, dropout=0.1, sample_interval=n, **MODERN_SETTINGS))
+    assert_equal(weights(tmp_path / "without"), weights(tmp_path / "with"))
+    assert trajectory(tmp_path / "without") == trajectory(tmp_path / "with")
+    assert events(tmp_path / "without", "sample") == []
+    found = events(tmp_path / "with", "sample")
+    assert [e["iter"] for e in found] == [0, 3, 6]  # at its evaluations
+    for e in found:
+        assert [len(text) for text in e["texts"]] == [16] * Sampler.TEXTS  # no more than the context
+        assert all(text.startswith("\n") for text in e["texts"])
 
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=32))
-    folder = tmp_path / "gpt2"
-    theirs.save_pretrained(folder)
-    options = ("--start=Hello 🧀", "--num_samples=2", "--max_new_tokens=50")
-    done = script("sample.py", f"--init_from={folder}", *options)
-    assert done.code == 0, done.err
-    assert done.out.count("Hello 🧀") == 2
 
-    theirs.transformer.ln_f.bias.data.fill_(torch.nan)
-    theirs.save_pretrained(folder)
-    done = script("sample.py", f"--init_from={folder}", *options)
-    assert done.code == 1
-    assert_one_line(done.err, folder, "NaN")
+def test_cache_is_compared_once_in_a_run(chars, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(MLP, "forward", over_time)
+    train(tiny(chars, tmp_path, sample_interval=1))
+    printed = [line for line in capfd.readouterr().err.splitlines() if "with a cache" in line]
+    assert len(printed) == 1
+    assert [e["iter"] for e in events(tmp_path, "sample")] == [0, 3, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+def test_same_weights_write_the_same_texts_and_only_the_first_rank_samples(chars, tmp_path, capfd):
+    still: dict[str, Any] = {"learning_rate": 0.0, "dropout": 0.5, "gradient_accumulation_steps": 2}
+    gloo.run(2, tiny(chars, tmp_path, eval_interval=1, sample_interval=4, **still))
+    found = events(tmp_path, "sample")
+    assert [e["iter"] for e in found] == [0, 4, 6]  # and at the last step
+    assert found[0]["texts"] == found[1]["texts"] == found[2]["texts"]
+    assert found[0]["texts"][0] != found[0]["texts"][1]
+    assert found[0]["texts"][0][:8] not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_run_continues_without_samples_if_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
+    prepare("abc " * 1000, tmp_path / "data", "char", "a text in one line")
+    train(tiny(tmp_path / "data", tmp_path / "out", sample_interval=1))
+    [printed] = [line for line in capfd.readouterr().out.splitlines() if "sample_interval" in line]
+    assert_one_line(printed, "no samples", "tokenizer")
+    assert events(tmp_path / "out", "sample") == []
+    assert len(events(tmp_path / "out", "end")) == 1

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import string
-import subprocess
 import sys
 import threading
 import time
@@ -30,13 +29,13 @@ from tiny_models import SMALL
 import sample
 from data.chat import template
 from data.tokenizer import CharTokenizer
-from deskgpt.generate.trained import Trained, encode_prompt, load
+from deskgpt.generate.engine import InferenceEngine
+from deskgpt.generate.trained import encode_prompt, load
 from deskgpt.generate.writer import Writer
 from deskgpt.serve import openai_api, playground, server
 from deskgpt.system.terminal import harmless
 from sample import SampleConfig
 
-CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
 SETTINGS |= {"top_k": 200, "top_p": 1.0, "seed": 1337}
 ASK: Any = [{"role": "user", "content": "Who is there?"}]
@@ -46,7 +45,6 @@ ASK: Any = [{"role": "user", "content": "Who is there?"}]
 class Served:
     writer: Writer
     port: int
-    app: Any
 
     @property
     def page(self) -> str:
@@ -75,22 +73,20 @@ class Served:
 
 
 @contextmanager
-def serving(writer: Writer) -> Iterator[Served]:
+def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+    """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
+    values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
+    c = SampleConfig(**values | settings)
+    writer = sample.writer_of(c, c.start, load("resume", str(folder), torch.device("cpu")))
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
     app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])
     thread = threading.Thread(target=server.run_app, args=(app, port, "{address}"))
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
-    yield Served(writer, port, app)
+    yield Served(writer, port)
     app.state.server.should_exit = True
     thread.join()
-
-
-def writer_of(trained: Trained, **settings: Any) -> Writer:
-    values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
-    c = SampleConfig(**values | settings)
-    return sample.writer_of(c, c.start, trained)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +99,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(run) -> Iterator[Served]:
-    with serving(writer_of(load("resume", str(run), CPU))) as served:
+    with serving(run) as served:
         yield served
 
 
@@ -112,23 +108,12 @@ def plain(tmp_path_factory) -> Iterator[Served]:
     """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
     saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
-    with serving(writer_of(load("resume", str(folder), CPU))) as served:
+    with serving(folder) as served:
         yield served
 
 
 def error_in(body: bytes) -> str:
     return json.loads(body)["error"]["message"]
-
-
-# ---- the page: what it shows ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 0, "top_k": 0}, {"stop": "he", "temperature": 2.0}])
-def test_text_of_the_page_is_the_one_that_sample_prints_first(plain, changes):
-    settings = {k: v for k, v in (SETTINGS | changes).items() if k != "prompt"}
-    folder = plain.writer.trained.source
-    (expected,) = sample.main(SampleConfig(out_dir=folder, device="cpu", start="the ", num_samples=1, **settings))
-    assert "the " + "".join(event.get("text", "") for event in plain.write(**changes)) == expected
 
 
 def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
@@ -148,30 +133,32 @@ def test_probabilities_are_the_models_and_sum_to_1_with_the_rest(plain):
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-# ---- OpenAI's API: what it writes ----------------------------------------------------------------------------
-
-
-def test_completion_is_the_text_of_sample_streamed_or_not(chat, run):
+def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain):
+    folder = Path(plain.writer.trained.source)
     drawn: dict[str, Any] = {"seed": 7, "temperature": 1.3, "top_p": 0.8}
     stop = ""
     for end in ("length", "stop"):
-        settings: dict[str, Any] = {"start": "the ", "stop": stop, "num_samples": 1, "max_new_tokens": 60}
-        (expected,) = sample.main(SampleConfig(out_dir=str(run), device="cpu", **settings, **drawn))
-        asked = {"model": "any", "prompt": "the ", "stop": [stop, "\x00\x00"], "max_tokens": 60} | drawn
-        full = chat.client().completions.create(**asked)
+        settings = drawn | {"max_new_tokens": 60, "stop": stop}
+        c = SampleConfig(out_dir=str(folder), device="cpu", start="the ", num_samples=1, **settings)
+        (expected,) = sample.main(c)
+        assert "the " + "".join(event.get("text", "") for event in plain.write(**settings)) == expected
+        asked = {"model": "any", "prompt": "the ", "stop": [stop, "no such text"], "max_tokens": 60} | drawn
+        full = plain.client().completions.create(**asked)
         (choice,) = full.choices
         assert "the " + choice.text == expected
-        assert (choice.finish_reason, full.model, full.usage.prompt_tokens) == (end, run.name, 4)
+        assert (choice.finish_reason, full.model, full.usage.prompt_tokens) == (end, folder.name, 4)
         assert (full.usage.completion_tokens == 60) == (end == "length")
-        pieces = list(chat.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
+        pieces = list(plain.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == choice.text
         assert (pieces[-1].choices[0].finish_reason, pieces[-1].usage) == (end, full.usage)
         stop = expected[20:23]
 
 
 def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Who is there?\nAnd now?\n"))
+    typed = f"\n  \nWho is there?\n{'x' * 100}\nAnd now?\n"  # empty lines are passed over
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     done = script("sample.py", "--chat", f"--out_dir={run}", "--system=Be kind.", "--max_new_tokens=30", "--seed=5")
+    assert_one_line(done.err, "error: the message takes 107 tokens")
     messages = [{"role": "system", "content": "Be kind."}, *ASK]
     printed = ""
     for n in range(2):
@@ -188,12 +175,23 @@ def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatc
     assert harmless(printed) == done.out
 
 
+def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at_ctrl_c(run, script, monkeypatch):
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InferenceEngine, "write", pressed)
+    for typed, code, named in ((b"\xff\xfe\n", 1, "UTF-8"), (b"hi\nnobody hears this", 0, "")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+        done = script("sample.py", "--chat", f"--out_dir={run}", "--device=cpu")
+        assert (done.code, done.err.count("\n"), named in done.err) == (code, code, True)
+
+
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
     client = chat.client()
     ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
     assert len({client.completions.create(model="any", prompt="a", **ignored).choices[0].text for _ in range(3)}) == 3
     assert [model.id for model in client.models.list()] == [run.name]
-    with serving(writer_of(chat.writer.trained, temperature=0.0, max_new_tokens=7)) as served:
+    with serving(run, temperature=0.0, max_new_tokens=7) as served:
         (choice,) = served.client().completions.create(model="any", prompt="a").choices
         full = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=7)
     assert choice == full.choices[0]
@@ -215,10 +213,14 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
 
 
 def test_only_who_has_the_token_is_answered(chat):
+    files: dict[str, str] = {}
     for path, kind in (("", "html"), ("playground.css", "css"), ("playground.js", "javascript"), ("page.json", "json")):
         status, headers, body = chat.ask("GET", chat.page + path)
         assert (status, kind in headers["Content-Type"]) == (200, True), path
-        assert path or b"default-src 'none'; script-src 'self'" in body
+        files[kind] = body.decode()
+    assert "default-src 'none'; script-src 'self'" in files["html"]
+    used = re.findall(r'getElementById\("(\w+)"\)', files["javascript"])
+    assert set(used) <= set(re.findall(r'\bid="(\w+)"', files["html"]))
     others = ["/", "/page.json", "/etc/passwd", "//", f"{chat.page[:-2]}/", f"{chat.page[:-1]}x/", f"/x{chat.page}"]
     others += [f"{chat.page}{name}" for name in ("playground.py", "../server.py", "%2e%2e/server.py")]
     for path in others:
@@ -242,15 +244,6 @@ def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or
         _, headers, _ = chat.ask(method, chat.page + path, b"", Origin="http://example.com")
         assert {name: headers[name] for name in server.HEADERS} == server.HEADERS
         assert not [name for name in headers if name.lower().startswith("access-control")]
-
-
-def test_script_of_the_page_finds_its_elements_and_sets_text_never_html():
-    """No browser is at hand for what the script does with them."""
-    folder = ROOT / "deskgpt" / "serve" / "page"
-    script = (folder / "playground.js").read_text()
-    ids = re.findall(r'\bid="(\w+)"', (folder / "index.html").read_text())
-    assert set(re.findall(r'getElementById\("(\w+)"\)', script)) <= set(ids)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
 
 
 NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
@@ -316,9 +309,6 @@ def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
     assert answers[0] == answers[1]
 
 
-# ---- how it ends ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_ends_once_its_reader_has_gone(chat, stream, capfd):
     body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
@@ -338,24 +328,24 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run):
-    command = [sys.executable, "sample.py", f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        assert process.stdout is not None
-        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", process.stdout.readline().split()[0])
-        assert found
-        assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in process.stdout.readline()
-        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
-        connection.request("GET", f"/{found[2]}/page.json")
-        page = json.loads(connection.getresponse().read())
-        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
-        connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
-        response = connection.getresponse()
-        response.readline()
-        process.send_signal(signal.SIGINT)
-        *_, last = response.read().splitlines()
-        out, err = process.communicate(timeout=20)
+def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_path):
+    terminal = tmp_path / "terminal.txt"
+    flags = (f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000")
+    process = begin(terminal, sys.executable, "-u", "sample.py", *flags)
+    until(lambda: terminal.read_text().count("\n") == 2)
+    printed = terminal.read_text()
+    found = re.match(r"http://127\.0\.0\.1:(\d+)/([\w-]{32})/", printed)
+    assert found
+    assert f"base_url=http://127.0.0.1:{found[1]}/v1 api_key={found[2]}\n" in printed
+    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+    connection.request("GET", f"/{found[2]}/page.json")
+    page = json.loads(connection.getresponse().read())
+    assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
+    connection.request("POST", f"/{found[2]}/write", json.dumps(page["settings"]))
+    response = connection.getresponse()
+    response.readline()
+    process.send_signal(signal.SIGINT)
+    *_, last = response.read().splitlines()
     assert error_in(last) == "the server was stopped"
-    assert (process.returncode, out) == (0, "")
-    assert_one_line(err)
+    assert process.wait(20) == 0
+    assert_one_line(terminal.read_text().removeprefix(printed))

@@ -1,25 +1,39 @@
+"""Data folders: token files with their checksums and descriptions, which anybody may have made; the windows of a split,
+each once in an epoch, in an order for ever, in memory ahead of the training loop.
+"""
+
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
+import threading
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, raises_one_line
+import torch
+from conftest import assert_one_line, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
 import data.dataset
-from data import token_files
+from data import meta_files
+from data.batching import Batching
 from data.dataset import Checksums
+from data.loader import AHEAD, Loader
+from data.meta_files import read_record, write_meta
 from data.prepared import write_dataset
 from data.splits import Split
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta
-from data.tokenizer import BytesTokenizer, CharTokenizer
+from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta, token_files
+from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
 from deskgpt.system.files import write_atomically
 
-# ---- files ---------------------------------------------------------------------------------------------------
+CPU = torch.device("cpu")
+BYTES = np.arange(250, dtype=np.uint16)
 
 
 def llmc_file(ids: list[int], magic: int = MAGIC, version: int = VERSION, tokens: int | None = None) -> bytes:
@@ -80,15 +94,6 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_st
         shard.read(0, 30)
 
 
-# ---- a folder ------------------------------------------------------------------------------------------------
-
-
-def dataset(folder: Path, train: list[int], val: list[int]) -> Path:
-    splits = {"train": np.array(train, np.uint16), "val": np.array(val, np.uint16)}
-    write_dataset(folder, splits, BytesTokenizer(), "test")
-    return folder
-
-
 # The files of a folder without a list, and those that are read as train; None if that is not clear.
 FOUND: list[tuple[list[str], list[str] | None]] = [
     (["train.bin", "train_old.bin", "train_000.bin"], ["train.bin"]),
@@ -104,18 +109,9 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names,
         np.arange(300, 320, dtype=np.uint16).tofile(tmp_path / name)
     if read is None:
         with raises_one_line("several files for train", *names):
-            token_files.token_files(tmp_path, "train")
+            token_files(tmp_path, "train")
     else:
-        assert [path.name for path in token_files.token_files(tmp_path, "train")] == read
-
-
-def test_missing_data_names_the_script_that_makes_it(tmp_path):
-    for folder, script in ((tmp_path / "nothing", "text"), (ROOT / "data" / "shakespeare_char", "shakespeare_char")):
-        with raises_one_line(folder, "python ", f"data/{script}/prepare.py"):
-            token_files.token_files(folder, "nope")
-
-
-# ---- checksums -----------------------------------------------------------------------------------------------
+        assert [path.name for path in token_files(tmp_path, "train")] == read
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
@@ -126,27 +122,16 @@ def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(tmp_pat
         checksums.check()
         return checksums.state
 
-    dataset(tmp_path, [*range(250)], [*range(250)])
+    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
     monkeypatch.setattr(data.dataset, "AT_ONCE", 1 << 30 if at_once else 0)
     assert verified() == ("checksums verified" if at_once else "checksums are verified while it trains")
-    ids = np.fromfile(tmp_path / "val.bin", "<u2")
-    ids[3] ^= 1
-    ids.tofile(tmp_path / "val.bin")
+    flipped = BYTES.copy()
+    flipped[3] ^= 1
+    flipped.tofile(tmp_path / "val.bin")
     with raises_one_line(tmp_path / "val.bin", "prepare the data again"):
         verified()
     (tmp_path / "meta.json").unlink()
     assert verified() == "no checksums (no meta.json that lists files)"
-
-
-# ---- the description -----------------------------------------------------------------------------------------
-
-
-def test_meta_json_wins_over_meta_pkl_and_without_either_it_is_gpt2(tmp_path):
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2, "itos": {0: "b", 1: "a"}}))
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "char", "chars": "ba"}, "vocab_size": 2, "end_of_text": None}
-    dataset(tmp_path, [1], [1])
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
 
 
 def test_vocabularies_must_match(tmp_path):
@@ -157,6 +142,270 @@ def test_vocabularies_must_match(tmp_path):
     for size, tokenizer in ((65, None), (3, other)):
         with raises_one_line(tmp_path, 3, size, "prepare the data", "--init_from=scratch"):
             check_vocabulary(tmp_path, meta, size, tokenizer)
-    gpt2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
-    for model_vocab in (50257, 50304):
-        check_vocabulary(tmp_path, gpt2, model_vocab, {"name": "gpt2"})
+    check_vocabulary(tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}, 50304, {"name": "gpt2"})  # padded
+
+
+# ---- meta.json -----------------------------------------------------------------------------------------------
+
+ENTRY = {"tokens": 5, "sha256": "0" * 64}
+META: dict[str, Any] = {
+    "tokenizer": {"name": "char", "chars": "\nab"},
+    "vocab_size": 3,
+    "source": "a text",
+    "files": {"train.bin": ENTRY, "val.bin": ENTRY},
+}
+
+
+def test_written_record_is_read_and_keeps_its_checksum_and_older_versions_are_read(tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps(META))
+    assert read_record(tmp_path) == META
+    write_meta(tmp_path, META)
+    first = (tmp_path / "meta.json").read_bytes()
+    write_meta(tmp_path, read_record(tmp_path))
+    assert (tmp_path / "meta.json").read_bytes() == first
+    assert {key: value for key, value in read_record(tmp_path).items() if key != "sha256"} == META
+
+
+# A key with a wrong value, and what the error names.
+WRONG: list[tuple[str, Any, str]] = [
+    ("vocab_size", True, "vocab_size=True"),
+    ("tokenizer", {"name": "gpt2", "chars": "a"}, "describes no tokenizer"),
+    ("tokenizer", {"name": "char", "chars": "aba"}, "twice"),
+    ("tokenizer", {"name": "bpe", "merges": "h e\nhe y"}, "vocab_size=3"),  # which makes 259
+    ("tokenizer", {"name": "bpe", "merges": "h e\nthe y"}, "merge 2"),
+    ("tokenizer", {"name": "bpe", "merges": "\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8))}, "merge 8"),
+    ("tokenizer", {"name": "bpe", "merges": "h" * (MOST_MERGES_BYTES + 1)}, "merges"),
+    ("end_of_text", 3, "end_of_text=3"),
+    ("files", {"train.bin": ENTRY | {"tokens": 1e300}}, "tokens=1e+300"),
+    ("files", {"train.bin": ENTRY | {"sha256": "0" * 63}}, "sha256='000"),
+    ("files", {"../../VICTIM.txt": ENTRY}, "'../../VICTIM.txt'"),
+    ("packed", 0, "packed=0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "named"), WRONG)
+def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_path, key, value, named):
+    write_meta(tmp_path, META | {key: value})
+    with pytest.raises(ValueError, match="does not describe token files") as e:
+        read_meta(tmp_path)
+    assert_one_line(e.value, named)
+    assert len(str(e.value)) < 400
+
+
+def test_odd_json_is_one_line_and_what_is_far_too_large_is_not_read(tmp_path):
+    for content in (b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN"):
+        (tmp_path / "meta.json").write_bytes(content)
+        with raises_one_line(tmp_path / "meta.json", "does not describe token files"):
+            read_meta(tmp_path)
+    os.truncate(tmp_path / "meta.json", meta_files.JSON_BYTES + 1)
+    with raises_one_line("meta.json has more than"):
+        read_meta(tmp_path)
+
+
+# ---- meta.pkl ------------------------------------------------------------------------------------------------
+
+
+def nanogpt(chars: str) -> dict[str, Any]:
+    return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
+
+
+def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_but_not_beside_meta_json_and_gpt2_needs_neither(tmp_path):
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+    chars = "\n !Aaéſ日🧀"
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt(chars), protocol))
+        expected = {"tokenizer": {"name": "char", "chars": chars}, "vocab_size": len(chars), "end_of_text": None}
+        assert read_meta(tmp_path) == expected
+    for meta in ({"vocab_size": 3}, {"vocab_size": 3, "itos": {0: "to", 1: "be", 2: "a"}}):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+        assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 3, "end_of_text": None}
+    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong: list[dict[str, Any]] = [{"vocab_size": size} for size in (3, 1 << 40, None)]
+    wrong += [{"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Evil())]
+    wrong += [{"stoi": {"a": 1, "b": 0}}]
+    for change in wrong:
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt("ab") | change))
+        with raises_one_line(tmp_path / "meta.pkl", "does not describe token files"):
+            read_meta(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- the windows of a split ----------------------------------------------------------------------------------
+
+
+@st.composite
+def splits(draw):
+    """(shard lengths, block size, seed) where at least one shard is long enough."""
+    block = draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(1, 120), min_size=1, max_size=4))
+    lengths[0] += block
+    return lengths, block, draw(st.integers(0, 10**9))
+
+
+def make(folder: Path, lengths: list[int], block: int = 8, seed: int = 1) -> Split:
+    """Return a split whose token at place i of all shards together is i."""
+    folder.mkdir(exist_ok=True)
+    first = 0
+    for number, n in enumerate(lengths):
+        ids = np.arange(first, first + n, dtype=np.uint16)
+        ids.tofile(folder / f"train_{number:03}.bin")
+        first += n
+    return Split(folder, "train", block, first, seed)
+
+
+@given(splits(), st.integers(1, 7), st.integers(0, 2))
+def test_every_window_once_per_epoch(tmp_path_factory, parts, global_batch, epoch):
+    lengths, block, seed = parts
+    split = make(tmp_path_factory.mktemp("s"), lengths, block, seed)
+    positions = np.arange(epoch * split.n_windows, (epoch + 1) * split.n_windows)
+    seen = []
+    for step in range(positions[0] // global_batch, positions[-1] // global_batch + 1):
+        rows = np.arange(global_batch)
+        x, y = split.train_batch(step, rows, global_batch)
+        assert (y == x + 1).all()  # targets are the next tokens
+        inside = np.isin(step * global_batch + rows, positions)
+        seen += x[inside].flatten().tolist()
+    assert len(seen) == len(set(seen)) == split.n_windows * block  # nothing twice
+    ends = np.cumsum(lengths)
+    whole = sum((n - 1) // block for n in lengths)
+    assert whole - len(lengths) <= split.n_windows <= whole  # and nothing left out but a window's worth per shard
+    starts = np.array(seen).reshape(-1, block)[:, 0]
+    assert (np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")).all()
+
+
+def test_order_is_the_one_that_earlier_versions_had(tmp_path):
+    """Recorded from 561cab2: a resumed run continues with the very next batch, whatever version began it.
+
+    Epochs and seeds have orders of their own there.
+    """
+    first = 0
+    for number, n in enumerate((3000, 90, 4100)):
+        ids = (np.arange(first, first + n) * 7919 % 251).astype(np.uint16)
+        ids.tofile(tmp_path / f"train_{number:03}.bin")
+        first += n
+    split = Split(tmp_path, "train", 32, 251, 1337)
+    digest = hashlib.sha256()
+    for step in (0, 1, 7, 100, 12345):
+        for part in split.train_batch(step, np.arange(12), 12):
+            digest.update(part.tobytes())
+    assert digest.hexdigest()[:16] == "8131322892bc2b63"
+    x, y = split.eval_batch(np.arange(40), 40)
+    assert hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()[:16] == "07a294022d4bcc4a"
+    assert split.fingerprint() == "29353eb4584e012e"
+
+
+def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
+    split = make(tmp_path / "a", [400, 401])
+    assert split.n_eval_windows(10**6) == 49 + 50
+    assert make(tmp_path / "b", [400, 401], seed=2).eval_digest(10) == split.eval_digest(10)  # another seed
+    others = [make(tmp_path / "d", [801]), make(tmp_path / "e", [400, 401], 9)]
+    assert len({split.eval_digest(10), split.eval_digest(11), *(other.eval_digest(10) for other in others)}) == 4
+
+
+@given(splits(), st.integers(1, 50), st.integers(1, 5))
+def test_evaluation_windows_are_fixed_apart_and_all_counted(tmp_path_factory, parts, at_most, batch):
+    split = make(tmp_path_factory.mktemp("s"), *parts)
+    n = split.n_eval_windows(at_most)
+    assert n == min(at_most, sum((length - 1) // split.block_size for length in parts[0]))
+    seen = []
+    for first in range(0, n, batch):
+        x, y = split.eval_batch(first + np.arange(batch), n)
+        kept = first + np.arange(batch) < n
+        assert (y[kept] == x[kept] + 1).all()
+        assert (y[~kept] == -1).all()
+        seen += x[kept].flatten().tolist()
+    assert len(seen) == len(set(seen)) == n * split.block_size
+
+
+def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
+    for n in range(10):
+        with open(tmp_path / f"train_{n:06}.bin", "wb") as f:  # with holes: they take no space
+            f.truncate(2_000_000_000)
+    tracemalloc.start()
+    split = Split(tmp_path, "train", 1024, 2)
+    assert split.tokens == 10_000_000_000
+    batches = [split.train_batch(step, np.arange(64), 512)[0] for step in (0, 5_000, 19_000, 10**9)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16e6  # an index of the windows would be 80 MB
+    assert split.n_windows > 9_760_000
+    assert all(batch.shape == (64, 1024) for batch in batches)
+
+
+def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_trained_on(tmp_path):
+    split = make(tmp_path, [50], 49)
+    split.vocab_size = 17
+    loader = Loader(split, Batching(2), CPU)
+    with raises_one_line("train_000.bin: token 17 is 17"):
+        next(loader.step())
+    loader.close()
+
+
+# ---- the loader -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "world", "begin"), [(0, 1, 0), (1, 2, 0), (2, 3, 7)])
+def test_micro_batches_come_in_the_order_of_the_split_from_where_it_is_sent(tmp_path, rank, world, begin):
+    split = make(tmp_path, [5000])
+    loader = Loader(split, Batching(2, 3 * world, rank=rank, world=world), CPU, begin)
+    for position in (begin, 9, 2):
+        if position != begin:
+            loader.seek(position)
+        for now in (position, position + 1):
+            global_batch = split.train_batch(now, np.arange(6 * world), 6 * world)
+            batches = [*loader.step()]
+            assert [batch.is_last for batch in batches] == [False, False, True]
+            for micro, batch in enumerate(batches):
+                first = (micro * world + rank) * 2
+                assert batch.weight == 1 / 3
+                for part, full in zip((batch.x, batch.y), global_batch, strict=True):
+                    assert torch.equal(part, torch.from_numpy(full[first : first + 2]))
+    loader.close()
+
+
+def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeypatch):
+    split = make(tmp_path, [5000])
+    made: list[int] = []
+    waits: list[float] = []
+    may_read = threading.Event()
+    read = split.train_batch
+
+    def slow(step, rows, global_batch):
+        may_read.wait()
+        made.append(step)
+        return read(step, rows, global_batch)
+
+    monkeypatch.setattr(split, "train_batch", slow)
+    loader = Loader(split, Batching(2), CPU, waited=waits.append)
+    threading.Timer(0.1, may_read.set).start()
+    [*loader.step()]
+    [waited] = waits
+    assert waited > 0.05
+    until(lambda: sorted(made) == list(range(1 + AHEAD)))  # nobody asks for them yet
+    loader.close()
+
+
+def test_more_shards_than_a_process_may_have_files_are_read_in_the_order_of_their_names(tmp_path):
+    resource = pytest.importorskip("resource")  # which Windows lacks
+    for n in reversed(range(300)):
+        np.arange(20 * n, 20 * (n + 1), dtype="<u2").tofile(tmp_path / f"train_{n:04}.bin")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        split = Split(tmp_path, "train", 8, 6000)
+        x, y = split.train_batch(0, np.arange(300), 300)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [shard.path.name for shard in split.shards] == [f"train_{n:04}.bin" for n in range(300)]
+    assert sorted(x[:, 0] // 20) == list(range(300))  # an epoch has one window of each
+    assert (y == x + 1).all()
