@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import random
 import shutil
@@ -61,16 +62,11 @@ class Asking:
         return {path.parent.name: path.stat().st_mtime for path in self.folder.glob("runs/*/result.json")}
 
 
-@pytest.fixture(scope="session")
-def ledger(tmp_path_factory) -> Path:
-    """Of all questions: each run takes a second, and most questions have the same arm a."""
-    return tmp_path_factory.mktemp("ledger")
-
-
 @pytest.fixture
-def asking(python, chars, ledger, monkeypatch) -> Asking:
+def asking(python, chars, tmp_path_factory, monkeypatch) -> Asking:
+    """All questions have one ledger: each run takes a second, and most questions have the same arm a."""
     monkeypatch.setattr(sys, "executable", str(python))
-    return Asking(chars, ledger, monkeypatch)
+    return Asking(chars, tmp_path_factory.getbasetemp() / "ledger", monkeypatch)
 
 
 # ---- real runs -----------------------------------------------------------------------------------------------
@@ -107,9 +103,8 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, words, v
     ],
 )
 def test_arm_that_cannot_run_is_an_error_and_no_answer(asking, script, tmp_path, new, why):
-    patch = patch_of("model.py", LOGITS, new, tmp_path)
     before = (ROOT / "model.py").read_bytes()
-    done = script("bench/ask.py", *asking.common, "--b", patch)
+    done = script("bench/ask.py", *asking.common, "--b", patch_of("model.py", LOGITS, new, tmp_path))
     assert done.code == 2
     assert why in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
@@ -158,6 +153,28 @@ def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
     assert script("bench/ask.py", *BETTER, "--ledger=pyproject.toml").code == 2
     monkeypatch.setattr("bench.asking.arms.make_arm", lambda *_: 1 // 0)
     assert script("bench/ask.py", *BETTER).code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"bench/questions/{path.name}" for path in (ROOT / "bench/questions").glob("*")])
+def test_stored_questions_can_be_asked_and_compare_equal_work(name, python, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert f"`python bench/ask.py @{name}`" in (ROOT / "docs/answers.md").read_text(encoding="utf-8")
+    with folder_for_worktrees(tmp_path) as below:
+        arms = ask.make_arms(*ask.read_arguments([f"@{name}"]), below)
+    sizes = ("batch_size", "gradient_accumulation_steps", "block_size", "max_iters")
+    assert len({math.prod(arm.settings[size] for size in sizes) for arm in arms}) == 1
+
+
+def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
+    file = tmp_path / "question.txt"
+    file.write_text("# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n--b '--n_layer=2 --bias=True'\n--seed=1")
+    a, common = ask.read_arguments([f"@{file}", "--min_effect=3", "--b", "--n_layer=4", "--seed=2"])
+    assert (a.b, a.min_effect) == ("--n_layer=4", 3)
+    assert common == ["config/x.py", "--seed=1", "--seed=2"]
+    with raises_one_line("missing.txt", kind=ConfigError):
+        ask.read_arguments([f"@{tmp_path / 'missing.txt'}"])
 
 
 def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):

@@ -1,19 +1,27 @@
-"""The commands of README.md and of docs/, as a user types them, in a copy of the repository, on tiny models."""
+"""README.md, docs/ and the notebook: commands run as a user types them, links lead somewhere, figures are as stored."""
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHAKESPEARE, needs_bpe
+from conftest import ROOT, needs_bpe
 from warm_python import warm_python, write_program
+
+import tasks
+from bench.asking.statistics import ALPHA, difference, interval
+from deskgpt.system import hardware, peaks
 
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
 PAGES = [ROOT / "README.md"]
@@ -45,20 +53,23 @@ GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would
 SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 {PLAIN}"
 
 
+def copy_of_repository(folder: Path) -> Path:
+    """Copy the repository into a new folder, without what git ignores."""
+    ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
+    return Path(shutil.copytree(ROOT, folder / "deskgpt", ignore=ignored))
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, text) -> Iterator[Path]:
-    """Make a copy of the repository without what git ignores, with texts to train on and a .venv of this Python."""
+    """Make a copy of the repository with texts to train on and a .venv of this Python."""
     from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, which the quick tests do without
 
-    folder = tmp_path_factory.mktemp("clone") / "deskgpt"
-    ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
-    shutil.copytree(ROOT, folder, ignore=ignored)
-    corpus = SHAKESPEARE.read_text() if SHAKESPEARE.exists() else text
-    (folder / "data" / "shakespeare_char" / "input.txt").write_text(corpus)
+    folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
+    (folder / "data" / "shakespeare_char" / "input.txt").write_text(text)
     for name in ("novel.txt", "notes.txt"):
-        (folder / name).write_text(corpus[:20_000])
+        (folder / name).write_text(text[:20_000])
     (folder / "prompt.txt").write_text("the ")
-    documents = [dict.fromkeys(("text", "body"), corpus[i : i + 2000]) for i in range(0, 100_000, 2000)]
+    documents = [dict.fromkeys(("text", "body"), text[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents").mkdir()
     for i in range(2):
         lines = (json.dumps(document) + "\n" for document in documents[i::2])
@@ -121,9 +132,6 @@ def training_flags(command: str) -> str:
     return f"{SHORT} --eval_tokens=64{accumulation}"
 
 
-# ---- the tests -------------------------------------------------------------------------------------------------
-
-
 @needs_bpe
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
@@ -137,6 +145,9 @@ def test_commands_of_the_pages_run(clone):
     (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
     (clone / "block.py").write_text(block)
     run(clone, "python block.py")
+
+
+# ---- links and figures -----------------------------------------------------------------------------------------
 
 
 def heading_anchors(page: Path) -> set[str]:
@@ -162,3 +173,115 @@ def test_python_blocks_are_python():
     for page in PAGES:
         for block in blocks_of(page, "python"):
             compile(block, page.name, "exec")
+
+
+def assert_line_with(page: str, *values: Any) -> None:
+    """A line of a page has all of these."""
+    wanted = [str(value) for value in values if value is not None]
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    assert any(all(text in line for text in wanted) for line in lines), wanted
+
+
+def with_interval(new: list[float], old: list[float], alpha: float = ALPHA, is_percent: bool = False) -> str:
+    """Return the difference and its interval, in bold if it leaves out 0; in percent from the runs' logarithms."""
+    x, y = (np.log(values) if is_percent else values for values in (new, old))
+    e = difference(x, y, alpha)
+    d, low, high = 100 * np.expm1([e.d, e.low, e.high]) if is_percent else (e.d, e.low, e.high)
+    digits = 1 if is_percent else 3
+    if not e.known:
+        return f"{d:+.{digits}f} (too few runs for an interval)"
+    found = f"{d:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    return f"**{found}**" if low > 0 or high < 0 else found
+
+
+def test_speeds_and_losses_are_those_of_the_stored_runs():
+    figures = json.loads((ROOT / "bench/results/figures.json").read_text(encoding="utf-8"))
+    for r in figures["speed"]:
+        assert_line_with("figures.md", *r.values())
+    for r in figures["loss"]:
+        mean, half = interval(r["losses"])
+        found = f"{mean:.4f} ± {half:.4f}" if half else f"{mean:.4f}"
+        assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *(r | {"losses": None}).values())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for machine in ("with AMX", "Zen 4", "without fast bfloat16"):
+        rows = [r for r in figures["speed"] if r["machine"].endswith(machine) and r["ours"].endswith("not compiled")]
+        ratios = sorted((r["ratio"] for r in rows), key=float)
+        assert f"{ratios[0]} to {ratios[-1]}" in readme
+        assert all(r["date"] in readme for r in rows)
+
+
+def test_answers_are_those_of_the_stored_runs():
+    answers = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
+    stored_answers = json.loads((ROOT / "bench/answers.json").read_text(encoding="utf-8"))
+    for stored in stored_answers["questions"]:
+        is_percent = stored["figure"] != "val_loss"
+        pairs = [*itertools.combinations(stored["arms"], 2)]
+        for x, y in pairs:
+            n = min(len(stored["arms"][x]), len(stored["arms"][y]))
+            found = with_interval(stored["arms"][y][:n], stored["arms"][x][:n], ALPHA / len(pairs), is_percent)
+            assert_line_with("answers.md", stored["belief"], f"`{y}` less `{x}`: {found}, n = {n}", stored["page"])
+    for stored in stored_answers["recipes"]:
+        found = with_interval(stored["values"], stored["base"])
+        cell = f"| {found}, {len(stored['values'])} {stored['machine']} |"
+        assert_line_with("answers.md", f"| `{stored['arm']}` |", cell)
+    n_bold = sum(line.count("**") // 2 for line in answers.splitlines() if line.startswith("| `--momentum="))
+    assert f"exclude 0 in {n_bold} of 12 cells" in answers
+    decisions = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").replace("\n", " ")
+    cited = re.findall(r"[+-]\d\.\d{3} \([^)]* to [^)]*\)", decisions)
+    assert all(f"**{interval}**" in answers for interval in cited)
+
+
+# ---- the notebook ----------------------------------------------------------------------------------------------
+
+
+def notebook() -> tuple[Any, dict[str, Any]]:
+    """Return (the notebook, its cells of code by their ids)."""
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
+    nbformat.validate(book)
+    return book, {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
+
+
+def test_notebook_is_valid_holds_no_results_names_what_exists_and_never_installs_torch():
+    book, cells = notebook()
+    assert not any(cell.outputs or cell.execution_count for cell in cells.values())
+    text = "\n".join(cell.source for cell in book.cells)
+    named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", text))
+    assert {"train.py", "sample.py", "docs/data.md"} <= named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    used = re.findall(r"\b(hardware|peaks|tasks)\.(?!py\b)(\w+)", text)
+    assert len(used) > 3
+    modules = {"hardware": hardware, "peaks": peaks, "tasks": tasks}
+    assert [name for module, name in used if not hasattr(modules[module], name)] == []
+    (packages,) = re.findall(r"for name in \((.*?)\)", cells["packages"].source)
+    assert "torch" not in packages
+
+
+@pytest.mark.nightly
+def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path, monkeypatch):
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    folder = copy_of_repository(tmp_path)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    book, cells = notebook()
+    (parameters,) = (cell for cell in cells.values() if "parameters" in cell.metadata.get("tags", []))
+    settings = "--n_layer=1 --n_head=1 --n_embd=16 --batch_size=4 --eval_tokens=512 --compile=False"
+    parameters.source += f"\nMINUTES = 0.05\nSETTINGS = {settings!r}"
+    client = NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    with suppress(CellExecutionError):  # the cell's own output says more
+        client.execute()
+    printed = {}
+    for name, cell in cells.items():
+        texts = [output.get("text", "") + "\n".join(output.get("traceback", [])) for output in cell.outputs]
+        printed[name] = "".join(texts)
+
+    assert "No Shakespeare: training on the source code" in printed["data"]
+    assert re.search(r"^step \d+: train loss", printed["train"], re.M)
+    assert (folder / "out-notebook" / "ckpt.pt").is_file()
+    (picture,) = [o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"]
+    assert base64.b64decode(picture).startswith(b"\x89PNG")
+    written = re.findall(r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed["sample"], re.M | re.S)
+    assert len(written) == 1  # from the first temperature to the second one's end
+    assert printed["sample"].count("---------------") == 2
