@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, needs_bpe
+from conftest import ROOT, copy_of_repository, needs_bpe
 from warm_python import warm_python, write_program
 
 import tasks
@@ -51,12 +50,6 @@ NOT_RUN = (
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
 GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would have to be downloaded
 SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 {PLAIN}"
-
-
-def copy_of_repository(folder: Path) -> Path:
-    """Copy the repository into a new folder, without what git ignores."""
-    ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
-    return Path(shutil.copytree(ROOT, folder / "deskgpt", ignore=ignored))
 
 
 @pytest.fixture(scope="module")
