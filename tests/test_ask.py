@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,35 +42,33 @@ def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
     return patch
 
 
-class Asking:
-    """Asks in this process; the runs are processes of a Python that has imported torch already."""
+def command(data: Path, ledger: Path, *words: str) -> list[str]:
+    return ["bench/ask.py", *MODEL, f"--dataset={data}", f"--ledger={ledger}", *words]
 
-    def __init__(self, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.common = [*MODEL, f"--dataset={data}", f"--ledger={folder}"]
-        self.folder = folder
-        self.monkeypatch = monkeypatch
 
-    def __call__(self, *words: str) -> dict[str, Any]:
-        """Return the answer that the ledger keeps."""
-        self.monkeypatch.setattr(sys, "argv", ["bench/ask.py", *self.common, *words])
-        status = ask.main()
-        found = read_events(self.folder / "ledger.jsonl")[-1]
-        assert found["status"] == status
-        return found
+def runs_in(ledger: Path) -> dict[str, float]:
+    """Return when each finished run ended, by its folder."""
+    return {path.parent.name: path.stat().st_mtime for path in ledger.glob("runs/*/result.json")}
 
-    def runs(self) -> dict[str, float]:
-        """Return when each finished run ended, by its folder."""
-        return {path.parent.name: path.stat().st_mtime for path in self.folder.glob("runs/*/result.json")}
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory) -> Path:
+    """Of all questions: each run takes a second, and most questions have the same arm a."""
+    return Path(tmp_path_factory.mktemp("ledger"))
 
 
 @pytest.fixture
-def asking(python, chars, tmp_path_factory, monkeypatch) -> Asking:
-    """All questions have one ledger: each run takes a second, and most questions have the same arm a."""
+def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
+    """Return a function that asks and returns the answer that the ledger keeps. Its runs start in a moment."""
     monkeypatch.setattr(sys, "executable", str(python))
-    return Asking(chars, tmp_path_factory.getbasetemp() / "ledger", monkeypatch)
 
+    def answer(ledger: Path, *words: str) -> dict[str, Any]:
+        done = script(*command(chars, ledger, *words))
+        found = read_events(ledger / "ledger.jsonl")[-1]
+        assert found["status"] == done.code, done.err
+        return found
 
-# ---- real runs -----------------------------------------------------------------------------------------------
+    return answer
 
 
 @pytest.mark.nightly
@@ -82,15 +81,15 @@ def asking(python, chars, tmp_path_factory, monkeypatch) -> Asking:
         (["--b", "--learning_rate=1e30"], ["worse", "open"]),  # after 20 steps a barely beats guessing
     ],
 )
-def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, words, verdicts):
-    found = asking(*words)
+def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, words, verdicts):
+    found = asking(ledger, *words)
     assert found["verdict"] in verdicts
     assert ("diverged and count as guessing" in found["sentence"]) == ("1e30" in str(words))
     assert ("interval +0.0000 to +0.0000" in found["sentence"]) == ("batch_size" in str(words))
-    runs = asking.runs()
-    assert asking(*words) == found
-    assert asking.runs() == runs
-    assert {path.name for path in asking.folder.iterdir()} == {"ledger.jsonl", "runs"}  # no code
+    runs = runs_in(ledger)
+    assert asking(ledger, *words) == found
+    assert runs_in(ledger) == runs
+    assert {path.name for path in ledger.iterdir()} == {"ledger.jsonl", "runs"}  # no code
 
 
 @pytest.mark.nightly
@@ -102,9 +101,10 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, words, v
         (f"{LOGITS} +", "SyntaxError"),
     ],
 )
-def test_arm_that_cannot_run_is_an_error_and_no_answer(asking, script, tmp_path, new, why):
+def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, new, why):
     before = (ROOT / "model.py").read_bytes()
-    done = script("bench/ask.py", *asking.common, "--b", patch_of("model.py", LOGITS, new, tmp_path))
+    patch = patch_of("model.py", LOGITS, new, tmp_path)
+    done = script(*command(chars, tmp_path, "--b", str(patch)))
     assert done.code == 2
     assert why in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
@@ -114,24 +114,20 @@ def test_arm_that_cannot_run_is_an_error_and_no_answer(asking, script, tmp_path,
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
-def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(asking, tmp_path, chars, monkeypatch):
-    undisturbed = asking(*BETTER)
-    asking = Asking(chars, tmp_path / "killed", monkeypatch)
-    command = [PYTHON, "bench/ask.py", *asking.common, "--budget=1s"]
-    process = subprocess.Popen([*command, *BETTER], cwd=ROOT, process_group=0)
-    until(lambda: bool(asking.runs()))
+def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(asking, ledger, tmp_path, chars):
+    undisturbed = asking(ledger, *BETTER)
+    words = [PYTHON, *command(chars, tmp_path, "--budget=1s")]
+    process = subprocess.Popen([*words, *BETTER], cwd=ROOT, process_group=0)
+    until(lambda: bool(runs_in(tmp_path)))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    kept = asking.runs()
-    other = subprocess.Popen([*command, "--b", "--learning_rate=2e-2"], cwd=ROOT)
-    found = asking(*BETTER)
+    kept = runs_in(tmp_path)
+    other = subprocess.Popen([*words, "--b", "--learning_rate=2e-2"], cwd=ROOT)
+    found = asking(tmp_path, *BETTER)
     assert found["values"] == undisturbed["values"]
     assert other.wait() == 3
-    assert kept.items() <= asking.runs().items()
-    assert len(asking.runs()) == 2 * len(found["values"]["b"]) + PILOT
-
-
-# ---- arms, data and runs -------------------------------------------------------------------------------------
+    assert kept.items() <= runs_in(tmp_path).items()
+    assert len(runs_in(tmp_path)) == 2 * len(found["values"]["b"]) + PILOT
 
 
 @pytest.mark.slow
@@ -196,12 +192,11 @@ def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
 
 
 def test_data_have_a_digest_of_their_content(chars, tmp_path):
-    shutil.copytree(chars, tmp_path / "copy")
-    assert data_digest(tmp_path / "copy") == data_digest(chars)
-    with open(tmp_path / "copy" / "val.bin", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\1")
-    assert data_digest(tmp_path / "copy") != data_digest(chars)
+    folder = shutil.copytree(chars, tmp_path / "copy")
+    assert data_digest(folder) == data_digest(chars)
+    content = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(content[:-1] + b"\1")
+    assert data_digest(folder) != data_digest(chars)
 
 
 def test_model_that_is_broken_from_the_start_has_no_loss(tmp_path):

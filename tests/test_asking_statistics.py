@@ -15,22 +15,17 @@ from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Estimate, Moments
 
 PAGE = (ROOT / "docs" / "asking.md").read_text(encoding="utf-8")
 CHECKS = (8, 30, 60)  # rounds, the columns of the page's table
+NOISE = {"normal": stats.norm(), "skewed by 1.5": stats.gamma((2 / 1.5) ** 2)}
+NOISE |= {"exponential": stats.expon(), "lognormal": stats.lognorm(1)}
 
 
 def noise(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
     """Return noise of mean 0 and variance 1, but for the last kind, whose arm diverges in 5% of its runs."""
-    if kind == "normal":
-        return draw.normal(size=shape)
-    if kind == "skewed by 1.5":
-        k = (2 / 1.5) ** 2
-        return (draw.gamma(k, size=shape) - k) / math.sqrt(k)
-    if kind == "exponential":
-        return draw.exponential(size=shape) - 1
-    if kind == "lognormal":
-        return (draw.lognormal(size=shape) - math.exp(0.5)) / math.sqrt(math.e**2 - math.e)
-    assert kind == "5% of one arm's runs diverge"
-    x = draw.normal(size=shape)
-    x[:, 0] += np.where(draw.random(x[:, 0].shape) < 0.05, 9.5, -0.5)
+    of_kind = NOISE.get(kind, NOISE["normal"])
+    x = (of_kind.rvs(shape, random_state=draw) - of_kind.mean()) / of_kind.std()
+    if kind not in NOISE:
+        assert kind == "5% of one arm's runs diverge"
+        x[:, 0] += np.where(draw.random(x[:, 0].shape) < 0.05, 9.5, -0.5)
     return x
 
 
@@ -43,10 +38,10 @@ def questions(kind: str, shape: tuple[int, int, int], ratio: float = 1.0, correl
     return x
 
 
-def decided_after(a: np.ndarray, b: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+def decided_after(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the round at which the interval first leaves out zero; infinite if it never does."""
     moments = Moments.of(a, b)
-    is_decided = moments.log_e(moments.gap) >= math.log(1 / alpha)
+    is_decided = moments.log_e(moments.gap) >= math.log(1 / ALPHA)
     return np.where(is_decided.any(-1), is_decided.argmax(-1) + LEAST, np.inf)
 
 

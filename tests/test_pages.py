@@ -62,11 +62,10 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     for name in ("novel.txt", "notes.txt"):
         (folder / name).write_text(text[:20_000])
     (folder / "prompt.txt").write_text("the ")
-    documents = [dict.fromkeys(("text", "body"), text[i : i + 2000]) for i in range(0, 100_000, 2000)]
     (folder / "documents").mkdir()
     for i in range(2):
-        lines = (json.dumps(document) + "\n" for document in documents[i::2])
-        (folder / "documents" / f"{i}.jsonl").write_text("".join(lines))
+        documents = [dict.fromkeys(("text", "body"), text[n : n + 2000]) for n in range(i * 2000, 100_000, 4000)]
+        (folder / "documents" / f"{i}.jsonl").write_text("\n".join(map(json.dumps, documents)))
     turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
     (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
     header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
@@ -105,8 +104,6 @@ def shortened(command: str) -> str:
         return f"{command.replace(' --source folder/', '')} --source documents/{tokenizer} --shard_bytes 1"
     if "train.py" in command and "--help" not in command:
         return f"{command} {training_flags(command)}"
-    if "bench/speed.py" in command:
-        return f"{command} {SHORT} --seconds=0 --rounds=1"
     if "sample.py" in command:
         weights = f" --init_from={GPT2}" if "init_from=gpt2" in command else ""
         return f"{command} --max_new_tokens=20 --num_samples=1 --device=cpu{weights}"
@@ -140,9 +137,6 @@ def test_commands_of_the_pages_run(clone):
     run(clone, "python block.py")
 
 
-# ---- links and figures -----------------------------------------------------------------------------------------
-
-
 def heading_anchors(page: Path) -> set[str]:
     """Return the names by which links reach the headings of a page, made as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
@@ -150,7 +144,7 @@ def heading_anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "bench").glob("*/*.md"))], ids=lambda page: page.name)
-def test_links_and_files_that_a_page_names_exist(page):
+def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
     text = page.read_text(encoding="utf-8")
     for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         target = page.parent / name if name else page
@@ -160,31 +154,25 @@ def test_links_and_files_that_a_page_names_exist(page):
     if page in PAGES:
         for name in re.findall(r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`", text):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
-
-
-def test_python_blocks_are_python():
-    for page in PAGES:
-        for block in blocks_of(page, "python"):
-            compile(block, page.name, "exec")
+    for block in blocks_of(page, "python"):
+        compile(block, page.name, "exec")
 
 
 def assert_line_with(page: str, *values: Any) -> None:
     """A line of a page has all of these."""
-    wanted = [str(value) for value in values if value is not None]
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
-    assert any(all(text in line for text in wanted) for line in lines), wanted
+    assert any(all(str(value) in line for value in filter(None, values)) for line in lines), values
 
 
 def with_interval(new: list[float], old: list[float], alpha: float = ALPHA, is_percent: bool = False) -> str:
     """Return the difference and its interval, in bold if it leaves out 0; in percent from the runs' logarithms."""
     x, y = (np.log(values) if is_percent else values for values in (new, old))
     e = difference(x, y, alpha)
-    d, low, high = 100 * np.expm1([e.d, e.low, e.high]) if is_percent else (e.d, e.low, e.high)
-    digits = 1 if is_percent else 3
+    figures = 100 * np.expm1([e.d, e.low, e.high]) if is_percent else (e.d, e.low, e.high)
+    d, low, high = (f"{figure:+.{1 if is_percent else 3}f}" for figure in figures)
     if not e.known:
-        return f"{d:+.{digits}f} (too few runs for an interval)"
-    found = f"{d:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
-    return f"**{found}**" if low > 0 or high < 0 else found
+        return f"{d} (too few runs for an interval)"
+    return f"**{d} ({low} to {high})**" if e.low > 0 or e.high < 0 else f"{d} ({low} to {high})"
 
 
 def test_speeds_and_losses_are_those_of_the_stored_runs():
@@ -194,7 +182,8 @@ def test_speeds_and_losses_are_those_of_the_stored_runs():
     for r in figures["loss"]:
         mean, half = interval(r["losses"])
         found = f"{mean:.4f} ± {half:.4f}" if half else f"{mean:.4f}"
-        assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *(r | {"losses": None}).values())
+        others = [value for name, value in r.items() if name != "losses"]
+        assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *others)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for machine in ("with AMX", "Zen 4", "without fast bfloat16"):
         rows = [r for r in figures["speed"] if r["machine"].endswith(machine) and r["ours"].endswith("not compiled")]

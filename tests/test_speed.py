@@ -79,9 +79,8 @@ def test_what_is_wrong_is_one_line(script):
 def test_batch_sizes_of_a_grid_keep_the_tokens_of_a_step(tmp_path):
     given = flags(**SMALL | {"batch_size": 12, "gradient_accumulation_steps": 2})
     c = build(TrainConfig, read_settings(TrainConfig, given))
-    for grid, sizes in {"batch_size": [3, 6, 12, 24], "batch_size=4,8": [4, 8]}.items():
-        runs = speed.grid_of(grid, c, given, tmp_path)
-        assert [x.name for x in runs] == [f"--batch_size={n} --gradient_accumulation_steps={24 // n}" for n in sizes]
+    names = [x.name for x in speed.grid_of("batch_size", c, given, tmp_path)]
+    assert names == [f"--batch_size={n} --gradient_accumulation_steps={24 // n}" for n in (3, 6, 12, 24)]
 
 
 def test_figures_of_the_table_are_these():
