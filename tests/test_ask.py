@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from deskgpt.system.errors import ConfigError
 MODEL = flags(**TINY | {"n_layer": 1, "max_iters": 20, "eval_tokens": 512, "learning_rate": 6e-4})
 PYTHON = sys.executable
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
-LOGITS = "return self.lm_head(x)"
+CANNOT_RUN = {"* float('nan')": "is broken", "* missing": "name 'missing' is not defined", "+": "SyntaxError"}
 
 
 def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
@@ -93,17 +94,10 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("new", "why"),
-    [
-        (f"{LOGITS} * float('nan')", "is broken"),
-        (f"{LOGITS} * missing", "name 'missing' is not defined"),
-        (f"{LOGITS} +", "SyntaxError"),
-    ],
-)
-def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, new, why):
+@pytest.mark.parametrize(("added", "why"), CANNOT_RUN.items())
+def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, added, why):
     before = (ROOT / "model.py").read_bytes()
-    patch = patch_of("model.py", LOGITS, new, tmp_path)
+    patch = patch_of("model.py", "return self.lm_head(x)", f"return self.lm_head(x) {added}", tmp_path)
     done = script(*command(chars, tmp_path, "--b", str(patch)))
     assert done.code == 2
     assert why in done.err.splitlines()[-1]
@@ -203,50 +197,42 @@ def test_model_that_is_broken_from_the_start_has_no_loss(tmp_path):
     arm = Arm("b", "x.patch", tmp_path, "code", {})
     start = {"event": "start", "model_args": {"vocab_size": 65}}
     evaluation = {"event": "eval", "val_loss": 4.2}
-    for events in ([], [{"event": "eval", "val_loss": None}], [evaluation, {"event": "iter", "grad_norm": None}]):
+    for events in ([{"event": "eval", "val_loss": None}], [evaluation, {"event": "iter", "grad_norm": None}]):
         with pytest.raises(ValueError, match="is broken"):
             result(arm, [start, *events], has_diverged=True)
     steps = [{"event": "iter", "grad_norm": norm} for norm in (1.5, None)]
     assert result(arm, [start, evaluation, *steps], has_diverged=True)["val_loss"] == 4.2
 
 
-# ---- made-up runs: nothing is trained ------------------------------------------------------------------------
+def made_up(of_b: float, budget_s: float, min_effect: float | None = None) -> Question:
+    """Return a question whose runs end at 3.6 for a and at of_b for b, and noise."""
+    draw = random.Random(0)
 
-
-class MadeUp(Question):
-    """A question whose runs end at the losses that it is given, and noise."""
-
-    def __init__(self, of_a: float, of_b: float, budget_s: float, min_effect: float | None = None):
-        a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
-        trainer: Any = self
-        super().__init__(a, b, trainer, min_effect=min_effect, budget_s=budget_s, first_seed=1)
-        self.losses = {"a": of_a, "b": of_b}
-        self.draw = random.Random(0)
-
-    def run(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """Stand for Trainer.run."""
-        loss = self.losses[arm.label] + self.draw.gauss(0, 0.03)
+    def run(arm: Arm, seed: int) -> dict[str, Any]:
+        loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)
         return {"has_diverged": False, "val_loss": loss, "wall_s": 10.0}
+
+    trainer: Any = SimpleNamespace(run=run)
+    a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
+    return Question(a, b, trainer, min_effect, budget_s, first_seed=1)
 
 
 def test_small_budget_is_used_and_the_cost_says_what_a_difference_takes(capsys):
-    question = MadeUp(3.6, 3.2, 240.0, min_effect=0.01)  # enough for 0.4, but not for 0.01
+    question = made_up(3.2, 240.0, min_effect=0.01)  # enough for 0.4, but not for 0.01
     ask.ask(question)
     assert question.answer()["verdict"] == "better"
     line = capsys.readouterr().out.splitlines()[PILOT - 1]
     assert "a difference of 0.01 nats takes" in line
     assert "pays 12 at 20.0s a round" in line
-    question = MadeUp(1.9, 1.9, 100.0, min_effect=1e-6)
-    ask.ask(question)
-    assert (question.answer()["status"], question.rounds) == (3, 5)
-    question = MadeUp(1.9, 1.9, 1.0)
-    ask.ask(question)
-    assert question.rounds == PILOT
-    assert "takes" not in question.cost_line()  # without --min_effect
+    for budget_s, rounds in ((100.0, 5), (1.0, PILOT)):
+        question = made_up(3.6, budget_s)
+        ask.ask(question)
+        assert (question.answer()["status"], question.rounds) == (3, rounds)
+        assert "takes" not in question.cost_line()  # without --min_effect
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused():
-    question = MadeUp(1.9, 1.9, 1.0)
+    question = made_up(3.6, 1.0)
     question.runs = {"a": [{"eval_digest": "x"}, {}], "b": [{"eval_digest": None}]}
     question.check_windows()  # older code does not say it
     question.runs["b"].append({"eval_digest": "y"})

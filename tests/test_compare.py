@@ -24,9 +24,6 @@ EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png
 OWN = {"weight_norm/0": 3.25, EVIL: -7.0}  # numbers under names of a run's own
 
 
-# ---- logs ----------------------------------------------------------------------------------------------------
-
-
 def printed(path: Path, *lines: str) -> Run:
     """Return the run of which a program printed this."""
     path.write_text("\n".join(lines))
@@ -100,7 +97,7 @@ def test_a_resumed_or_rewound_run_counts_each_step_once_and_the_time_of_all_part
     assert_one_line(*run.notes, "1 unreadable")
 
 
-# ---- figures -------------------------------------------------------------------------------------------------
+# ---- comparisons ---------------------------------------------------------------------------------------------
 
 
 def rows_of(found: Comparison) -> dict[str, list[str]]:
@@ -150,9 +147,6 @@ def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_
     changed = compare(read_runs([a, b])).rows["What changed"]
     assert ["init_from", "scratch", "out-a"] in changed  # of the beginning, not of the resumed part
     assert "resume_changed" not in [row[0] for row in changed]
-
-
-# ---- which losses compare ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,9 +255,6 @@ def test_charts_are_of_all_that_is_logged_from_the_start_on(real, tmp_path):
 def test_runs_with_little_in_their_logs_have_a_page():
     for runs in ([Run("empty")], [Run("empty"), made_up("once", 1)]):
         assert "<h1>" in page.page(compare(runs))
-
-
-# ---- the scripts ---------------------------------------------------------------------------------------------
 
 
 def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, script):

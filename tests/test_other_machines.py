@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is 
 # As a user types it, but for the size of the model and of a step.
 RUN: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "dropout": 0.1, "device": "cuda"}
 RUN |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_tokens": 512}
-RUN |= {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3}
+RUN |= {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "log_interval": 1}
 DTYPES = {"T4": "float16", "RTX 3060": "bfloat16", "RTX 4070": "bfloat16", "RTX 5090": "bfloat16", "H100": "bfloat16"}
 # One card in CI: the one with a loss scale.
 CARDS = [pytest.param(card, marks=pytest.mark.slow if card == "T4" else pytest.mark.nightly) for card in DTYPES]

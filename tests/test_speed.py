@@ -23,9 +23,6 @@ from deskgpt.generate.trained import load
 from train import TrainConfig
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
-START = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "dtype": "bfloat16", "compiled": True}
-START |= {"tokens_per_step": 1000, "device": "a CPU"}
-
 # Stands for a checkout of nanoGPT, which cannot be had offline: takes its settings and prints its lines.
 NANOGPT = """
 import os, sys, time
@@ -84,7 +81,9 @@ def test_batch_sizes_of_a_grid_keep_the_tokens_of_a_step(tmp_path):
 
 
 def test_figures_of_the_table_are_these():
-    ours = Contestant("ours", [], Path(), start=START, first_s=[3.0, 1.0], peak_bytes=[2 * 10**9, 10**9])
+    start = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "tokens_per_step": 1000}
+    start |= {"dtype": "bfloat16", "compiled": True}
+    ours = Contestant("ours", [], Path(), start=start, first_s=[3.0, 1.0], peak_bytes=[2 * 10**9, 10**9])
     ours.rounds_ms = [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]]
     peer = Contestant("peer", [], Path(), start={"compiled": False}, first_s=[3.0, 1.0])
     peer.rounds_ms = [[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]]
@@ -149,12 +148,6 @@ def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script):
     assert done.code == 1
     assert "no time was left for first, tests" in done.out
     assert page.read_text() == text
-
-
-@pytest.mark.nightly
-def test_all_stages_pass_at_toy_sizes(tmp_path, script):
-    done = script("bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}")
-    assert done.code == 0, next(tmp_path.glob("*/page.md")).read_text()
 
 
 # ---- evaluate.py ---------------------------------------------------------------------------------------------

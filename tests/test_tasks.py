@@ -34,7 +34,6 @@ case "$*" in
   *fails*) exit 3;;
 esac
 """
-LISTS = ("constraints.txt", "requirements.txt", "requirements-dev.txt")
 
 
 class Machine:
@@ -46,8 +45,8 @@ class Machine:
         self.python = folder / "python3"
         self.python.write_text(PYTHON.replace("FOLDER", str(folder)))
         self.python.chmod(0o755)
-        for name in LISTS:
-            shutil.copy(ROOT / name, folder)
+        for name in ("constraints", "requirements", "requirements-dev"):
+            shutil.copy(ROOT / f"{name}.txt", folder)
         (folder / "matmul").write_text("cpu 2.0\n")
 
     def calls(self) -> list[str]:
