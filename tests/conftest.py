@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,12 @@ def files_of_at_most(kib: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """Copy the repository into a folder, without its history and what git ignores. Return the copy."""
+    ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
+    return Path(shutil.copytree(ROOT, folder / "deskgpt", ignore=ignored))
 
 
 TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")

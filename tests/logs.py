@@ -11,15 +11,9 @@ from deskgpt.run.log import read_events
 
 SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
 SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
-START: dict[str, Any] = {
-    "parameters": 120.0,
-    "flops_per_token": 1000,
-    "device": "a chip",
-    "dtype": "float32",
-    "compiled": False,
-}
-START |= {"residual_dtype": "float32", "cpu_kernels": False, "world_size": 1, "peak_flops": 4e6, "git_commit": "abc"}
-START |= {"peak_source": "measured", "tokenizer": "char", "train_tokens": 9000, "val_sha256": "f00"}
+START: dict[str, Any] = {"parameters": 120.0, "flops_per_token": 1000, "peak_flops": 4e6, "peak_source": "measured"}
+START |= {"device": "a chip", "dtype": "float32", "compiled": False, "residual_dtype": "float32", "cpu_kernels": False}
+START |= {"world_size": 1, "git_commit": "abc", "tokenizer": "char", "train_tokens": 9000, "val_sha256": "f00"}
 
 
 def log(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +29,7 @@ from deskgpt.system.errors import ConfigError
 MODEL = flags(**TINY | {"n_layer": 1, "max_iters": 20, "eval_tokens": 512, "learning_rate": 6e-4})
 PYTHON = sys.executable
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
-LOGITS = "return self.lm_head(x)"
+CANNOT_RUN = {"* float('nan')": "is broken", "* missing": "name 'missing' is not defined", "+": "SyntaxError"}
 
 
 def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
@@ -40,40 +43,33 @@ def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
     return patch
 
 
-class Asking:
-    """Asks in this process; the runs are processes of a Python that has imported torch already."""
-
-    def __init__(self, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.common = [*MODEL, f"--dataset={data}", f"--ledger={folder}"]
-        self.folder = folder
-        self.monkeypatch = monkeypatch
-
-    def __call__(self, *words: str) -> dict[str, Any]:
-        """Return the answer that the ledger keeps."""
-        self.monkeypatch.setattr(sys, "argv", ["bench/ask.py", *self.common, *words])
-        status = ask.main()
-        found = read_events(self.folder / "ledger.jsonl")[-1]
-        assert found["status"] == status
-        return found
-
-    def runs(self) -> dict[str, float]:
-        """Return when each finished run ended, by its folder."""
-        return {path.parent.name: path.stat().st_mtime for path in self.folder.glob("runs/*/result.json")}
+def command(data: Path, ledger: Path, *words: str) -> list[str]:
+    return ["bench/ask.py", *MODEL, f"--dataset={data}", f"--ledger={ledger}", *words]
 
 
-@pytest.fixture(scope="session")
+def runs_in(ledger: Path) -> dict[str, float]:
+    """Return when each finished run ended, by its folder."""
+    return {path.parent.name: path.stat().st_mtime for path in ledger.glob("runs/*/result.json")}
+
+
+@pytest.fixture(scope="module")
 def ledger(tmp_path_factory) -> Path:
     """Of all questions: each run takes a second, and most questions have the same arm a."""
-    return tmp_path_factory.mktemp("ledger")
+    return Path(tmp_path_factory.mktemp("ledger"))
 
 
 @pytest.fixture
-def asking(python, chars, ledger, monkeypatch) -> Asking:
+def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
+    """Return a function that asks and returns the answer that the ledger keeps. Its runs start in a moment."""
     monkeypatch.setattr(sys, "executable", str(python))
-    return Asking(chars, ledger, monkeypatch)
 
+    def answer(ledger: Path, *words: str) -> dict[str, Any]:
+        done = script(*command(chars, ledger, *words))
+        found = read_events(ledger / "ledger.jsonl")[-1]
+        assert found["status"] == done.code, done.err
+        return found
 
-# ---- real runs -----------------------------------------------------------------------------------------------
+    return answer
 
 
 @pytest.mark.nightly
@@ -86,30 +82,23 @@ def asking(python, chars, ledger, monkeypatch) -> Asking:
         (["--b", "--learning_rate=1e30"], ["worse", "open"]),  # after 20 steps a barely beats guessing
     ],
 )
-def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, words, verdicts):
-    found = asking(*words)
+def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, words, verdicts):
+    found = asking(ledger, *words)
     assert found["verdict"] in verdicts
     assert ("diverged and count as guessing" in found["sentence"]) == ("1e30" in str(words))
     assert ("interval +0.0000 to +0.0000" in found["sentence"]) == ("batch_size" in str(words))
-    runs = asking.runs()
-    assert asking(*words) == found
-    assert asking.runs() == runs
-    assert {path.name for path in asking.folder.iterdir()} == {"ledger.jsonl", "runs"}  # no code
+    runs = runs_in(ledger)
+    assert asking(ledger, *words) == found
+    assert runs_in(ledger) == runs
+    assert {path.name for path in ledger.iterdir()} == {"ledger.jsonl", "runs"}  # no code
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("new", "why"),
-    [
-        (f"{LOGITS} * float('nan')", "is broken"),
-        (f"{LOGITS} * missing", "name 'missing' is not defined"),
-        (f"{LOGITS} +", "SyntaxError"),
-    ],
-)
-def test_arm_that_cannot_run_is_an_error_and_no_answer(asking, script, tmp_path, new, why):
-    patch = patch_of("model.py", LOGITS, new, tmp_path)
+@pytest.mark.parametrize(("added", "why"), CANNOT_RUN.items())
+def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, added, why):
     before = (ROOT / "model.py").read_bytes()
-    done = script("bench/ask.py", *asking.common, "--b", patch)
+    patch = patch_of("model.py", "return self.lm_head(x)", f"return self.lm_head(x) {added}", tmp_path)
+    done = script(*command(chars, tmp_path, "--b", str(patch)))
     assert done.code == 2
     assert why in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
@@ -119,24 +108,20 @@ def test_arm_that_cannot_run_is_an_error_and_no_answer(asking, script, tmp_path,
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
-def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(asking, tmp_path, chars, monkeypatch):
-    undisturbed = asking(*BETTER)
-    asking = Asking(chars, tmp_path / "killed", monkeypatch)
-    command = [PYTHON, "bench/ask.py", *asking.common, "--budget=1s"]
-    process = subprocess.Popen([*command, *BETTER], cwd=ROOT, process_group=0)
-    until(lambda: bool(asking.runs()))
+def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(asking, ledger, tmp_path, chars):
+    undisturbed = asking(ledger, *BETTER)
+    words = [PYTHON, *command(chars, tmp_path, "--budget=1s")]
+    process = subprocess.Popen([*words, *BETTER], cwd=ROOT, process_group=0)
+    until(lambda: bool(runs_in(tmp_path)))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    kept = asking.runs()
-    other = subprocess.Popen([*command, "--b", "--learning_rate=2e-2"], cwd=ROOT)
-    found = asking(*BETTER)
+    kept = runs_in(tmp_path)
+    other = subprocess.Popen([*words, "--b", "--learning_rate=2e-2"], cwd=ROOT)
+    found = asking(tmp_path, *BETTER)
     assert found["values"] == undisturbed["values"]
     assert other.wait() == 3
-    assert kept.items() <= asking.runs().items()
-    assert len(asking.runs()) == 2 * len(found["values"]["b"]) + PILOT
-
-
-# ---- arms, data and runs -------------------------------------------------------------------------------------
+    assert kept.items() <= runs_in(tmp_path).items()
+    assert len(runs_in(tmp_path)) == 2 * len(found["values"]["b"]) + PILOT
 
 
 @pytest.mark.slow
@@ -160,6 +145,28 @@ def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
     assert script("bench/ask.py", *BETTER).code == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"bench/questions/{path.name}" for path in (ROOT / "bench/questions").glob("*")])
+def test_stored_questions_can_be_asked_and_compare_equal_work(name, python, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert f"`python bench/ask.py @{name}`" in (ROOT / "docs/answers.md").read_text(encoding="utf-8")
+    with folder_for_worktrees(tmp_path) as below:
+        arms = ask.make_arms(*ask.read_arguments([f"@{name}"]), below)
+    sizes = ("batch_size", "gradient_accumulation_steps", "block_size", "max_iters")
+    assert len({math.prod(arm.settings[size] for size in sizes) for arm in arms}) == 1
+
+
+def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
+    file = tmp_path / "question.txt"
+    file.write_text("# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n--b '--n_layer=2 --bias=True'\n--seed=1")
+    a, common = ask.read_arguments([f"@{file}", "--min_effect=3", "--b", "--n_layer=4", "--seed=2"])
+    assert (a.b, a.min_effect) == ("--n_layer=4", 3)
+    assert common == ["config/x.py", "--seed=1", "--seed=2"]
+    with raises_one_line("missing.txt", kind=ConfigError):
+        ask.read_arguments([f"@{tmp_path / 'missing.txt'}"])
+
+
 def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
     kernels = "deskgpt/kernels/cpu_kernels.cpp"
     line = (ROOT / kernels).read_text().splitlines()[0]
@@ -179,62 +186,53 @@ def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
 
 
 def test_data_have_a_digest_of_their_content(chars, tmp_path):
-    shutil.copytree(chars, tmp_path / "copy")
-    assert data_digest(tmp_path / "copy") == data_digest(chars)
-    with open(tmp_path / "copy" / "val.bin", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\1")
-    assert data_digest(tmp_path / "copy") != data_digest(chars)
+    folder = shutil.copytree(chars, tmp_path / "copy")
+    assert data_digest(folder) == data_digest(chars)
+    content = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(content[:-1] + b"\1")
+    assert data_digest(folder) != data_digest(chars)
 
 
 def test_model_that_is_broken_from_the_start_has_no_loss(tmp_path):
     arm = Arm("b", "x.patch", tmp_path, "code", {})
     start = {"event": "start", "model_args": {"vocab_size": 65}}
     evaluation = {"event": "eval", "val_loss": 4.2}
-    for events in ([], [{"event": "eval", "val_loss": None}], [evaluation, {"event": "iter", "grad_norm": None}]):
+    for events in ([{"event": "eval", "val_loss": None}], [evaluation, {"event": "iter", "grad_norm": None}]):
         with pytest.raises(ValueError, match="is broken"):
             result(arm, [start, *events], has_diverged=True)
     steps = [{"event": "iter", "grad_norm": norm} for norm in (1.5, None)]
     assert result(arm, [start, evaluation, *steps], has_diverged=True)["val_loss"] == 4.2
 
 
-# ---- made-up runs: nothing is trained ------------------------------------------------------------------------
+def made_up(of_b: float, budget_s: float, min_effect: float | None = None) -> Question:
+    """Return a question whose runs end at 3.6 for a and at of_b for b, and noise."""
+    draw = random.Random(0)
 
-
-class MadeUp(Question):
-    """A question whose runs end at the losses that it is given, and noise."""
-
-    def __init__(self, of_a: float, of_b: float, budget_s: float, min_effect: float | None = None):
-        a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
-        trainer: Any = self
-        super().__init__(a, b, trainer, min_effect=min_effect, budget_s=budget_s, first_seed=1)
-        self.losses = {"a": of_a, "b": of_b}
-        self.draw = random.Random(0)
-
-    def run(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """Stand for Trainer.run."""
-        loss = self.losses[arm.label] + self.draw.gauss(0, 0.03)
+    def run(arm: Arm, seed: int) -> dict[str, Any]:
+        loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)
         return {"has_diverged": False, "val_loss": loss, "wall_s": 10.0}
+
+    trainer: Any = SimpleNamespace(run=run)
+    a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
+    return Question(a, b, trainer, min_effect, budget_s, first_seed=1)
 
 
 def test_small_budget_is_used_and_the_cost_says_what_a_difference_takes(capsys):
-    question = MadeUp(3.6, 3.2, 240.0, min_effect=0.01)  # enough for 0.4, but not for 0.01
+    question = made_up(3.2, 240.0, min_effect=0.01)  # enough for 0.4, but not for 0.01
     ask.ask(question)
     assert question.answer()["verdict"] == "better"
     line = capsys.readouterr().out.splitlines()[PILOT - 1]
     assert "a difference of 0.01 nats takes" in line
     assert "pays 12 at 20.0s a round" in line
-    question = MadeUp(1.9, 1.9, 100.0, min_effect=1e-6)
-    ask.ask(question)
-    assert (question.answer()["status"], question.rounds) == (3, 5)
-    question = MadeUp(1.9, 1.9, 1.0)
-    ask.ask(question)
-    assert question.rounds == PILOT
-    assert "takes" not in question.cost_line()  # without --min_effect
+    for budget_s, rounds in ((100.0, 5), (1.0, PILOT)):
+        question = made_up(3.6, budget_s)
+        ask.ask(question)
+        assert (question.answer()["status"], question.rounds) == (3, rounds)
+        assert "takes" not in question.cost_line()  # without --min_effect
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused():
-    question = MadeUp(1.9, 1.9, 1.0)
+    question = made_up(3.6, 1.0)
     question.runs = {"a": [{"eval_digest": "x"}, {}], "b": [{"eval_digest": None}]}
     question.check_windows()  # older code does not say it
     question.runs["b"].append({"eval_digest": "y"})

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import string
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, tiny
+from conftest import tiny, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -29,11 +27,12 @@ pytestmark = [
 ]
 SCREENS = {"light": (1280, 900), "dark": (390, 844)}  # a laptop and a phone, by colour scheme
 BACKGROUND = {"light": range(200, 256), "dark": range(80)}  # of a page's red, green and blue
+each_screen = pytest.mark.parametrize("scheme", SCREENS)
 
 
 @contextmanager
-def browser(scheme: str) -> Iterator[Any]:
-    """A headless Chromium of this colour scheme and its screen's size."""
+def browser(scheme: str, address: str) -> Iterator[Any]:
+    """A headless Chromium of this colour scheme and its screen's size, with a page that fits into it."""
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     for flag in ("headless", "no-sandbox", "disable-background-networking", "disable-component-update", "disable-sync"):
@@ -46,153 +45,120 @@ def browser(scheme: str) -> Iterator[Any]:
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     try:
+        driver.get(address)
         yield driver
+        wider = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert driver.execute_script(wider) <= 0
+        background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        colours = map(int, re.findall(r"\d+", background)[:3])
+        assert address.startswith("file:") or all(colour in BACKGROUND[scheme] for colour in colours), background
         assert driver.get_log("browser") == []  # no error, no refused request
     finally:
         driver.quit()
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """Return the first true value of the condition."""
-    end = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return value
-
-
-def assert_fits(driver: Any) -> None:
-    """Nothing is wider than the window."""
-    wider = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert driver.execute_script(wider) <= 0
-
-
-def assert_has_colours(driver: Any, scheme: str) -> None:
-    background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert all(int(part) in BACKGROUND[scheme] for part in re.findall(r"\d+", background)[:3]), background
+# ---- pages about runs ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def pages(chars, tmp_path_factory) -> dict[str, Path]:
-    """The pages of report.py, while a run trains and after it, and of compare.py."""
-    folder = tmp_path_factory.mktemp("pages")
-    done, training = folder / "done", folder / "training"
-    for seed, out_dir in enumerate((done, training)):
-        train.main(tiny(chars, out_dir, seed=seed, max_iters=30, eval_interval=10, sample_interval=1))
-    both = folder / "compare.html"
-    log = training / "log.jsonl"
-    subprocess.run([sys.executable, "bench/compare.py", done, training, "--html", both], cwd=ROOT, check=True)
-    log.write_text("".join(log.read_text().splitlines(True)[:8]))  # the first steps, as while it trains
-    for out_dir in (done, training):
-        subprocess.run([sys.executable, "bench/report.py", out_dir], cwd=ROOT, check=True)
-    return {"report": done / "report.html", "live": training / "report.html", "compare": both}
+def runs(chars, tmp_path_factory) -> tuple[Path, Path]:
+    """Two runs, the second one while it trains."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("done", "training"):
+        train.main(tiny(chars, folder / name, max_iters=30, eval_interval=10, sample_interval=1))
+    log = folder / "training" / "log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(True)[:8]))
+    return folder / "done", folder / "training"
 
 
-@pytest.mark.parametrize("scheme", SCREENS)
-@pytest.mark.parametrize("name", ["report", "live", "compare"])
-def test_page_about_runs_draws_its_charts_in_the_window(pages, name, scheme):
-    with browser(scheme) as driver:
-        driver.get(pages[name].as_uri())
-        wait_for(lambda: driver.find_elements("css selector", ".main-svg"))
+@each_screen
+@pytest.mark.parametrize("name", ["done", "training", "both"])
+def test_page_about_runs_draws_its_charts_in_the_window(runs, name, scheme, script):
+    done, training = runs
+    page = done.parent / name / "report.html"
+    words = ["bench/report.py", page.parent]
+    if name == "both":
+        page = done.parent / "compare.html"
+        words = ["bench/compare.py", done, training, "--html", page]
+    assert script(*words).code == 0
+    with browser(scheme, page.as_uri()) as driver:
+        until(lambda: bool(driver.find_elements("css selector", ".main-svg")))
         charts = driver.find_elements("css selector", ".plotly-graph-div")
         assert charts
         for chart in charts:
             assert chart.find_elements("css selector", "path.js-line, g.point path, .trace path")
-        assert_fits(driver)
 
 
-@contextmanager
-def served(out_dir: Path, *args: str) -> Iterator[str]:
-    """The address that `sample.py --serve` prints."""
-    command = [sys.executable, "-u", "sample.py", f"--out_dir={out_dir}", "--serve", "--device=cpu", *args]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert server.stdout is not None
-        printed = []
-        for line in server.stdout:
-            printed.append(line)
-            if "http://" in line:
-                break
-        address = re.search(r"http://127\S+", printed[-1])
-        assert address is not None, printed
-        yield address.group()
-    finally:
-        server.terminate()
-        server.wait()
+# ---- the playground --------------------------------------------------------------------------------------------
 
 
-def text_of(driver: Any) -> str:
-    return driver.find_element("css selector", ".text").text
+def serve(begin: Callable[..., Any], out_dir: Path, *args: str) -> str:
+    """Return the address that `sample.py --serve` prints."""
+    terminal = out_dir / "terminal"
+    words = [sys.executable, "-u", "sample.py", f"--out_dir={out_dir}", "--serve", "--device=cpu", "--port=0", *args]
+    begin(terminal, *words)
+    until(lambda: re.search(r"http://127\S+\s", terminal.read_text()) is not None)
+    return re.findall(r"http://127\S+", terminal.read_text())[0]
 
 
-def status_of(driver: Any) -> str:
-    return driver.find_element("css selector", ".status").text
+def set_fields(driver: Any, **values: Any) -> None:
+    for name, value in values.items():
+        driver.execute_script(f"document.getElementsByName('{name}')[0].value = arguments[0]", value)
 
 
-def set_field(driver: Any, name: str, value: Any) -> None:
-    driver.execute_script(f"document.getElementsByName('{name}')[0].value = arguments[0]", value)
+def wait_for_status(driver: Any, beginning: str) -> None:
+    until(lambda: driver.find_element("css selector", ".status").text.startswith(beginning))
 
 
-@pytest.mark.parametrize("scheme", SCREENS)
-def test_playground_writes_stops_and_repeats_a_text(tmp_path, scheme):
+@each_screen
+def test_playground_writes_stops_and_repeats_a_text(begin, tmp_path, scheme):
     from selenium.webdriver.common.keys import Keys
 
-    out_dir = tmp_path / "run"
-    saved(out_dir, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
-    with served(out_dir, "--port=0", "--start=the ") as address, browser(scheme) as driver:
-        driver.get(address)
+    saved(tmp_path, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
+    address = serve(begin, tmp_path, "--start=the ")
+    with browser(scheme, address) as driver:
         button = driver.find_element("id", "generate")
-        wait_for(button.is_enabled)
-        prompt = driver.find_element("name", "prompt")
+        until(button.is_enabled)
         texts = []
         for seed in (1, 1, 2):
-            set_field(driver, "prompt", "the ")
-            set_field(driver, "max_new_tokens", 30)
-            set_field(driver, "seed", seed)
-            prompt.send_keys(Keys.CONTROL, Keys.ENTER)
-            wait_for(lambda: status_of(driver).startswith("30 of 30 tokens"))
-            texts.append(text_of(driver))
+            set_fields(driver, prompt="the ", max_new_tokens=30, seed=seed)
+            driver.find_element("name", "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
+            wait_for_status(driver, "30 of 30 tokens")
+            texts.append(driver.find_element("css selector", ".text").text)
             driver.execute_script("document.querySelector('.status').textContent = ''")
         assert texts[0] == texts[1] != texts[2]
-        assert_fits(driver)
-        assert_has_colours(driver, scheme)
 
-        token = driver.find_element("css selector", ".token")
-        token.send_keys(Keys.ARROW_RIGHT)
+        driver.find_element("css selector", ".token").send_keys(Keys.ARROW_RIGHT)
         assert driver.find_element("id", "tip").is_displayed()  # the probabilities of the second token
-        set_field(driver, "max_new_tokens", 100_000)
+        set_fields(driver, max_new_tokens=100_000)
         button.click()
-        wait_for(lambda: driver.find_elements("css selector", ".token"))
+        until(lambda: bool(driver.find_elements("css selector", ".token")))
         driver.find_element("css selector", "body").send_keys(Keys.ESCAPE)
-        wait_for(lambda: status_of(driver).startswith("stopped after"))
+        wait_for_status(driver, "stopped after")
         button.click()
-        wait_for(lambda: status_of(driver).startswith("writing"))
+        wait_for_status(driver, "writing")
         driver.get("about:blank")  # the reader leaves while a text is written
         driver.get(address)
         button = driver.find_element("id", "generate")
-        wait_for(button.is_enabled)
-        set_field(driver, "max_new_tokens", 5)
+        until(button.is_enabled)
+        set_fields(driver, max_new_tokens=5)
         button.click()
-        wait_for(lambda: status_of(driver).startswith("5 of 5 tokens"))
+        wait_for_status(driver, "5 of 5 tokens")
 
 
-@pytest.mark.parametrize("scheme", SCREENS)
-def test_chat_answers_and_answers_again(tmp_path, scheme):
+@each_screen
+def test_chat_answers_and_answers_again(begin, tmp_path, scheme):
     from selenium.webdriver.common.keys import Keys
 
-    out_dir = tmp_path / "run"
-    saved(out_dir, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
-    with served(out_dir, "--port=0", "--chat", "--max_new_tokens=20") as address, browser(scheme) as driver:
-        driver.get(address)
-        wait_for(driver.find_element("id", "generate").is_enabled)
+    saved(tmp_path, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
+    with browser(scheme, serve(begin, tmp_path, "--chat", "--max_new_tokens=20")) as driver:
+        until(driver.find_element("id", "generate").is_enabled)
         driver.find_element("name", "prompt").send_keys("Who is there?", Keys.ENTER)
         again = driver.find_element("id", "again")
-        wait_for(again.is_enabled)
+        until(again.is_enabled)
         first = driver.find_element("css selector", ".assistant").text
         again.click()
-        wait_for(again.is_enabled)
+        until(again.is_enabled)
         assert [x.text for x in driver.find_elements("css selector", ".user")] == ["Who is there?"]
         (second,) = driver.find_elements("css selector", ".assistant")
         assert second.text != first
-        assert_fits(driver)
-        assert_has_colours(driver, scheme)

@@ -1,42 +1,115 @@
-"""compare.py: figures worked out by hand, which losses compare, at which amount, and how often a winner is wrong."""
+"""Logs of runs as they are found, compare.py's figures worked out by hand, and report.py's pages."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import assert_one_line
-from logs import log, rewrite
+from conftest import assert_one_line, tiny
+from logs import TIMES, log, nanogpt, rewrite
 
-from bench.analysis.logs import Run, read_runs
+import train
+from bench.analysis import page
+from bench.analysis.logs import Run, read_run, read_runs
+from bench.analysis.table import Group
 from bench.analysis.verdict import Comparison, compare
+from deskgpt.run.log import read_events
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
 CURVE = {0: 4.0, 100: 3.0, 200: 2.5}
+EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
+OWN = {"weight_norm/0": 3.25, EVIL: -7.0}  # numbers under names of a run's own
 
 
-def compared(*paths: str) -> tuple[dict[str, list[str]], str]:
-    """Return ({label: cells} of all tables, the headline)."""
-    found = compare(read_runs([*paths]))
-    return rows_of(found), found.headline
+def printed(path: Path, *lines: str) -> Run:
+    """Return the run of which a program printed this."""
+    path.write_text("\n".join(lines))
+    return read_run(str(path))
+
+
+def test_evaluation_is_taken_out_of_nanogpts_times_and_mfu(tmp_path):
+    about = ("number of parameters: 1.50M", "tokens per iteration will be: 1,000")
+    run = printed(tmp_path / "log.txt", *about, nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0))
+    assert run.tokens_per_step == 1000
+    assert run.step_ms == [1000, 1010, 990, 1000, 1000, 1000, 1000]
+    assert run.start["nanogpt_mfu"] == pytest.approx(0.2, rel=1e-3)  # printed last: 15.9%
+    # 0.2 of 312 TFLOP/s for a second, and 1000 tokens
+    assert run.flops_per_token == pytest.approx(0.2 * 312e12 / 1000, rel=1e-3)
+    assert run.start["parameters"] == 1.5e6
+    assert run.evals[1]["train_s"] == 40.0
+
+
+def test_flops_of_a_nanogpt_run_on_several_gpus_are_those_of_all(tmp_path):
+    of_8 = 854.8e6 * 491520 / 8 / 0.25 / 312e12  # the MFU of GPT-2 in steps of 250 ms
+    about = ("tokens per iteration will be: 491,520", "number of parameters: 123.59M")
+    steps = [f"iter {i}: loss 3.0, time 250.00ms, mfu {100 * of_8:.2f}%" for i in range(10, 200, 10)]
+    run = printed(tmp_path / "log.txt", *about, *steps)
+    assert run.flops_per_token == pytest.approx(854.8e6, rel=1e-3)
+    assert_one_line(*run.notes, "8 GPUs")
+
+
+def test_settings_that_nanogpt_prints_are_read(tmp_path):
+    lines = ["Overriding config with config/train_x.py:", "# a comment", "learning_rate = 1e-3 # a reason"]
+    lines += ["wandb_project='x'", "gradient_accumulation_steps = 5 * 8", "mine = 3", "Overriding: max_iters = 200"]
+    lines += ["Overriding: compile = False", "using fused AdamW: True", "step 0: train loss 4.0, val loss 4.0"]
+    known = {"learning_rate": 1e-3, "wandb_project": "x", "max_iters": 200, "compile": False}
+    # What is not a plain value, a setting or before the first step is not known.
+    assert printed(tmp_path / "log.txt", *lines, "n_layer = 3").settings == known
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])  # PowerShell writes the latter
+def test_damaged_printed_logs_are_read_as_far_as_they_go(tmp_path, encoding):
+    text = nanogpt(TIMES, (0, 40, 80), peak_share_ms=200.0)
+    lines = [f"| 12:00 {line}" for line in text.splitlines()]
+    lines.insert(5, "UserWarning: iter is deprecated\n  warnings.warn(")
+    lines.insert(9, "\ufffd\x00%%% step 7")
+    lines.append("iter 95: loss 3.1, ti")  # cut off
+    (tmp_path / "damaged.txt").write_bytes("\r\n".join(lines).encode(encoding) + b"\xff\xfe")
+    a = printed(tmp_path / "clean.txt", text)
+    b = read_run(str(tmp_path / "damaged.txt"))
+    assert (a.iters, a.evals, a.notes) == (b.iters, b.evals, b.notes)
+
+
+def test_a_printed_log_that_continues_after_a_restart_counts_each_step_once(tmp_path):
+    first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
+    run = printed(tmp_path / "log.txt", nanogpt(first, (0, 40), 200.0), nanogpt(second, (40, 80), 200.0))
+    assert [e["iter"] for e in run.iters] == list(TIMES)
+    assert [e["iter"] for e in run.evals] == [0, 40, 80]
+    assert_one_line(*run.notes, "begins 2 times")
+
+
+@pytest.mark.parametrize("kind", ["start", "rewind"])
+def test_a_resumed_or_rewound_run_counts_each_step_once_and_the_time_of_all_parts(tmp_path, kind):
+    file = Path(log(tmp_path / "a", {0: 4.0, 10: 3.0, 20: 2.5}), "log.jsonl")
+    lines = file.read_text().splitlines()
+    start, *later = [e for e in read_events(file) if e["event"] == "start" or e["iter"] >= 10]
+    before_s = 1.0 if kind == "start" else 0.0  # a resumed run counts its seconds from 0
+    again = [start | {"event": kind, "iter": 10}]
+    again += [e | {"train_s": e.get("train_s", 1) - before_s} for e in later]
+    run = printed(file, *lines[:16], '{"event": "iter", "it', *map(json.dumps, again))
+    assert [e["iter"] for e in run.iters] == list(range(20))
+    assert [e["iter"] for e in run.evals] == [0, 10, 20]
+    assert run.iters[-1]["train_s"] == pytest.approx(2.0)
+    assert sum(e["eval_s"] for e in run.evals) == 6.0  # of both parts
+    assert_one_line(*run.notes, "1 unreadable")
+
+
+# ---- comparisons ---------------------------------------------------------------------------------------------
 
 
 def rows_of(found: Comparison) -> dict[str, list[str]]:
+    """Return {label: cells} of all tables."""
     return {row[0]: row[1:] for _, *of_table in found.tables().values() for row in of_table}
-
-
-# ---- figures -------------------------------------------------------------------------------------------------
 
 
 def test_every_column_is_what_it_is_by_hand(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, ms=100)
     split: dict[str, Any] = {"batch_size": 8, "gradient_accumulation_steps": 1}
     b = log(tmp_path / "b", {0: 4.0, 100: 2.8, 400: 1.0}, ms=200, flops_per_token=3000, **split)
-    rows, headline = compared(a, b)
+    found = compare(read_runs([a, b]))
     expected = {
         "batch_size": ["4", "8"],
         "gradient_accumulation_steps": ["2", "1"],
@@ -50,8 +123,8 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
         # B between 100 and 400 steps of 64 tokens is linear in the logarithm: halfway at 200
         "val loss after 12,800 tokens": ["2.0000", "1.9000"],
     }
-    assert {name: rows[name] for name in expected} == expected
-    assert headline == "The val loss after 12,800 tokens, less that of A: B -0.1000 ± ?"
+    assert rows_of(found).items() >= expected.items()
+    assert found.headline == "The val loss after 12,800 tokens, less that of A: B -0.1000 ± ?"
 
 
 def test_a_loss_that_is_not_a_number_has_a_note_and_such_a_run_is_not_compared_at_an_earlier_step(tmp_path):
@@ -74,9 +147,6 @@ def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_
     changed = compare(read_runs([a, b])).rows["What changed"]
     assert ["init_from", "scratch", "out-a"] in changed  # of the beginning, not of the resumed part
     assert "resume_changed" not in [row[0] for row in changed]
-
-
-# ---- which losses compare ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,10 +174,7 @@ def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(tmp_p
 def test_runs_of_unknown_data_do_not_compare_if_untrained_models_differ(tmp_path):
     a = log(tmp_path / "a", CURVE, val_sha256=None)
     b = log(tmp_path / "b", {0: 10.8, 100: 3.0, 200: 1.5}, val_sha256=None)
-    assert_one_line(compared(a, b)[1], "not comparable", "step 0", "A 4.00", "B 10.80")
-
-
-# ---- repeats, and the amount at which losses are compared ----------------------------------------------------
+    assert_one_line(compare(read_runs([a, b])).headline, "not comparable", "step 0", "A 4.00", "B 10.80")
 
 
 def seeds(folder: Path, n: int, last: float, **changed: Any) -> list[str]:
@@ -119,58 +186,92 @@ def seeds(folder: Path, n: int, last: float, **changed: Any) -> list[str]:
 def test_repeats_are_compared_with_their_interval(tmp_path):
     a = seeds(tmp_path / "a", 3, 2.5)
     b = seeds(tmp_path / "b", 3, 2.3, n_layer=3)
-    assert compared(*a)[1] == "The runs differ in nothing but their seed (A+B+C: repeats, seeds 0, 1, 2)"
-    rows, headline = compared(*a, *b)
-    assert rows["lowest val loss"][0] == f"2.5100 ± {4.303 * 0.01 / 3**0.5:.4f} (n=3)"
+    alone = "The runs differ in nothing but their seed (A+B+C: repeats, seeds 0, 1, 2)"
+    assert compare(read_runs(a)).headline == alone
+    found = compare(read_runs(a + b))
+    assert rows_of(found)["lowest val loss"][0] == f"2.5100 ± {4.303 * 0.01 / 3**0.5:.4f} (n=3)"
     # 2.776 x sqrt(2/3) x 0.01
-    assert headline == "The val loss after 12,800 tokens, less that of A+B+C: D+E+F -0.2000 ± 0.0227"
+    assert found.headline == "The val loss after 12,800 tokens, less that of A+B+C: D+E+F -0.2000 ± 0.0227"
 
 
 def test_steps_of_unequal_tokens_are_compared_at_equal_tokens(tmp_path):
     a = seeds(tmp_path / "a", 2, 2.5, max_iters=800)
     b = [log(tmp_path / f"b{i}", {0: 4.0, 100: 2.9, 200: 2.4}, batch_size=8, seed=i) for i in range(2)]
     # B has read as much as A after 100 steps. It is better after 200 steps of twice the tokens, which do not count.
-    assert_one_line(compared(*a, *b)[1], "after 12,800 tokens, less that of A+B: C+D +0.3950 ± ")
+    assert_one_line(compare(read_runs(a + b)).headline, "after 12,800 tokens, less that of A+B: C+D +0.3950 ± ")
 
 
 def test_schedules_of_unequal_length_are_not_compared_and_those_of_equal_minutes_are_repeats(tmp_path):
-    a = seeds(tmp_path / "a", 2, 2.5, max_iters=200)
-    b = seeds(tmp_path / "b", 2, 2.5, max_iters=400)
-    rows, headline = compared(*a, *b)
-    assert rows["max_iters"] == ["200", "400"]
-    assert_one_line(headline, "not compared", "unequal tokens")
+    runs = [path for n in (200, 400) for path in seeds(tmp_path / f"{n}", 2, 2.5, max_iters=n)]
+    found = compare(read_runs(runs))
+    assert rows_of(found)["max_iters"] == ["200", "400"]
+    assert_one_line(found.headline, "not compared", "unequal tokens")
     minutes = [log(tmp_path / f"{i}", CURVE, seed=i, max_iters=300 + i, settings={"max_minutes": 3.0}) for i in (1, 2)]
-    assert "differ in nothing but their seed" in compared(*minutes)[1]
+    assert "differ in nothing but their seed" in compare(read_runs(minutes)).headline
 
 
-# ---- how often a winner is wrong -----------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------------------------------
 
 
-def has_winner(a: list[float], b: list[float]) -> bool:
-    """Return whether the interval of runs with these last losses, of two settings, leaves out zero."""
-    runs: list[Run] = []
-    for decay, of_group in ((0.1, a), (0.2, b)):
-        for loss in of_group:
-            evals = [{"iter": i, "val_loss": y, "tokens": i} for i, y in ((0, 4.0), (100, loss))]
-            runs.append(Run(f"{len(runs)}", {"weight_decay": decay, "seed": len(runs)}, {"device": "cpu"}, [], evals))
-    gap, half = re.findall(r"[-+](\d\.\d+) ± (\S+)", compare(runs).headline)[0]
-    return half != "?" and float(gap) > float(half)
+def made_up(name: str, steps: int = 3000) -> Run:
+    iters: list[dict[str, Any]] = [{"iter": i, "loss": 4 - i / steps, "lr": 1e-3} | OWN for i in range(steps)]
+    evals: list[dict[str, Any]] = [{"iter": i * steps // 6, "train_loss": 4.0, "val_loss": 4 - i / 9} for i in range(7)]
+    return Run(name, {"note": EVIL}, {}, iters, evals, notes=[f"odd {EVIL}"])
 
 
-def test_fewer_than_5_percent_of_groups_of_equal_settings_have_a_winner_and_a_planted_difference_has():
-    draw = random.Random(1)
-    losses = [draw.gauss(1.47, 0.007) for _ in range(31)]
-    for n in (1, 2, 4):
-        drawn = [draw.sample(losses, 2 * n) for _ in range(100)]
-        assert sum(has_winner(x[:n], x[n:]) for x in drawn) < 5
-    assert has_winner(losses[:8], [loss - 0.03 for loss in losses[8:16]])
+@pytest.fixture(scope="module")
+def real(chars, tmp_path_factory) -> Path:
+    out_dir = tmp_path_factory.mktemp("run") / "out"
+    train.main(tiny(chars, out_dir, eval_iters=8))
+    return out_dir
 
 
-# ---- the script ----------------------------------------------------------------------------------------------
+def test_page_refers_to_nothing_outside_of_it_and_names_are_text(real):
+    runs = [read_run(str(real)), made_up(EVIL)]
+    runs[1].samples = [{"iter": i, "texts": [f"text {i} {EVIL}"]} for i in (0, 100)]
+    html = page.page(Comparison(runs, EVIL, [EVIL], [Group([EVIL], runs)] * 9, {"Wide": [[EVIL] * 10]}))
+    assert html.count(page.plotly_js()) == 1
+    assert len(re.findall(r'<figure\b.*?class="plotly-graph-div"', html, re.S)) == 6
+    rest = html.replace(page.plotly_js(), "")
+    assert not re.search(r"<[a-z][^>]*\s(src|href|srcset|action|onerror)=", rest)
+    assert "<img" not in rest
+    assert "default-src 'none'" in html
+    assert len(html) < 6e6
+    assert html.index("step 100: text 100") < html.index("step 0: text 0")  # the last ones first
+
+
+def test_charts_are_of_all_that_is_logged_from_the_start_on(real, tmp_path):
+    steps, _, val = page.make_charts([made_up("long", 100_000)])[page.LOSS].data
+    assert (steps.x[0], val.x[0], val.y[0]) == (0, 0, 4.0)
+    assert (len(steps.y), val.x[-1]) == (page.POINTS, 100_000)
+    path = log(tmp_path / "out", {0: 4.0, 6: 3.0})
+    rewrite(path, lambda e: {k: v + e["iter"] for k, v in OWN.items()} if e["event"] == "iter" else {})
+    charts = page.make_charts([read_run(path), read_run(str(real))])
+    assert list(charts)[-3:] == ["Gradient norm, before clipping", *OWN]  # no number of train.py's besides
+    for name, value in OWN.items():
+        assert [*charts[name].data[0].y] == [value + i for i in range(6)]
+
+
+def test_runs_with_little_in_their_logs_have_a_page():
+    for runs in ([Run("empty")], [Run("empty"), made_up("once", 1)]):
+        assert "<h1>" in page.page(compare(runs))
+
+
+def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, script):
+    precious = real.parent / "precious"
+    precious.write_text("mine")
+    (real / "report.html").symlink_to(precious)  # as a folder from elsewhere may have
+    done = script("bench/report.py", real)
+    assert (done.code, done.err, done.out.strip()) == (0, "", str(real / "report.html"))
+    assert precious.read_text() == "mine"
+    text = (real / "report.html").read_text()
+    best = min(e["val_loss"] for e in read_run(str(real)).evals)
+    assert f"<h1>The lowest val loss is {best:.4f}, at step 6 of 6</h1>" in text
+    assert re.search(r"MFU</th><td>[\d.]+%</td>", text)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the log of a real nanoGPT run is not at hand")
-def test_script_compares_a_real_log_of_nanogpt_and_writes_a_page(tmp_path, script):
+def test_compare_reads_a_real_log_of_nanogpt_and_writes_a_page(tmp_path, script):
     a = log(tmp_path / "a", CURVE)
     file = tmp_path / "r.html"
     done = script("bench/compare.py", a, REAL, "--html", file)
@@ -182,7 +283,13 @@ def test_script_compares_a_real_log_of_nanogpt_and_writes_a_page(tmp_path, scrip
 
 def test_what_is_wrong_is_one_line(script, tmp_path):
     run = log(tmp_path / "a", CURVE)
-    for arguments in (["/nowhere/at-all"], ["pyproject.toml"], [run, "--html", "pyproject.toml/a.html"]):
-        done = script("bench/compare.py", *arguments)
+    with open(tmp_path / "large.txt", "wb") as file:
+        file.truncate(1 << 40)  # without taking room on the disk
+    compared = (["/nowhere/at-all"], ["pyproject.toml"], [run, "--html", "pyproject.toml/a.html"])
+    wrong = [("bench/compare.py", *words) for words in compared]
+    wrong += [("bench/compare.py", str(tmp_path / "large.txt"))]
+    wrong += [("bench/report.py", f"{run}/{name}") for name in ("nowhere", "log.jsonl")]
+    for words in wrong:
+        done = script(*words)
         assert done.code != 0
-        assert_one_line(done.err, arguments[-1])
+        assert_one_line(done.err, "error: ", Path(words[-1]).name)

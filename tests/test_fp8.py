@@ -6,25 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import raises_one_line, tiny
-from torch import Tensor, nn
+import torch.nn.functional as F
+from conftest import events, raises_one_line, tiny, weights
+from torch import Tensor
 
 import train
-from deskgpt.checkpoint import store
 from deskgpt.kernels.fp8 import E4M3, E5M2, Linear, fp8_linear, rounded, use_fp8
-from deskgpt.run.log import read_events
 
 
 def test_matmuls_are_those_of_the_rounded_matrices():
     torch.manual_seed(0)
-    x = torch.randn(2, 16, 64, requires_grad=True)
-    weight = torch.randn(48, 64, requires_grad=True)
-    bias = torch.randn(48, requires_grad=True)
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2, 16, 64), (48, 64), (48,)))
     grad = torch.randn(2, 16, 48)
     y = fp8_linear(x, weight, bias)
-    y.backward(grad)
-    assert x.grad is not None
-    assert weight.grad is not None
+    by_x, by_weight, by_bias = torch.autograd.grad(y, (x, weight, bias), grad)
 
     def exact(t: Tensor, dtype: torch.dtype) -> Tensor:
         values, scale = rounded(t.detach(), dtype)
@@ -36,21 +31,21 @@ def test_matmuls_are_those_of_the_rounded_matrices():
     g8 = exact(grad, E5M2).flatten(0, 1)
     near: Any = {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(y.flatten(0, 1).double(), x8 @ w8.T + bias.double(), **near)
-    torch.testing.assert_close(x.grad.flatten(0, 1).double(), g8 @ w8, **near)
-    torch.testing.assert_close(weight.grad.double(), g8.T @ x8, **near)
-    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+    torch.testing.assert_close(by_x.flatten(0, 1).double(), g8 @ w8, **near)
+    torch.testing.assert_close(by_weight.double(), g8.T @ x8, **near)
+    torch.testing.assert_close(by_bias, grad.sum((0, 1)))
 
 
 def test_only_training_passes_of_whole_sizes_are_in_8_bits():
     torch.manual_seed(0)
     layer = Linear(32, 48)
     layer.fp8 = True
-    plain = nn.Linear(32, 48)
-    plain.load_state_dict(layer.state_dict())
-    for x in (torch.randn(1, 15, 32), torch.randn(1, 16, 32)):
-        assert torch.equal(layer(x), plain(x)) == (x.size(1) == 15)
+    for n in (15, 16):
+        x = torch.randn(1, n, 32)
+        plain = F.linear(x, layer.weight, layer.bias)
+        assert torch.equal(layer(x), plain) == (n == 15)
         with torch.no_grad():
-            assert torch.equal(layer(x), plain(x))
+            assert torch.equal(layer(x), plain)
 
 
 def test_zeros_stay_zeros_and_nan_is_seen():
@@ -65,9 +60,8 @@ def test_run_in_8_bits_learns_and_says_so(chars, tmp_path, capfd):
     assert best == pytest.approx(plain, abs=0.05)
     assert best != plain
     assert "8-bit matmuls in 8 of 9 linear layers\n" in capfd.readouterr().out
-    (start, *_) = read_events(tmp_path / "fp8" / "log.jsonl")
-    assert start["fp8"] is True
-    assert all(w.dtype == torch.float32 for w in store.load(str(tmp_path / "fp8" / "ckpt.pt")).model.values())
+    assert events(tmp_path / "fp8", "start")[0]["fp8"] is True
+    assert {w.dtype for w in weights(tmp_path / "fp8").values()} == {torch.float32}
 
 
 def test_device_and_sizes_without_8_bit_matmuls_are_refused():

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_equal, events, weights
+from conftest import ROOT, assert_equal, copy_of_repository, events, shell, weights
 from gloo import run
 from torch import Tensor
 
@@ -61,30 +61,17 @@ TINY = [
 # ---- in a copy of the checkout -------------------------------------------------------------------------------
 
 
-def checkout(folder: Path, diff: str) -> Path:
-    """Copy the code into the folder, and change it."""
-    for name in ("config", "data", "deskgpt", "bench"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.bin", "results", "__pycache__"))
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
-    subprocess.run(["git", "apply", "--allow-empty", "-"], input=diff, cwd=folder, check=True, text=True)
-    return folder
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly) for name in PATCHES]
 )
-def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported_or_refused(
-    name, python, chars, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder = checkout(tmp_path, PATCHES[name])
-    words = [python, __file__, name, str(chars), os.environ["XDG_CACHE_HOME"]]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240)
+def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported_or_refused(name, python, chars, tmp_path):
+    folder = copy_of_repository(tmp_path)
+    subprocess.run(["git", "apply", "--allow-empty", "-"], input=PATCHES[name], cwd=folder, check=True, text=True)
+    done = shell(python, __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_patches_apply_and_pages_list_them_and_show_their_lines(tmp_path):
+def test_patches_apply_and_pages_list_them_and_show_their_lines():
     for name, diff in PATCHES.items():
         subprocess.run(["git", "apply", "--check", "-"], input=diff, cwd=ROOT, check=True, text=True)
         assert f"({name}.patch)" in LIST or f"(hacks/{name}.patch)" in PAGE
@@ -192,13 +179,10 @@ def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float],
 # ---- the script ----------------------------------------------------------------------------------------------
 
 
-def config_of(*words: str) -> TrainConfig:
-    return build(TrainConfig, read_settings(TrainConfig, list(words)))
-
-
-def trained(c: TrainConfig, ranks: int = 1) -> list[float]:
-    run(ranks, c)
-    return [e["loss"] for e in events(Path(c.out_dir), "iter")]
+def trained(words: list[str], out_dir: str, *more: str, ranks: int = 1) -> list[float]:
+    """Return the losses of a run with these settings."""
+    run(ranks, build(TrainConfig, read_settings(TrainConfig, [*words, f"--out_dir={out_dir}", *more])))
+    return [e["loss"] for e in events(Path(out_dir), "iter")]
 
 
 def keep_checkpoint(step: int, folder: Path) -> None:
@@ -214,27 +198,20 @@ def keep_checkpoint(step: int, folder: Path) -> None:
     store.save = keeping
 
 
-def assert_weights_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """AdamW makes a whole step of a gradient that is mostly rounding: single weights may differ."""
-    a, b = (torch.cat([weights[name].flatten() for name in expected]) for weights in (found, expected))
-    assert (a - b).norm() <= 2e-3 * b.norm()
-
-
 def check(name: str, dataset: str, cache: str) -> None:
     os.environ["XDG_CACHE_HOME"] = cache  # it has the C++ kernels; importing conftest has made another
     if name == "digits":
         runpy.run_path("data/digits/prepare.py", run_name="__main__")
     words = [*TINY, f"--dataset={dataset}", *SETTINGS.get(name, [])]
-    config = functools.partial(config_of, *words)
 
     loss_in_chunks.LOGITS_ON_CPU = 1000  # a loss in chunks, as of a large vocabulary
     loss_in_chunks.BYTES_WITH_KERNEL = 20_000
     keep_checkpoint(4, Path("half"))
-    losses = trained(config("--out_dir=whole"))
+    losses = trained(words, "whole")
     assert losses[-1] < losses[0]
     for e in events(Path("whole"), "iter"):
         assert e.keys() >= {*NUMBERS.get(name, [])}
-    trained(config("--out_dir=half", "--init_from=resume"))
+    trained(words, "half", "--init_from=resume")
     whole, half = (torch.load(f"{out_dir}/ckpt.pt", weights_only=True) for out_dir in ("whole", "half"))
     for part in ("model", "optimizer", "best_val_loss", "extra_state"):
         assert_equal(half.get(part), whole.get(part))
@@ -244,37 +221,31 @@ def check(name: str, dataset: str, cache: str) -> None:
     window = 128 if name == "sliding_window" else 10**9
     definition.attention = functools.partial(plain_attention, window=window)
     gpt.loss = smoothed_loss if name == "label_smoothing" else plain_loss
-    expected, expected_weights = plain_loop(name, config(), store.load("whole").model_args["vocab_size"])
+    model_args = store.load("whole").model_args
+    c = build(TrainConfig, read_settings(TrainConfig, words))
+    expected, expected_weights = plain_loop(name, c, model_args["vocab_size"])
     definition.attention, gpt.loss = usual
     assert losses == pytest.approx(expected, rel=5e-4)
-    assert_weights_close(weights(Path("whole")), expected_weights)
+    # AdamW makes a whole step of a gradient that is mostly rounding: single weights may differ.
+    found = weights(Path("whole"))
+    a, b = (torch.cat([of_run[key].flatten() for key in expected_weights]) for of_run in (found, expected_weights))
+    assert (a - b).norm() <= 2e-3 * b.norm()
 
     if name != "batch_ramp":  # it needs two micro-batches on each rank
-        assert trained(config("--out_dir=ranks", "--max_iters=2"), ranks=2) == pytest.approx(losses[:2], rel=1e-3)
+        assert trained(words, "ranks", "--max_iters=2", ranks=2) == pytest.approx(losses[:2], rel=1e-3)
     if "b/model.py" in PATCHES[name]:
         # Compiling takes 20 s. Whether the blocks are graphs that compute the same is seen without that.
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
-        assert trained(config("--out_dir=compiled", "--compile=True", "--max_iters=2")) == pytest.approx(
-            losses[:2], rel=1e-4
-        )
-        check_sampling()
-        check_export()
-
-
-def check_sampling() -> None:
-    """Text beyond the context, with and without a cache."""
-    saved = store.load("whole")
-    model = GPT.from_state(GPTConfig(**saved.model_args), weights(Path("whole")), "whole").eval()
-    text = functools.partial(model.generate, torch.arange(4)[None], 150, temperature=0.5)
-    assert torch.equal(torch.stack([*text()]), torch.stack([*text(cache=KVCache(144))]))
-
-
-def check_export() -> None:
-    """A model that transformers computes in another way is refused."""
-    words = [sys.executable, "export.py", "--out_dir=whole", "--to=exported"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert Path("exported").exists() == (not done.returncode)
-    assert not done.returncode or "nothing was exported" in done.stderr, done.stderr
+        compiled = trained(words, "compiled", "--compile=True", "--max_iters=2")
+        assert compiled == pytest.approx(losses[:2], rel=1e-4)
+        # Text beyond the context, with and without a cache.
+        model = GPT.from_state(GPTConfig(**model_args), found, "whole").eval()
+        text = functools.partial(model.generate, torch.arange(4)[None], 150, temperature=0.5)
+        assert torch.equal(torch.stack([*text()]), torch.stack([*text(cache=KVCache(144))]))
+        # A model that transformers computes in another way is refused.
+        done = shell("python", "export.py", "--out_dir=whole", "--to=exported", cwd=".")
+        assert Path("exported").exists() == (not done.returncode)
+        assert not done.returncode or "nothing was exported" in done.stderr, done.stderr
 
 
 if __name__ == "__main__":

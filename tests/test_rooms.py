@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,7 +14,6 @@ ORDER += ["generate", "serve", "train", "sample", "tasks", "bench"]
 SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
 
 
-@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Return the names of modules that a file imports, also within functions and for types."""
     found: set[str] = set()
@@ -36,30 +34,15 @@ def room_of(module: str) -> str | None:
     return first if first in ("data", "bench", *SCRIPTS) and first != "export" else None
 
 
-def our_files() -> dict[str, Path]:
-    """Return all our files by module name."""
+def test_imports_go_down_only_and_no_file_imports_itself_through_others():
     paths = [ROOT / f"{name}.py" for name in SCRIPTS]
     for folder in ("deskgpt", "data", "bench"):
         paths += (ROOT / folder).rglob("*.py")
-    return {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
-
-
-def test_imports_go_down_only():
-    for module, path in our_files().items():
-        room = room_of(module)
-        if room is None:
-            continue
-        allowed = ORDER[: ORDER.index(room) + 1]
-        for name in imports_of(path):
-            there = room_of(name)
-            assert there is None or there in allowed, f"{path} imports {name}"
-
-
-def test_no_file_imports_itself_through_others():
-    files = our_files()
-    graph = {module: {name for name in imports_of(path) if name in files} for module, path in files.items()}
-    for module, imported in graph.items():
-        imported.discard(module)
-        imported -= {name for name in imported if files[name].name == "__init__.py"}
-    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
-    assert len(order) == len(files)
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+    graph = {}
+    for module, path in files.items():
+        imported = imports_of(path)
+        graph[module] = {m for m in imported if m in files and m != module and files[m].name != "__init__.py"}
+        if room := room_of(module):
+            assert {room_of(name) for name in imported} <= {None, *ORDER[: ORDER.index(room) + 1]}, path
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

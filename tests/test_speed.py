@@ -1,24 +1,28 @@
-"""bench/speed.py: real runs of tiny models in turns, its grid, and the figures of its table."""
+"""Programs of bench/ that measure: speed.py beside other programs, qualify.py on a card, evaluate.py by lm_eval."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from conftest import TINY, assert_refused, flags
+import torch
+from conftest import TINY, assert_refused, flags, tiny, until
 
-from bench import speed
+import train
+from bench import qualify, speed
 from bench.speed import Contestant
 from configurator import build, read_settings
+from deskgpt.generate.trained import load
 from train import TrainConfig
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
-START = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "dtype": "bfloat16", "compiled": True}
-START |= {"tokens_per_step": 1000, "device": "a CPU"}
-
 # Stands for a checkout of nanoGPT, which cannot be had offline: takes its settings and prints its lines.
 NANOGPT = """
 import os, sys, time
@@ -31,8 +35,7 @@ for i in range(1000):
 """
 
 
-def measured(rounds_ms: list[list[float]], name: str = "x", **more: Any) -> Contestant:
-    return Contestant(name, [], Path(), rounds_ms=rounds_ms, first_s=[3.0, 1.0], **({"start": START} | more))
+# ---- speed.py ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -73,15 +76,18 @@ def test_what_is_wrong_is_one_line(script):
 def test_batch_sizes_of_a_grid_keep_the_tokens_of_a_step(tmp_path):
     given = flags(**SMALL | {"batch_size": 12, "gradient_accumulation_steps": 2})
     c = build(TrainConfig, read_settings(TrainConfig, given))
-    for grid, sizes in {"batch_size": [3, 6, 12, 24], "batch_size=4,8": [4, 8]}.items():
-        runs = speed.grid_of(grid, c, given, tmp_path)
-        assert [x.name for x in runs] == [f"--batch_size={n} --gradient_accumulation_steps={24 // n}" for n in sizes]
+    names = [x.name for x in speed.grid_of("batch_size", c, given, tmp_path)]
+    assert names == [f"--batch_size={n} --gradient_accumulation_steps={24 // n}" for n in (3, 6, 12, 24)]
 
 
 def test_figures_of_the_table_are_these():
-    ours = measured([[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]], peak_bytes=[2 * 10**9, 10**9])
-    peer = measured([[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]], "peer", start={"compiled": False})
-    failed = measured([], "failed", status="out of memory")
+    start = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "tokens_per_step": 1000}
+    start |= {"dtype": "bfloat16", "compiled": True}
+    ours = Contestant("ours", [], Path(), start=start, first_s=[3.0, 1.0], peak_bytes=[2 * 10**9, 10**9])
+    ours.rounds_ms = [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]]
+    peer = Contestant("peer", [], Path(), start={"compiled": False}, first_s=[3.0, 1.0])
+    peer.rounds_ms = [[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]]
+    failed = Contestant("failed", [], Path(), status="out of memory")
     a, b, c = (row.strip("| ").split(" | ") for row in speed.table([ours, peer, failed]).splitlines()[2:5])
     assert a[1:5] == ["bfloat16", "yes", "1,000", "16 (10, 22)"]
     assert a[5:8] == ["62,500 (47,619 to 90,909)", "37.5%", "2.00 GB"]  # 6e9 FLOPs in 16 ms
@@ -103,3 +109,79 @@ def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monke
     out = capsys.readouterr().out
     assert "    why\n    no such file" in out  # its own output
     assert out.count("failed: no such file") == 1  # it is not tried again
+
+
+# ---- qualify.py ----------------------------------------------------------------------------------------------
+
+
+def test_output_of_a_stage_that_is_cut_is_kept_and_all_its_processes_end(tmp_path):
+    child = "import time; time.sleep(100)"
+    popen = f"subprocess.Popen([sys.executable, '-c', {child!r}])"
+    code = f"import subprocess, sys; print({popen}.pid, flush=True); {child}"
+    assert qualify.run(["-c", code], tmp_path / "a.txt", 2.0) == "cut after 2 s"
+    lines = qualify.lines_of(tmp_path / "a.txt")
+    assert "KeyboardInterrupt" in lines  # as pytest gets it, which then prints what has failed
+    assert lines[-1] == "cut after 2 s"
+    pid = int(lines[0])
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize("code", ["print(1)", "print(1); raise SystemExit(3)"])
+def test_last_line_of_a_stage_is_its_outcome(code, tmp_path):
+    outcome = "failed with exit status 3" if "3" in code else "passed"
+    assert qualify.run(["-c", code], tmp_path / "a.txt", 60.0) == outcome
+    lines = qualify.lines_of(tmp_path / "a.txt")
+    assert (lines[0], lines[-1]) == ("1", outcome)
+
+
+@pytest.mark.slow
+def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script):
+    ours = ["bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}"]
+    done = script(*ours, "--only", "facts", "check")
+    [page] = tmp_path.glob("*/page.md")
+    text = page.read_text()
+    assert done.code == 0, text
+    assert "## facts: passed" in text
+    assert "6 passed" in text  # three dtypes, two models
+    assert "## tests: not run" in text
+    done = script(*ours, "--minutes=0")
+    assert done.code == 1
+    assert "no time was left for first, tests" in done.out
+    assert page.read_text() == text
+
+
+# ---- evaluate.py ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+def test_lm_evals_figures_are_those_of_model_py(chars, tmp_path, script):
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    train.main(tiny(chars, tmp_path / "out", block_size=32))
+    draw = random.Random(1)
+    words = ["the", "old", "sea", "was", "calm", "and", "no", "one", "on", "board", "knew", "what", "had", "seen"]
+    documents = [{"start": " ".join(draw.choices(words, k=2)), "word": " " + draw.choice(words)} for _ in range(7)]
+    items = tmp_path / "items.jsonl"
+    items.write_text("".join(json.dumps(item) + "\n" for item in documents))
+    task: dict[str, Any] = {"task": "last_word", "output_type": "loglikelihood", "test_split": "test"}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(items)}}}
+    task |= {"doc_to_text": "{{start}}", "doc_to_target": "{{word}}"}
+    task["metric_list"] = [{"metric": "perplexity", "higher_is_better": False}, {"metric": "acc"}]
+    (tmp_path / "task.yaml").write_text(json.dumps(task))  # JSON is YAML
+    files = {"tasks": tmp_path / "task.yaml", "output_path": tmp_path / "found.json"}
+    done = script("bench/evaluate.py", *flags(out_dir=tmp_path / "out", device="cpu", **files))
+    assert done.code == 0, done.err
+    assert "last_word" in done.out
+    (file,) = tmp_path.glob("found*.json")
+    own = load("resume", str(tmp_path / "out"), torch.device("cpu"))
+    sums, hits = [], []
+    for item in documents:
+        context = own.tokenizer.encode(item["start"]).tolist()
+        target = own.tokenizer.encode(item["word"]).tolist()
+        logits = own.model.eval()(torch.tensor([context + target[:-1]]))[0][0, -len(target) :]
+        log_p = logits.log_softmax(-1).gather(1, torch.tensor(target)[:, None])
+        sums.append(log_p.sum().item())
+        hits.append(logits.argmax(1).tolist() == target)
+    found = json.loads(file.read_text())["results"]["last_word"]
+    assert found["perplexity,none"] == pytest.approx(math.exp(-sum(sums) / 7), rel=1e-4)
+    assert found["acc,none"] == pytest.approx(sum(hits) / 7)

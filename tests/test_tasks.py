@@ -1,4 +1,4 @@
-"""Which commands tasks.py and the Makefile run, and in which order. A fake Python only records how it was called."""
+"""Which commands tasks.py and the Makefile run, by a fake Python that records them; the scripts without a package."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_one_line, until
+from conftest import ROOT, TINY, assert_one_line, flags, shell, until
 
 import tasks
 from deskgpt.system import wheels
@@ -25,7 +26,6 @@ cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
   "-c from deskgpt.system import"*) cat matmul;;
-  "-m pip config list") cat pip-config;;
   "-m venv"*)
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python";;
   "-m pip install"*) [ ! -e no-network ];;
@@ -34,7 +34,6 @@ case "$*" in
   *fails*) exit 3;;
 esac
 """
-LISTS = ("constraints.txt", "requirements.txt", "requirements-dev.txt")
 
 
 class Machine:
@@ -46,10 +45,9 @@ class Machine:
         self.python = folder / "python3"
         self.python.write_text(PYTHON.replace("FOLDER", str(folder)))
         self.python.chmod(0o755)
-        for name in LISTS:
-            shutil.copy(ROOT / name, folder)
+        for name in ("constraints", "requirements", "requirements-dev"):
+            shutil.copy(ROOT / f"{name}.txt", folder)
         (folder / "matmul").write_text("cpu 2.0\n")
-        (folder / "pip-config").touch()
 
     def calls(self) -> list[str]:
         """Return the commands since the last call of this method, without questions."""
@@ -85,15 +83,12 @@ def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_t
     assert machine.calls()[0] == rest[0]  # nothing is installed again, and the plays are tried again
 
 
-FIRST = {"cuda 10.0": "shakespeare_char.py", "mps 0.0": "--max_iters=1600"}  # the last word
-FIRST |= {"cpu 1.0": "--max_iters=1600", "cpu 0.44": "--n_layer=3", "cpu 0.05": "--n_layer=1"}
-
-
-@pytest.mark.parametrize("matmul", FIRST)
-def test_first_model_fits_the_machine(matmul):
-    device, tflops = matmul.split()
-    words = [word for word in tasks.first_model(device, float(tflops)) if word not in tasks.SLOWER]
-    assert words[-1].endswith(FIRST[matmul])
+def test_first_model_fits_the_machine():
+    last = {("cuda", 10.0): "shakespeare_char.py", ("mps", 0.0): "--max_iters=1600"}
+    last |= {("cpu", 1.0): "--max_iters=1600", ("cpu", 0.44): "--n_layer=3", ("cpu", 0.05): "--n_layer=1"}
+    for matmul, word in last.items():
+        words = [word for word in tasks.first_model(*matmul) if word not in tasks.SLOWER]
+        assert words[-1].endswith(word)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -142,11 +137,11 @@ def test_what_could_not_be_installed_and_changed_requirements_are_installed_by_t
         assert "pip install" in pip
 
 
-def test_status_of_a_command_is_passed_on(machine):
-    for word, status in {"fails": 3, "killed": 137}.items():
-        with pytest.raises(SystemExit) as e:
-            tasks.run(machine.python, word)
-        assert e.value.code == status
+@pytest.mark.parametrize(("word", "status"), [("fails", 3), ("killed", 137)])
+def test_status_of_a_command_is_passed_on(word, status, machine):
+    with pytest.raises(SystemExit) as e:
+        tasks.run(machine.python, word)
+    assert e.value.code == status
 
 
 ENDS_LATE = """
@@ -203,9 +198,7 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
         "tasks.py test-all --venv v -- --a=1 --b",
     ]
     listed = subprocess.run(["make"], cwd=machine.folder, capture_output=True, text=True).stdout
-    assert {f"make {name}" for name in ("train", "test", "check", "qualify", "check-cards")} <= {
-        " ".join(line.split()[:2]) for line in listed.splitlines()
-    }
+    assert {*re.findall(r"^make ([\w-]+)", listed, re.M)} == {"train", *tasks.TASKS}
     assert machine.calls() == []
 
 
@@ -213,3 +206,60 @@ def test_tasks_start_before_any_package_is_installed_and_with_pythonsafepath():
     words = [sys.executable, "-SP", str(ROOT / "tasks.py"), "--help"]  # -S: the standard library alone
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- packages ------------------------------------------------------------------------------------------------
+
+PACKAGES = [line.split(">")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"]
+# Python runs this file at its start: from then on it does not find the packages named in HIDDEN.
+SITECUSTOMIZE = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+
+@staticmethod
+def found(name, *more):
+    return None if name.split(".")[0] in HIDDEN else find(name, *more)
+
+PathFinder.find_spec = found
+"""
+
+
+def without(hidden: list[str], folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as if some packages were not installed."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("HIDDEN", str(hidden)))
+    return shell("python", *command, env=os.environ | {"PYTHONPATH": str(folder)})
+
+
+@pytest.mark.slow
+def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(chars, tmp_path):
+    needed = ("torch", "numpy", "psutil", "tqdm", "filelock")
+    hidden = [name for name in [*PACKAGES, "pandas", "pyarrow"] if name not in needed]
+    out_dir = f"--out_dir={tmp_path / 'out'}"
+    train = ["train.py", *flags(**TINY, dataset=chars), out_dir]
+    for command in (train, ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=3", "--device=cpu"]):
+        done = without(hidden, tmp_path, *command)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("tiktoken", "data/text/prepare.py README.md --tokenizer gpt2 --name {folder}/out"),
+        ("pyarrow", "data/fineweb_edu/prepare.py --source {folder}/a.parquet --tokenizer bytes --out {folder}/out"),
+        pytest.param("plotly", "bench/report.py {folder}/out", marks=pytest.mark.slow),
+    ],
+)
+def test_feature_names_its_missing_package(package, command, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    done = without([package], tmp_path, *command.format(folder=tmp_path).split())
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "Warning" not in line]
+    assert lines == [f"error: this needs the package {package}, which is not installed: pip install {package}"]
+
+
+def test_installation_holds_all_modules():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+    for package, files in setuptools["package-data"].items():
+        for file in files:
+            assert (ROOT / package.replace(".", "/") / file).exists()

@@ -1,0 +1,168 @@
+"""Real runs on machines that are not there: NVIDIA cards (bench/pretend_card.py) and lesser processors."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, assert_same_run, copy_of_repository, events, flags, shell
+from tiny_models import MODERN_SETTINGS
+
+from bench import check_cards, pretend_card
+from deskgpt.checkpoint import store
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
+
+# ---- cards ---------------------------------------------------------------------------------------------------
+
+# As a user types it, but for the size of the model and of a step.
+RUN: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "dropout": 0.1, "device": "cuda"}
+RUN |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_tokens": 512}
+RUN |= {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "log_interval": 1}
+DTYPES = {"T4": "float16", "RTX 3060": "bfloat16", "RTX 4070": "bfloat16", "RTX 5090": "bfloat16", "H100": "bfloat16"}
+# One card in CI: the one with a loss scale.
+CARDS = [pytest.param(card, marks=pytest.mark.slow if card == "T4" else pytest.mark.nightly) for card in DTYPES]
+
+
+@pytest.fixture(scope="module")
+def on_card(tmp_path_factory):
+    """Return a function that runs a command on a pretended card, with a cache of its own, and returns its stdout."""
+    folder = tmp_path_factory.mktemp("card")
+
+    def run(card, *command, **options):
+        env = os.environ | pretend_card.environment(card, folder) | {"XDG_CACHE_HOME": str(folder / "cache")}
+        done = shell("python", *command, env=env, timeout=1800, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not re.search(r"^W\d{4} ", done.stderr, re.M), done.stderr  # torch's warnings, which look like a fault
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_make_train_on_a_card_ends_with_a_report_and_a_model_for_other_programs(card, text, tmp_path, on_card):
+    folder = copy_of_repository(tmp_path)
+    (folder / "data" / "shakespeare_char" / "input.txt").write_text(text)
+    settings = flags(**RUN | {"gradient_accumulation_steps": 1, "device": "auto"})
+    train = f"tasks.train(Path(sys.executable), '', 'out', 'first.gguf', {settings})"
+    out = on_card(card, "-c", f"import sys, tasks; from pathlib import Path; {train}", cwd=folder)
+    assert "on cuda: training" in out
+    assert "train.py config/train_shakespeare_char.py" in out
+    assert events(folder / "out", "start")[0]["dtype"] == DTYPES[card]
+    assert (folder / "out" / "report.html").exists()
+    assert (folder / "first.gguf").exists()
+    on_card(card, "export.py", "--out_dir=out", "--to=first", cwd=folder)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_run_on_a_card_resumes_bit_for_bit_and_its_model_writes(card, chars, tmp_path, on_card):
+    command = ("train.py", "config/train_fineweb_125m.py")
+    settings = RUN | {"dataset": chars, "compile": True}
+    for changed in ({}, {"max_iters": 3}, {"init_from": "resume"}):
+        out_dir = tmp_path / ("halves" if changed else "full")
+        on_card(card, *command, *flags(**settings | changed, out_dir=out_dir))
+    assert_same_run(tmp_path / "full", tmp_path / "halves")
+    start = events(tmp_path / "full", "start")[0]
+    assert (start["device"], start["dtype"]) == (pretend_card.CARDS[card].name, DTYPES[card])
+    in_bfloat16 = DTYPES[card] == "bfloat16"
+    assert (start["compiled"], start["residual_dtype"] == "bfloat16") == (True, in_bfloat16)
+    assert bool(store.load(tmp_path / "full").scaler) == (DTYPES[card] == "float16")
+    assert start["peak_flops"] > 2e13  # from the table of cards
+    assert events(tmp_path / "full", "iter")[-1]["peak_memory_bytes"] > 0
+    wanted = {"out_dir": tmp_path / "full", "start": "A", "num_samples": 1, "max_new_tokens": 40, "temperature": 0.0}
+    sample = ["sample.py", *flags(**wanted, dtype="float32")]
+    on_cuda, on_cpu = (on_card(card, *sample, f"--device={device}").splitlines() for device in ("cuda", "cpu"))
+    assert on_cuda[-3:] == on_cpu[-3:]
+
+
+IN_CI = "finite or out_of_memory or predicted or halved or False-float16 or compiled_run and none-gpt2"
+
+
+@pytest.mark.parametrize("card", DTYPES)
+@pytest.mark.parametrize(
+    "chosen", [pytest.param(IN_CI, marks=pytest.mark.slow), pytest.param("test", marks=pytest.mark.nightly)]
+)
+def test_the_cards_own_tests_pass_on_it(card, chosen, on_card):
+    out = on_card(card, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-k", chosen, "tests/test_gpu.py")
+    assert " passed" in out
+
+
+@pytest.mark.nightly
+def test_qualify_passes_its_stages_at_toy_sizes(on_card, tmp_path):
+    chosen = ("facts", "first", "check", "speed", "predicted", "memory", "sampling", "fast", "variants", "char")
+    on_card("H100", "bench/qualify.py", f"--out_dir={tmp_path}", "--only", *chosen)
+
+
+@pytest.mark.nightly
+def test_kernels_compile_for_all_cards_and_memory_is_as_predicted(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")  # where triton is
+    done = shell("python", "bench/check_cards.py", timeout=4 * 3600)
+    assert done.returncode == 0, done.stderr
+    gib = re.findall(r"(\d+\.\d+), (\d+\.\d+) \|$", done.stdout, re.M)
+    assert len(gib) == len(pretend_card.CARDS) * len(check_cards.CONFIGS)
+    for counted, predicted in gib:
+        assert 0.98 * float(counted) <= float(predicted) <= 1.25 * float(counted)  # as estimate/fit.py expects
+
+
+# ---- lesser processors ---------------------------------------------------------------------------------------
+
+# Each is a process that uses a part of this processor, by the variables of ATen, oneDNN and inductor.
+NO_VECTORS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3"}
+AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "TORCHINDUCTOR_CPP_MARCH": "x86-64-v4"}
+# What no variable can say: how wide inductor's vectors are; and torch has no setting for a processor without bfloat16,
+# so its questions about it are answered with no.
+SIMDLEN = "import torch._inductor.config as c; c.cpp.simdlen = {}"
+NO_BFLOAT16 = (
+    "import torch; no = lambda: False; torch.cpu._is_avx512_bf16_supported = no; torch.cpu._init_amx = no; "
+    "torch.cpu._is_amx_tile_supported = no; torch.cpu._is_amx_fp16_supported = no"
+)
+# By name: the instruction set that this processor must have, environment variables, and code that comes first.
+MACHINES: dict[str, tuple[str, dict[str, str], str]] = {
+    "no vectors": ("", NO_VECTORS, SIMDLEN.format(0)),
+    "AVX2": ("AVX2", AVX2, SIMDLEN.format(256)),
+    "AVX-512 without bfloat16": ("AVX-512", AVX512, NO_BFLOAT16),
+    "no AMX": ("AMX-BF16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, "pass"),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16", **MODERN_SETTINGS},
+    "bfloat16, compiled": {"dtype": "bfloat16", "compile": True, **MODERN_SETTINGS},
+    "float32, C++ kernels": {"dtype": "float32", "cpu_kernels": "auto"},
+    "float32, compiled": {"dtype": "float32", "compile": True},
+}
+SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 8, "learning_rate": 1e-3}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of losses and gradient norms
+
+
+def steps_of(data, out_dir, settings, env, code="pass"):
+    """Return (loss, gradient norm) of each step of a run of train.py, after the code."""
+    run = f"{code}; import runpy, sys; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__')"
+    own = TINY | SIZES | settings | {"dataset": data, "out_dir": out_dir}
+    done = shell(sys.executable, "-c", run, *flags(**own), env=os.environ | env, timeout=480)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [(e["loss"], e["grad_norm"]) for e in events(out_dir, "iter")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_lesser_processor_learns_as_float32_does_here(machine, variant, chars, tmp_path):
+    needed, env, code = MACHINES[machine]
+    here = torch.backends.cpu.get_cpu_capability()
+    has = {"": True, "AVX2": "AVX" in here, "AVX-512": here == "AVX512", "AMX-BF16": torch.cpu._is_amx_tile_supported()}
+    if not has[needed]:
+        pytest.skip(f"this processor has no {needed}")
+    settings = VARIANTS[variant]
+    plain = settings | {"dtype": "float32", "compile": False, "cpu_kernels": False}
+    expected = steps_of(chars, tmp_path / "here", plain, {})
+    # Each machine compiles anew: inductor's cache would take code that was made for wider vectors.
+    env = env | {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    found = steps_of(chars, tmp_path / "there", settings, env, code)
+    assert len(found) == len(expected) > 3
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, rel=TOLERANCE[settings["dtype"]])

@@ -1,0 +1,265 @@
+"""README.md, docs/ and the notebook: commands run as a user types them, links lead somewhere, figures are as stored."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, copy_of_repository, needs_bpe
+from warm_python import warm_python, write_program
+
+import tasks
+from bench.asking.statistics import ALPHA, difference, interval
+from deskgpt.system import hardware, peaks
+
+# In this order: commands of later pages use the data and the checkpoints of earlier ones.
+PAGES = [ROOT / "README.md"]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in ("data", "training", "sampling")]
+PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the commands of the sh blocks of a page, without comments. A \\ at its end continues a line."""
+    lines = "".join(blocks_of(page, "sh")).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line]
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
+# Beginnings of commands that other tests run, or that need what is not here.
+NOT_RUN = (
+    *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
+    *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "git clone", "hf download"),
+    "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
+    *("python sample.py --serve", "python bench/evaluate.py"),
+)
+# Compiling takes longer than the steps of these runs.
+PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
+GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would have to be downloaded
+SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 {PLAIN}"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, text) -> Iterator[Path]:
+    """Make a copy of the repository with texts to train on and a .venv of this Python."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, which the quick tests do without
+
+    folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
+    (folder / "data" / "shakespeare_char" / "input.txt").write_text(text)
+    for name in ("novel.txt", "notes.txt"):
+        (folder / name).write_text(text[:20_000])
+    (folder / "prompt.txt").write_text("the ")
+    (folder / "documents").mkdir()
+    for i in range(2):
+        documents = [dict.fromkeys(("text", "body"), text[n : n + 2000]) for n in range(i * 2000, 100_000, 4000)]
+        (folder / "documents" / f"{i}.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
+    (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
+    ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
+    for name in ("val_000000", "train_000001"):  # as hf download brings them
+        tokens = folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin"
+        tokens.write_bytes(header.tobytes() + ids.tobytes())
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(folder / GPT2)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
+    with warm_python(programs / "python"):
+        make_train = f"tasks.train(Path('.venv/bin/python').absolute(), '', 'out-first', 'first.gguf', {SHORT.split()})"
+        run(folder, f'python -c "import tasks; from pathlib import Path; {make_train}"')
+        assert (folder / "first.gguf").exists()
+        assert (folder / "out-first" / "report.html").exists()
+        yield folder
+
+
+def run(clone: Path, command: str) -> str:
+    """Run a command in the clone and return what it prints."""
+    path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "COLUMNS": "80"}
+    done = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def shortened(command: str) -> str:
+    """Return the same command with a tiny model, few steps, and data that is here instead of on the hub."""
+    command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
+    if "data/chat/prepare.py" in command:
+        return f"{command} --block_size {16 if 'novel' in command else 32}"  # as training_flags sets it
+    if "fineweb_edu/prepare.py" in command:
+        tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
+        return f"{command.replace(' --source folder/', '')} --source documents/{tokenizer} --shard_bytes 1"
+    if "train.py" in command and "--help" not in command:
+        return f"{command} {training_flags(command)}"
+    if "sample.py" in command:
+        weights = f" --init_from={GPT2}" if "init_from=gpt2" in command else ""
+        return f"{command} --max_new_tokens=20 --num_samples=1 --device=cpu{weights}"
+    return command
+
+
+def training_flags(command: str) -> str:
+    """Return settings that make a train.py command short."""
+    if "init_from=resume" in command:  # the checkpoint decides the model and the batch
+        return f"--max_iters=4 {PLAIN} --resume_changed=True"
+    if "init_from=out-" in command:
+        return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
+    if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
+        return f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} --gradient_accumulation_steps=1"
+    accumulation = " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
+    return f"{SHORT} --eval_tokens=64{accumulation}"
+
+
+@needs_bpe
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
+def test_commands_of_the_pages_run(clone):
+    for command in COMMANDS:
+        if command.startswith(NOT_RUN):
+            continue
+        out = run(clone, shortened(command))
+        if "train.py" in command and not any(word in command for word in ("--help", "--dry_run", "--plan_for")):
+            assert re.search(r"^step \d+: train loss", out, re.M), command
+    (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
+    (clone / "block.py").write_text(block)
+    run(clone, "python block.py")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "bench").glob("*/*.md"))], ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
+    text = page.read_text(encoding="utf-8")
+    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name} links to {name}"
+        if anchor:  # of a heading, as GitHub makes them
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8").lower(), re.M)
+            anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name} links to {name}#{anchor}"
+    if page in PAGES:
+        for name in re.findall(r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`", text):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+    for block in blocks_of(page, "python"):
+        compile(block, page.name, "exec")
+
+
+def assert_line_with(page: str, *values: Any) -> None:
+    """A line of a page has all of these."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    assert any(all(str(value) in line for value in filter(None, values)) for line in lines), values
+
+
+def with_interval(new: list[float], old: list[float], alpha: float = ALPHA, is_percent: bool = False) -> str:
+    """Return the difference and its interval, in bold if it leaves out 0; in percent from the runs' logarithms."""
+    x, y = (np.log(values) if is_percent else values for values in (new, old))
+    e = difference(x, y, alpha)
+    figures = 100 * np.expm1([e.d, e.low, e.high]) if is_percent else (e.d, e.low, e.high)
+    d, low, high = (f"{figure:+.{1 if is_percent else 3}f}" for figure in figures)
+    if not e.known:
+        return f"{d} (too few runs for an interval)"
+    return f"**{d} ({low} to {high})**" if e.low > 0 or e.high < 0 else f"{d} ({low} to {high})"
+
+
+def test_speeds_and_losses_are_those_of_the_stored_runs():
+    figures = json.loads((ROOT / "bench/results/figures.json").read_text(encoding="utf-8"))
+    for r in figures["speed"]:
+        assert_line_with("figures.md", *r.values())
+    for r in figures["loss"]:
+        mean, half = interval(r["losses"])
+        found = f"{mean:.4f} ± {half:.4f}" if half else f"{mean:.4f}"
+        others = [value for name, value in r.items() if name != "losses"]
+        assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *others)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for machine in ("with AMX", "Zen 4", "without fast bfloat16"):
+        rows = [r for r in figures["speed"] if r["machine"].endswith(machine) and r["ours"].endswith("not compiled")]
+        ratios = sorted((r["ratio"] for r in rows), key=float)
+        assert f"{ratios[0]} to {ratios[-1]}" in readme
+        assert all(r["date"] in readme for r in rows)
+
+
+def test_answers_are_those_of_the_stored_runs():
+    answers = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
+    stored_answers = json.loads((ROOT / "bench/answers.json").read_text(encoding="utf-8"))
+    for stored in stored_answers["questions"]:
+        is_percent = stored["figure"] != "val_loss"
+        pairs = [*itertools.combinations(stored["arms"], 2)]
+        for x, y in pairs:
+            n = min(len(stored["arms"][x]), len(stored["arms"][y]))
+            found = with_interval(stored["arms"][y][:n], stored["arms"][x][:n], ALPHA / len(pairs), is_percent)
+            assert_line_with("answers.md", stored["belief"], f"`{y}` less `{x}`: {found}, n = {n}", stored["page"])
+    for stored in stored_answers["recipes"]:
+        found = with_interval(stored["values"], stored["base"])
+        cell = f"| {found}, {len(stored['values'])} {stored['machine']} |"
+        assert_line_with("answers.md", f"| `{stored['arm']}` |", cell)
+    n_bold = sum(line.count("**") // 2 for line in answers.splitlines() if line.startswith("| `--momentum="))
+    assert f"exclude 0 in {n_bold} of 12 cells" in answers
+    decisions = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").replace("\n", " ")
+    cited = re.findall(r"[+-]\d\.\d{3} \([^)]* to [^)]*\)", decisions)
+    assert all(f"**{interval}**" in answers for interval in cited)
+
+
+# ---- the notebook ----------------------------------------------------------------------------------------------
+
+
+def notebook() -> tuple[Any, dict[str, Any]]:
+    """Return (the notebook, its cells of code by their ids)."""
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
+    nbformat.validate(book)
+    return book, {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
+
+
+def test_notebook_is_valid_holds_no_results_names_what_exists_and_never_installs_torch():
+    book, cells = notebook()
+    assert not any(cell.outputs or cell.execution_count for cell in cells.values())
+    text = "\n".join(cell.source for cell in book.cells)
+    named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", text))
+    assert {"train.py", "sample.py", "docs/data.md"} <= named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+    used = re.findall(r"\b(hardware|peaks|tasks)\.(?!py\b)(\w+)", text)
+    assert len(used) > 3
+    modules = {"hardware": hardware, "peaks": peaks, "tasks": tasks}
+    assert [name for module, name in used if not hasattr(modules[module], name)] == []
+    (packages,) = re.findall(r"for name in \((.*?)\)", cells["packages"].source)
+    assert "torch" not in packages
+
+
+@pytest.mark.nightly
+def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path, monkeypatch):
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    folder = copy_of_repository(tmp_path)
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    book, cells = notebook()
+    (parameters,) = (cell for cell in cells.values() if "parameters" in cell.metadata.get("tags", []))
+    settings = "--n_layer=1 --n_head=1 --n_embd=16 --batch_size=4 --eval_tokens=512 --compile=False"
+    parameters.source += f"\nMINUTES = 0.05\nSETTINGS = {settings!r}"
+    client = NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    with suppress(CellExecutionError):  # the cell's own output says more
+        client.execute()
+    printed = {}
+    for name, cell in cells.items():
+        texts = [output.get("text", "") + "\n".join(output.get("traceback", [])) for output in cell.outputs]
+        printed[name] = "".join(texts)
+
+    assert "No Shakespeare: training on the source code" in printed["data"]
+    assert re.search(r"^step \d+: train loss", printed["train"], re.M)
+    assert (folder / "out-notebook" / "ckpt.pt").is_file()
+    (picture,) = [o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"]
+    assert base64.b64decode(picture).startswith(b"\x89PNG")
+    written = re.findall(r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed["sample"], re.M | re.S)
+    assert len(written) == 1  # from the first temperature to the second one's end
+    assert printed["sample"].count("---------------") == 2
