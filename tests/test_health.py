@@ -216,9 +216,10 @@ def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(chars, tm
 
 
 def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():
-    band = Band({0: [4.1, 4.1]})
-    assert [band.verdict({0: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
-    assert band.verdict({5: 1.0}) == ""
+    band = Band({0: [4.1, 4.1], 2: [4.1, 4.1]})
+    assert [band.verdict({2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
+    assert band.verdict({0: math.nan}).startswith("unusual")
+    assert band.verdict({0: 4.1005}) == band.verdict({5: 1.0}) == ""  # random weights say nothing yet
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)
