@@ -6,7 +6,7 @@
 #   make train ARGS="--max_iters=5000 --n_embd=256"   with other settings
 #   make test                   the quick tests
 #   make test-all               all tests but the nightly ones
-#   make test-nightly           emulated machines, several hosts, most hacks, notebook, browser, lm_eval
+#   make test-nightly           emulated machines, several hosts, most hacks, notebook, browser
 #   make check                  lint and types
 #   make qualify                checks and measures this card; ARGS="--minutes=9" in less time (docs/figures.md)
 #   make check-cards            compiles our configs' kernels for cards that are not here (Linux; docs/figures.md)

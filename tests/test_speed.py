@@ -1,25 +1,18 @@
-"""Programs of bench/ that measure: speed.py beside other programs, qualify.py on a card, evaluate.py by lm_eval."""
+"""Programs of bench/ that measure: speed.py beside other programs, and qualify.py on a card."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-from conftest import TINY, assert_refused, flags, tiny, until
+from conftest import TINY, assert_refused, flags, until
 
-import train
 from bench import qualify, speed
 from bench.speed import Contestant
 from configurator import build, read_settings
-from deskgpt.generate.trained import load
 from train import TrainConfig
 
 SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
@@ -148,40 +141,3 @@ def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script):
     assert done.code == 1
     assert "no time was left for first, tests" in done.out
     assert page.read_text() == text
-
-
-# ---- evaluate.py ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_lm_evals_figures_are_those_of_model_py(chars, tmp_path, script):
-    pytest.importorskip("lm_eval")
-    pytest.importorskip("transformers")
-    train.main(tiny(chars, tmp_path / "out", block_size=32))
-    draw = random.Random(1)
-    words = ["the", "old", "sea", "was", "calm", "and", "no", "one", "on", "board", "knew", "what", "had", "seen"]
-    documents = [{"start": " ".join(draw.choices(words, k=2)), "word": " " + draw.choice(words)} for _ in range(7)]
-    items = tmp_path / "items.jsonl"
-    items.write_text("".join(json.dumps(item) + "\n" for item in documents))
-    task: dict[str, Any] = {"task": "last_word", "output_type": "loglikelihood", "test_split": "test"}
-    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(items)}}}
-    task |= {"doc_to_text": "{{start}}", "doc_to_target": "{{word}}"}
-    task["metric_list"] = [{"metric": "perplexity", "higher_is_better": False}, {"metric": "acc"}]
-    (tmp_path / "task.yaml").write_text(json.dumps(task))  # JSON is YAML
-    files = {"tasks": tmp_path / "task.yaml", "output_path": tmp_path / "found.json"}
-    done = script("bench/evaluate.py", *flags(out_dir=tmp_path / "out", device="cpu", **files))
-    assert done.code == 0, done.err
-    assert "last_word" in done.out
-    (file,) = tmp_path.glob("found*.json")
-    own = load("resume", str(tmp_path / "out"), torch.device("cpu"))
-    sums, hits = [], []
-    for item in documents:
-        context = own.tokenizer.encode(item["start"]).tolist()
-        target = own.tokenizer.encode(item["word"]).tolist()
-        logits = own.model.eval()(torch.tensor([context + target[:-1]]))[0][0, -len(target) :]
-        log_p = logits.log_softmax(-1).gather(1, torch.tensor(target)[:, None])
-        sums.append(log_p.sum().item())
-        hits.append(logits.argmax(1).tolist() == target)
-    found = json.loads(file.read_text())["results"]["last_word"]
-    assert found["perplexity,none"] == pytest.approx(math.exp(-sum(sums) / 7), rel=1e-4)
-    assert found["acc,none"] == pytest.approx(sum(hits) / 7)
