@@ -97,11 +97,11 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     max_hours: float = 0.0  # then save and end, to be resumed later; the schedule stays that of max_iters; 0 = no limit
     patience: int = 0  # end after this many evaluations without an improvement beyond the standard error; 0 = never
     resume_changed: bool = False  # True: resume although data, batch or schedule have changed
-    on_spike: Literal["go", "stop"] = "go"  # when the loss leaps up
+    on_spike: Literal["go", "stop"] = "go"  # go: only log a loss spike; stop: end the run
     # batch
     batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: Literal["auto", True, False] = "auto"  # same training in the micro-batch that fits; auto: on CUDA
+    auto_batch: Literal["auto", True, False] = "auto"  # the micro-batch that fits; auto: on CUDA, without dropout
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # its maximum
@@ -114,7 +114,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
     # learning rate schedule
     decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: constant, then a fifth down
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: the last fifth decays
     warmup_iters: int = 2000  # steps; linear
     lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
     min_lr: float | None = None  # None = learning_rate / 10

@@ -34,9 +34,8 @@ class Split:
     the windows is a pseudo-random permutation. Which window goes into which row of which batch is a pure function of
     (seed, step, row of the global batch): there is no state to save, and micro-batches and ranks change nothing.
 
-    Packed data (meta.json says into windows of how many tokens) is read in these very windows, all of them in each
-    epoch. With loss masks, targets that are not learned are -1, and windows without any
-    other target are not evaluated.
+    Packed data has windows of a fixed size (in meta.json), and is read in exactly these, all of them in each epoch.
+    Masked targets are -1; windows without any other target are not evaluated.
 
     Raises ValueError if files are missing, damaged or too short. Each call that reads raises DataError for damage and
     for ids of vocab_size and more.

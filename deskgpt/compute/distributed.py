@@ -47,7 +47,7 @@ class DistContext:
         return total
 
     def max(self, x: float) -> float:
-        """Return the largest x of all ranks, which wait for each other, but not for their GPUs."""
+        """Return the largest x of all ranks. They synchronise on the CPU, by gloo; queued work of GPUs goes on."""
         tensor = torch.tensor(x, dtype=torch.float64)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)  # on the CPU, by gloo

@@ -22,7 +22,7 @@ BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
 @dataclass(frozen=True)
 class Evaluation:
     loss: float  # mean, in nats per token
-    standard_error: float | None  # of other text of this length; None if too few batches tell
+    standard_error: float | None  # of the loss over other text of this length; None below BATCHES_FOR_ERROR
     windows: int = 0  # that were read, over all ranks
     batch_losses: tuple[float, ...] = ()  # the mean loss of each of this rank's batches, to compare runs in pairs
 

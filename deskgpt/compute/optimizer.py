@@ -18,8 +18,9 @@ from model import GPT
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# The five iterations in runs; the matrix itself is multiplied only at the end of a run. Runs of one are least work for
-# a square matrix. For a tall one two runs take less time; in one run bfloat16's rounding grows (docs/decisions.md).
+# How the five iterations are grouped: within a group only the Gram matrix is iterated; the matrix itself is multiplied at
+# the group's end. Square matrices gain nothing by it. For tall ones two groups are faster than five; a single one rounds
+# too much in bfloat16 (docs/decisions.md).
 APPLIED_AFTER = {"square": (1, 1, 1, 1, 1), "tall": (3, 2)}
 MOST_GATHERED = 1 << 28  # elements of sharded matrices that are whole at once: 1 GiB
 
@@ -121,8 +122,8 @@ class Muon(torch.optim.AdamW):
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         made = torch.ones((), device=params[0].device)  # 1 for a step, 0 for one to skip
         kept: float | Tensor = 1 - group["lr"] * group["weight_decay"]  # of the weights
-        # A fused optimizer must itself skip a step with gradients that are not finite, where it is told to. What is
-        # then added and decayed below comes to nothing, without waiting for the device.
+        # found_inf = 1 asks a fused optimizer to skip this step (GradScaler's protocol). Without waiting for the
+        # device the step becomes a no-op: it adds 0 and decays by 1.
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None:
             made = 1 - found_inf

@@ -20,7 +20,7 @@ LEAST_RISE = 0.25  # nats: with large batches 8 deviations are less than what ot
 
 
 class SpikeDetector:
-    """Finds the steps at which the loss leaps up. After a spike the losses to compare with are gathered anew."""
+    """Finds the steps at which the loss spikes. After a spike the losses to compare with are gathered anew."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)

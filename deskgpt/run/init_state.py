@@ -120,7 +120,7 @@ class InitState:
             return batching
         larger = larger_batch(self.model_config, dist.device, batching, variant)
         if larger != batching:
-            dist.print0(f"auto_batch: {larger.flags()}, which is predicted to fit and the same training")
+            dist.print0(f"auto_batch: using {larger.flags()} (predicted to fit; the same tokens per step)")
         return larger
 
     def build_model(self, config: Config, variant: Variant, dist: DistContext) -> GPT:

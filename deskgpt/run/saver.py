@@ -33,7 +33,7 @@ class Saver:
     best_val_loss: float  # of the best checkpoint on the disk
     sharing: DistContext | None = None  # the ranks of a sharded run
     kept_step: int | None = None  # of the latest checkpoint; at first of the one from which the run resumes
-    is_trained_elsewhere: bool = False  # weights that can stay the best: they are saved at step 0, too
+    is_trained_elsewhere: bool = False  # starts from trained weights: step 0 may be the best, and is saved
 
     def __post_init__(self) -> None:
         self.latest_step = -1 if self.is_trained_elsewhere else self.kept_step or 0  # saved, or the run began with

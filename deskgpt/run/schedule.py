@@ -1,4 +1,4 @@
-"""How long a run is and how its learning rate goes; and how many steps fit into max_minutes."""
+"""How long a run is, its learning rate, and how many steps fit into max_minutes."""
 
 from __future__ import annotations
 
