@@ -1,8 +1,8 @@
 """The checkpoints of a run's folder: ckpt.pt, the last one, and ckpt_best.pt, the best one by its val loss.
 
 A checkpoint is nanoGPT's dictionary plus what an exact resume needs, always one file (ckpt_file.py), so any number of
-ranks can resume it. torch.distributed.checkpoint is not used: it pickles, and a folder cannot be replaced in one step. A
-crash at any moment leaves an intact checkpoint. nanoGPT's own checkpoints are read too.
+ranks can resume it. torch.distributed.checkpoint is not used: it pickles, and a folder cannot be replaced in one step.
+A crash at any moment leaves an intact checkpoint. nanoGPT's own checkpoints are read too.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from model import GPT
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in five iterations:
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-# How the five iterations are grouped: within a group only the Gram matrix is iterated; the matrix itself is multiplied at
-# the group's end. Square matrices gain nothing by it. For tall ones two groups are faster than five; a single one rounds
-# too much in bfloat16 (docs/decisions.md).
+# How the five iterations are grouped: within a group only the Gram matrix is iterated; the matrix itself is multiplied
+# at the group's end. Square matrices gain nothing by it. For tall ones two groups are faster than five; a single one
+# rounds too much in bfloat16 (docs/decisions.md).
 APPLIED_AFTER = {"square": (1, 1, 1, 1, 1), "tall": (3, 2)}
 MOST_GATHERED = 1 << 28  # elements of sharded matrices that are whole at once: 1 GiB
 
