@@ -128,7 +128,7 @@ class Own(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", [Own, lambda model: torch.optim.NAdam(model.parameters())])
-def test_optimizer_of_a_users_own_rewinds_and_resumes_exactly(kind, tmp_path):
+def test_optimizer_of_a_users_own_resumes_exactly(kind, tmp_path):
     def start() -> tuple[GPT, OptimizerState]:
         model = model_with_gradients()
         return model, OptimizerState(kind(model), model)
@@ -141,25 +141,15 @@ def test_optimizer_of_a_users_own_rewinds_and_resumes_exactly(kind, tmp_path):
                 p.grad = torch.full_like(p, math.sin(step + i))
             kept.optimizer.step()
 
-    def content(model: GPT, kept: OptimizerState) -> dict[str, Any]:
-        return {"model": model.state_dict(), "optimizer": kept.state()}
-
-    def load(saved: dict[str, Any], model: GPT, kept: OptimizerState) -> None:
-        model.load_state_dict(saved["model"])
-        kept.load(saved["optimizer"], "out")
-
-    full, rewound, resumed = start(), start(), start()
+    full, half, resumed = start(), start(), start()
     steps(*full, 0, 8)
-    before = copy.deepcopy(content(*rewound))
-    steps(*rewound, 0, 2)
-    load(before, *rewound)
-    steps(*rewound, 0, 4)
-    ckpt_file.write(content(*rewound), tmp_path / "state")
-    steps(*rewound, 4, 8)
-    load(ckpt_file.load(tmp_path / "state"), *resumed)
+    steps(*half, 0, 4)
+    ckpt_file.write({"model": half[0].state_dict(), "optimizer": half[1].state()}, tmp_path / "state")
+    saved = ckpt_file.load(tmp_path / "state")
+    resumed[0].load_state_dict(saved["model"])
+    resumed[1].load(saved["optimizer"], "out")
     steps(*resumed, 4, 8)
-    for model, _ in (rewound, resumed):
-        assert_equal(dict(model.state_dict()), dict(full[0].state_dict()))
+    assert_equal(dict(resumed[0].state_dict()), dict(full[0].state_dict()))
 
 
 class WithStateDict(Own):
