@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import os
 import random
+import stat
 import zipfile
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +22,7 @@ from tiny_models import state_of
 
 from deskgpt.checkpoint import ckpt_file, store
 from deskgpt.export.gpt2_weights import load_gpt2
+from deskgpt.system import files
 from model import GPT, GPTConfig
 
 
@@ -71,6 +74,23 @@ def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_
     monkeypatch.setattr(os, "replace", replace_file)
     store.save(state_of(), tmp_path, best=True)
     assert [b for a, b in itertools.pairwise(calls) if a == "rename"] == [str(tmp_path)] * 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows opens no folders")
+def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_written(tmp_path, monkeypatch, capsys):
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.note_once.cache_clear()
+    for step in (1, 2):
+        store.save(state_of(step), tmp_path, best=True)
+    assert store.load(tmp_path).iter_num == 2
+    assert_one_line(capsys.readouterr().err.strip(), tmp_path, "cannot flush folders")
 
 
 def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
