@@ -60,14 +60,11 @@ SETTINGS: list[tuple[str, list[str], int]] = [
     ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
     ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),
     ("--device=cuda:99", ["cuda:99", "--device="], 1),
-    ("--device=tpu", ["tpu", "--device="], 1),
     ("--out_dir={run}/ckpt.pt", ["{run}/ckpt.pt", "--out_dir="], 1),  # a new run in a checkpoint
-    ("--out_dir={run}/log.jsonl", ["{run}/log.jsonl", "another folder"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
     ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),
     ("--init_from=gpt2", ["init_from=gpt2", "connect once"], 1),  # without a network
     ("--init_from=resume --block_size=64", ["block_size=64", "--block_size=16"], 1),
-    ("--init_from=resume --n_layer=5", ["n_layer=5", "--n_layer=2"], 1),
 ]
 
 

@@ -106,6 +106,7 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
     expected = ["one", "two", "two", "three", "four \ufffd", "four and a half"]
     expected += ["five\nsix\n", "six and a half", "seven", "eight"]
     assert_holds(tmp_path / "out", expected)
+    assert len([*(tmp_path / "out").glob("train_*.bin")]) == 1  # small files share a shard
 
 
 def test_faults_of_the_source_are_one_line(tmp_path, script):
@@ -129,14 +130,6 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
     assert_error(good, "char", options=("--tokenizer=char",))
     assert_refused(script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source")
-
-
-def test_small_files_share_a_shard(tmp_path):
-    for i in range(7):
-        (tmp_path / f"{i}.txt").write_text(f"{i}" * 100)
-    made("--source", tmp_path, "--tokenizer=bytes", "--shard_bytes=250", "--val_tokens=10", "--out", tmp_path / "out")
-    assert [entry["tokens"] for entry in read_record(tmp_path / "out")["files"].values()] == [293, 303, 101, 10]
-    assert_holds(tmp_path / "out", [f"{i}" * 100 for i in range(7)])
 
 
 def test_source_that_has_changed_is_noticed(tmp_path, script, documents):

@@ -105,7 +105,6 @@ def test_without_llama_cpp_nothing_is_compared(tmp_path, monkeypatch, capsys):
 def test_all_that_llama_cpp_lacks_is_named_with_what_to_change():
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"token_shift": True}, ["--token_shift=False"]),
-        ({"norm": "rms"}, ["--norm=layer"]),
         (MODERN_SETTINGS | {"norm": "layer"}, ["token_shift=True", "--token_shift=False", "--norm=rms"]),
     ]
     for config, named in cases:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHAKESPEARE, assert_refused, contents, files_of_at_most, needs_bpe, raises_one_line
+from conftest import ROOT, SHAKESPEARE, assert_refused, contents, needs_bpe, raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import PACK, UNTIL_RENAME, fails
@@ -151,19 +151,6 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
     pattern = tmp_path / "texts" / "*.txt"
     assert script(PREPARE, pattern, "--tokenizer", tmp_path / "own", "--out", tmp_path / "other").code == 0
     assert read_meta(tmp_path / "other")["tokenizer"] == read_meta(tmp_path / "own")["tokenizer"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a file size limit")
-def test_full_disk_keeps_the_data_that_was_there(tmp_path, script):
-    (tmp_path / "a.txt").write_text("abc\n" * 100)
-    (tmp_path / "b.txt").write_text("abcd\n" * 100_000)
-    own = tmp_path / "own"
-    assert script(PREPARE, tmp_path / "a.txt", "--name", own).code == 0
-    before = contents(own)
-    with files_of_at_most(kib=64):
-        done = script(PREPARE, tmp_path / "b.txt", "--name", own)
-    fails(done, own, "disk")
-    assert contents(own) == before
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")

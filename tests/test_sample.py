@@ -55,8 +55,10 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> 
 def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, config):
     model, idx = make(config).eval(), tokens(3, prompt)
     n = max(6, 38 - prompt)  # past block_size=32
-    found = drawn(model, idx, n, cached=True, temperature=1.0, seed=5)
-    assert torch.equal(found, drawn(model, idx, n, cached=False, temperature=1.0, seed=5))
+    options: dict[str, Any] = {"temperature": 5.0, "seed": 5, "vocab_size": 7}  # the rest is padding
+    found = drawn(model, idx, n, cached=True, **options)
+    assert found.max() == 6
+    assert torch.equal(found, drawn(model, idx, n, cached=False, **options))
     found = drawn(model, idx, n, cached=True, temperature=0.0)
     text = torch.cat((idx, found.t()), 1)
     for t in range(prompt, prompt + n):
@@ -117,15 +119,6 @@ def test_weights_are_cast_once_for_a_text_in_16_bits_and_logits_are_autocasts_ow
     assert torch.equal(found[0], expected.float())
 
 
-def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
-    engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
-    engine.device = torch.device("cuda")
-    with engine._mode():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.flash_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
 def test_cache_serves_only_a_text_that_continues_its_own():
     model = make().eval()
     cache = KVCache(SMALL.block_size)
@@ -146,12 +139,6 @@ def test_attention_of_apple_gpus_is_torchs(T):
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------
-
-
-def test_padding_of_the_vocabulary_is_never_drawn():
-    model = make().eval()
-    for cached in (False, True):
-        assert drawn(model, tokens(4, 4), 60, cached, temperature=5.0, vocab_size=7).max() == 6
 
 
 def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:
