@@ -268,7 +268,7 @@ def test_what_is_wrong_is_one_line(script, tmp_path):
     run = log(tmp_path / "a", CURVE)
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(1 << 40)  # without taking room on the disk
-    compared = (["/nowhere/at-all"], ["pyproject.toml"], [tmp_path / "large.txt"], [run, "--html", "pyproject.toml/a.html"])
+    compared = (["/nowhere"], ["pyproject.toml"], [tmp_path / "large.txt"], [run, "--html", "pyproject.toml/a.html"])
     wrong = [("bench/compare.py", *words) for words in compared]
     wrong += [("bench/report.py", f"{run}/{name}") for name in ("nowhere", "log.jsonl")]
     for words in wrong:
