@@ -21,7 +21,7 @@ from conftest import ROOT, TINY, flags, raises_one_line, shell, until
 from bench import ask
 from bench.asking.arms import Arm, check_out, folder_for_worktrees, make_arm
 from bench.asking.question import Question
-from bench.asking.running import data_digest, result
+from bench.asking.running import data_digest
 from bench.asking.statistics import PILOT
 from deskgpt.run.log import read_events
 from deskgpt.system.errors import ConfigError
@@ -191,17 +191,6 @@ def test_data_have_a_digest_of_their_content(chars, tmp_path):
     content = (folder / "val.bin").read_bytes()
     (folder / "val.bin").write_bytes(content[:-1] + b"\1")
     assert data_digest(folder) != data_digest(chars)
-
-
-def test_model_that_is_broken_from_the_start_has_no_loss(tmp_path):
-    arm = Arm("b", "x.patch", tmp_path, "code", {})
-    start = {"event": "start", "model_args": {"vocab_size": 65}}
-    evaluation = {"event": "eval", "val_loss": 4.2}
-    for events in ([{"event": "eval", "val_loss": None}], [evaluation, {"event": "iter", "grad_norm": None}]):
-        with pytest.raises(ValueError, match="is broken"):
-            result(arm, [start, *events], has_diverged=True)
-    steps = [{"event": "iter", "grad_norm": norm} for norm in (1.5, None)]
-    assert result(arm, [start, evaluation, *steps], has_diverged=True)["val_loss"] == 4.2
 
 
 def made_up(of_b: float, budget_s: float, min_effect: float | None = None) -> Question:

@@ -18,7 +18,6 @@ from bench.analysis.table import Group
 from bench.analysis.verdict import Comparison, compare
 from deskgpt.run.log import read_events
 
-REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "nanogpt_logs" / "fineweb_33m_rtx4070.txt"
 CURVE = {0: 4.0, 100: 3.0, 200: 2.5}
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
 OWN = {"weight_norm/0": 3.25, EVIL: -7.0}  # numbers under names of a run's own
@@ -252,11 +251,6 @@ def test_charts_are_of_all_that_is_logged_from_the_start_on(real, tmp_path):
         assert [*charts[name].data[0].y] == [value + i for i in range(6)]
 
 
-def test_runs_with_little_in_their_logs_have_a_page():
-    for runs in ([Run("empty")], [Run("empty"), made_up("once", 1)]):
-        assert "<h1>" in page.page(compare(runs))
-
-
 def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, script):
     precious = real.parent / "precious"
     precious.write_text("mine")
@@ -270,24 +264,12 @@ def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, s
     assert re.search(r"MFU</th><td>[\d.]+%</td>", text)
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the log of a real nanoGPT run is not at hand")
-def test_compare_reads_a_real_log_of_nanogpt_and_writes_a_page(tmp_path, script):
-    a = log(tmp_path / "a", CURVE)
-    file = tmp_path / "r.html"
-    done = script("bench/compare.py", a, REAL, "--html", file)
-    assert done.code == 0, done.err
-    assert re.search(r"MFU as nanoGPT prints it \(of 312 TFLOP/s\) \|[^|]*\| 12.9\d% \|", done.out)
-    assert done.out.startswith("The losses are not comparable")
-    assert "B: fineweb_33m_rtx4070" in file.read_text()
-
-
 def test_what_is_wrong_is_one_line(script, tmp_path):
     run = log(tmp_path / "a", CURVE)
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(1 << 40)  # without taking room on the disk
-    compared = (["/nowhere/at-all"], ["pyproject.toml"], [run, "--html", "pyproject.toml/a.html"])
+    compared = (["/nowhere"], ["pyproject.toml"], [tmp_path / "large.txt"], [run, "--html", "pyproject.toml/a.html"])
     wrong = [("bench/compare.py", *words) for words in compared]
-    wrong += [("bench/compare.py", str(tmp_path / "large.txt"))]
     wrong += [("bench/report.py", f"{run}/{name}") for name in ("nowhere", "log.jsonl")]
     for words in wrong:
         done = script(*words)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configurator import configure, help_text
-from deskgpt.system.errors import ConfigError, OneLineParser
+from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import note_once
 from deskgpt.system.settings import settings_of
 from sample import SampleConfig
@@ -66,25 +66,18 @@ def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no
 FAULTY_FILES: dict[str, list[str]] = {
     "bias = True\nmax_iters: 3\n": [":2:", "max_iters = 3"],  # as in YAML
     "max_iters = 1\n\nlearning_rat = 2\n": [":3:", "learning_rat ", "learning_rate"],
-    "max_iters = 1.5\n": [":1:", "max_iters=1.5", "int"],
-    "max_iters = 1\nexit(3)\n": [":2:", "SystemExit: 3"],
     "\noptimizer = 'c'\n": [":2:", "optimizer='c'", "adamw, muon"],
     "x = \n": [":1:", "SyntaxError"],
     "max_iters = 1\nmin_lr = 1 / 0\n": [":2:", "ZeroDivisionError"],
 }
 FAULTY_ARGUMENTS: dict[str, list[str]] = {
     "--max_itres=3": ["--max_itres", "did you mean max_iters?"],
-    "--qqq=3": ["--qqq", "--help"],
     "--max_iters=three": ["--max_iters='three'", "int", "--max_iters=6"],
     "--max_iters": ["--max_iters", "--max_iters=6"],
-    "--min_lr=1e999": ["--min_lr=inf", "float"],
     "--bias=1": ["--bias=1", "bool"],
     "--max_iters=-1": ["max_iters=-1", "at least 0"],
-    "--beta1=1": ["beta1=1", "below 1"],
     "--out_dir=": ["--out_dir", "--out_dir=out"],
-    "--out_dir=~nobody-of-this-name/a": ["~nobody-of-this-name"],
     "--max_iters 8": ["8", "--key=value"],
-    "-max_iters=3": ["-max_iters=3", "--key=value"],
 }
 
 
@@ -100,10 +93,6 @@ def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     for argument in ("--out_dir=~/a", write(tmp_path, "out_dir = '~/a'\n")):
         assert configure(TrainConfig, [argument]).out_dir == f"{tmp_path}/a"
-    parser = OneLineParser(None)  # of scripts without settings
-    parser.add_argument("file")
-    parser.add_argument("--name")
-    assert vars(parser.parse_args(["~/a", "--name=~/b"])) == {"file": f"{tmp_path}/a", "name": f"{tmp_path}/b"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!_]*.py")), ids=lambda p: p.stem)

@@ -313,12 +313,6 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, c
     assert_one_line(capsys.readouterr().out.splitlines()[-1], "max_minutes", "max_iters=4")
 
 
-def test_new_run_with_data_of_another_tokenizer_is_refused(half, chars, tmp_path):
-    with raises_one_line("vocabulary", "64"):
-        main(tiny(chars, tmp_path / "out", init_from=str(half / "out" / "ckpt.pt")))
-    assert not (tmp_path / "out").exists()
-
-
 # ---- nanoGPT's runs, and ours for nanoGPT ------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -248,15 +247,6 @@ def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, cap
     with only_run_in(tmp_path):
         pass
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
-
-
-def test_a_run_that_may_wait_takes_the_folder_when_the_other_one_has_left(tmp_path):
-    first = only_run_in(tmp_path)
-    first.__enter__()
-    leaves = threading.Timer(0.1, first.__exit__, (None, None, None))
-    leaves.start()
-    with only_run_in(tmp_path, wait_s=20):
-        assert leaves.finished.is_set()
 
 
 @pytest.mark.slow
