@@ -280,7 +280,7 @@ def test_importing_the_scripts_does_nothing():
     code = """
 import os, sys, torch
 before = dict(os.environ)
-import train, sample, export, bench.report, bench.evaluate, data.chat.prepare, data.fineweb_edu.prepare
+import train, sample, export, bench.report, data.chat.prepare, data.fineweb_edu.prepare
 assert dict(os.environ) == before
 slow = {"wandb", "datasets", "tiktoken", "transformers", "safetensors", "torch._dynamo", "tokenizers", "lm_eval"}
 assert not slow & {*sys.modules}, slow & {*sys.modules}

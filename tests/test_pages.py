@@ -44,7 +44,7 @@ NOT_RUN = (
     *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
     *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "git clone", "hf download"),
     "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
-    *("python sample.py --serve", "python bench/evaluate.py"),
+    *("python sample.py --serve", "lm_eval --model hf"),
 )
 # Compiling takes longer than the steps of these runs.
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"

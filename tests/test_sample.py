@@ -50,6 +50,15 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> 
 # ---- the cache -----------------------------------------------------------------------------------------------
 
 
+def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
+    engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
+    engine.device = torch.device("cuda")
+    with engine._mode():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 @pytest.mark.parametrize("prompt", [1, 40])
 def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, config):
