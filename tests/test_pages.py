@@ -181,7 +181,7 @@ def test_speeds_and_losses_are_those_of_the_stored_runs():
         others = [value for name, value in r.items() if name != "losses"]
         assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *others)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    for machine in ("with AMX", "Zen 4", "without fast bfloat16"):
+    for machine in ("with AMX", "Zen 4", "Zen 5", "without fast bfloat16"):
         rows = [r for r in figures["speed"] if r["machine"].endswith(machine) and r["ours"].endswith("not compiled")]
         ratios = sorted((r["ratio"] for r in rows), key=float)
         assert f"{ratios[0]} to {ratios[-1]}" in readme
