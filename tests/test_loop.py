@@ -28,6 +28,7 @@ from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
 from deskgpt.run.init_state import InitState
 from deskgpt.run.schedule import Schedule
+from deskgpt.run.timer import StepTimer
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -77,6 +78,16 @@ def test_run_trains_and_evaluates_what_a_plain_loop_does(chars, tmp_path):
     for name in ("train", "val"):
         x, y = (torch.from_numpy(a) for a in Split(chars, name, c.block_size, vocab_size).eval_batch(np.arange(4), 4))
         assert events(tmp_path, "eval")[-1][f"{name}_loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-5)
+
+
+def test_wait_for_data_is_that_of_the_steps_since_the_last_line():
+    timer = StepTimer(CPU)
+    timer.start()
+    timer.add_wait(0.5)
+    timer.step_done(1)
+    assert timer.end_window()[2] > 0
+    timer.step_done(1)
+    assert timer.end_window()[2] == 0
 
 
 @pytest.mark.parametrize("log_interval", [1, 1000])
