@@ -80,6 +80,17 @@ def test_run_trains_and_evaluates_what_a_plain_loop_does(chars, tmp_path):
         assert events(tmp_path, "eval")[-1][f"{name}_loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-5)
 
 
+def test_log_line_has_the_numbers_of_its_own_step_and_the_last_step_has_one(chars, tmp_path):
+    for interval in (1, 3):
+        main(tiny(chars, tmp_path / str(interval), log_interval=interval, max_iters=6, eval_interval=4))
+    every = events(tmp_path / "1", "iter")
+    some = events(tmp_path / "3", "iter")
+    assert [e["iter"] for e in some] == [0, 3, 5]
+    assert [e["grad_norm"] for e in some] == [every[step]["grad_norm"] for step in (0, 3, 5)]
+    assert [e["tokens"] for e in some] == [64, 256, 384]
+    assert [e["tokens"] for e in events(tmp_path / "3", "eval")] == [0, 256, 384]
+
+
 def test_wait_for_data_is_that_of_the_steps_since_the_last_line():
     timer = StepTimer(CPU)
     timer.start()

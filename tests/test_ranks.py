@@ -122,6 +122,8 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path):
         for a, b in zip(events(tmp_path / "one", kind), events(tmp_path / "two", kind), strict=True):
             assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-5)
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
+    peaks = [events(tmp_path / name, "start")[0]["peak_flops"] for name in ("one", "two")]
+    assert peaks[1] == pytest.approx(2 * peaks[0], rel=0.2)  # MFU refers to the devices of all ranks
 
 
 def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_path):
