@@ -57,9 +57,6 @@ def browser(scheme: str, address: str) -> Iterator[Any]:
         driver.quit()
 
 
-# ---- pages about runs ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def runs(chars, tmp_path_factory) -> tuple[Path, Path]:
     """Two runs, the second one while it trains."""

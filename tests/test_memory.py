@@ -27,9 +27,6 @@ CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
 
 
-# ---- against real steps --------------------------------------------------------------------------------------
-
-
 def real_peak(config: GPTConfig, batch_size: int, variant: Variant) -> int:
     """Return the most bytes that torch's allocator holds in a real step on the CPU, by its profiler."""
     model = GPT(config)

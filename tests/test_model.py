@@ -225,9 +225,6 @@ def test_run_of_minutes_ends_in_time_and_keeps_to_max_iters(chars, tmp_path):
     assert Schedule.of(tiny(chars, tmp_path)).end == 6
 
 
-# ---- compiled ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("compiler", "flags"), [("/usr/bin/g++", "off -mno-align-stringops"), ("clang++-17", "off")])
 def test_gcc_is_called_without_the_copies_that_it_gets_wrong_before_version_14(compiler, flags, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")

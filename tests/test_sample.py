@@ -147,9 +147,6 @@ def test_attention_of_apple_gpus_is_torchs(T):
     torch.testing.assert_close(matmul_attention(q[:, :, -T:], k, v, mask, 0.0), expected)
 
 
-# ---- drawing -------------------------------------------------------------------------------------------------
-
-
 def counts(p: torch.Tensor, n: int = 10_000, **kwargs: object) -> torch.Tensor:
     """How often each token is drawn from probabilities p over n evenly spaced u."""
     u = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n
