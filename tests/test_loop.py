@@ -28,6 +28,7 @@ from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
 from deskgpt.run.init_state import InitState
 from deskgpt.run.schedule import Schedule
+from deskgpt.run.stopping import StopController
 from deskgpt.run.timer import StepTimer
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -78,6 +79,13 @@ def test_run_trains_and_evaluates_what_a_plain_loop_does(chars, tmp_path):
     for name in ("train", "val"):
         x, y = (torch.from_numpy(a) for a in Split(chars, name, c.block_size, vocab_size).eval_batch(np.arange(4), 4))
         assert events(tmp_path, "eval")[-1][f"{name}_loss"] == pytest.approx(model(x, y)[1].item(), rel=1e-5)
+
+
+def test_max_hours_are_hours():
+    for seconds, reason in ((3500, None), (3700, "max_hours")):
+        stops = StopController(DistContext(CPU), time.perf_counter() - seconds, 1.0, 0.0, 0)
+        stops.poll(False)
+        assert stops.reason == reason
 
 
 def test_log_line_has_the_numbers_of_its_own_step_and_the_last_step_has_one(chars, tmp_path):
