@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.system import hardware
+from deskgpt.system.limits import allow_open_files
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux sends SIGTERM when torchrun is killed
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if dist.distributed:
+        allow_open_files()  # gloo connects every rank with every other one
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":

@@ -76,7 +76,9 @@ def choose_variant(
     (saved_variant), which is kept, so that it continues bit for bit. Raises ValueError if what a setting names cannot
     be had.
     """
-    dtype, kernels, compile = config.dtype, config.cpu_kernels, config.compile
+    dtype = config.dtype
+    kernels = config.cpu_kernels
+    compile = config.compile
     device = dist.device
     if dtype == "auto":
         dtype = earlier.get("dtype") or peaks.fast_dtype(device)

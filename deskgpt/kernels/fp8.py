@@ -70,6 +70,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Fp8Matmul(torch.autograd.Function):
+    """x @ weight.T of matrices that are rounded to 8 bits, as is the gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """x (N, I) @ weight.T (I, O), in dtype."""
