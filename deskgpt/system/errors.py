@@ -85,7 +85,7 @@ def one_line_errors(if_out_of_memory: str = "take a smaller input", output_lasts
         if message is None or os.environ.get("DESKGPT_TRACEBACK"):
             raise
         with suppress(OSError):  # the terminal may be gone
-            print(f"error: {of_this_rank(message)}", file=sys.stderr)
+            sys.stderr.write(f"error: {of_this_rank(message)}\n")  # in one piece: other ranks write there, too
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 
