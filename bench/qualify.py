@@ -13,6 +13,7 @@ ran out of time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -21,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,12 @@ import train
 from bench import output
 from bench.speed import ROOT, write_data
 from configurator import build, read_settings
+from deskgpt.kernels.fp8 import has_fp8
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from deskgpt.system.files import write_atomically
+from deskgpt.system.limits import usable_cores
 from deskgpt.system.terminal import in_gib, in_tera
 from deskgpt.system.wheels import answer
 from model import GPT, GPTConfig
@@ -88,20 +90,21 @@ class Session:
 def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
     """Return the stages by name, the most valuable first: each one's share of the time, and its command."""
     first = [*s.settings(), f"--dataset={s.tokens}", "--max_iters=8", "--eval_interval=8", "--eval_tokens=65536"]
-    pytest = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", "-n", "0", "-k"]
+    processes = 0 if s.is_toy else min(8, usable_cores() // 2)  # most of a test's time is compiling, on the host
+    pytest = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", f"-n={processes}", "-k"]
     quick = " and not compiled and not True" if s.is_toy else ""  # True: a test's parameter `compiled`
     others = [f"--peer=ours:{flag}" for flag in ("--compile=False", "--dtype=float32", "--activation_checkpoint=full")]
     grid = f"--grid=batch_size={2 if s.is_toy else '16,32,64'}"
+    fp8 = [] if s.is_toy or not has_fp8(s.device) else ["--peer=ours:--fp8=True"]
     function = ["bench/qualify.py", f"--device={s.device}", "--function"]
     return {
         "facts": (60, [*function, "facts"]),
         "first": (190, ["train.py", *first, f"--out_dir={s.tokens}/first"]),  # what an owner of a card does first
         "check": (150, [*pytest, f"every_variant{quick}"]),
-        "tests": (300, [*pytest, f"not every_variant{quick}"]),
-        "speed": (240, s.speed(CONFIG, 2, *s.peer)),
+        "speed": (240, s.speed(CONFIG, 1, grid, *s.peer, *fp8)),
         "predicted": (40, ["train.py", *s.settings(), f"--dataset={s.tokens}", "--dry_run=True"]),
-        "memory": (180, s.speed(CONFIG, 1, grid)),
         "sampling": (60, [*function, "sampling"]),
+        "tests": (300, [*pytest, f"not every_variant{quick}"]),
         "fast": (120, s.speed("config/train_fineweb_125m_fast.py", 1)),
         "variants": (180, s.speed(CONFIG, 1, *others)),
         "char": (100, s.speed("config/train_shakespeare_char.py", 1, *s.peer)),
@@ -129,13 +132,14 @@ def facts(s: Session) -> None:
 
 
 def sampling(s: Session) -> None:
-    """Print ms per token until its id is on the host, as sample.py writes."""
+    """Print ms per token until its id is on the host, as sample.py writes, and with the attention that torch takes."""
     from deskgpt.generate.engine import InferenceEngine
     from deskgpt.kernels.kv_cache import KVCache
 
     c = build(train.TrainConfig, read_settings(train.TrainConfig, s.settings()))
     model = GPT(GPTConfig.from_settings(c, s.vocab_size)).to(s.device).eval()
-    for texts in (1, 10):
+    torchs_own = contextlib.nullcontext()
+    for texts, attention in ((1, None), (10, None), (1, torchs_own)):
         prompts = torch.arange(8, device=s.device).expand(texts, -1)
         engine = InferenceEngine(model, prompts, peaks.fast_dtype(s.device))
         n = 16 if s.is_toy else 128
@@ -143,11 +147,11 @@ def sampling(s: Session) -> None:
         times_ms = []
         for _ in range(n):
             t0 = time.perf_counter()
-            with hardware.autocast(s.device, engine.dtype):
+            with attention or engine.mode(), hardware.autocast(s.device, engine.dtype):
                 next(tokens).tolist()
             times_ms.append((time.perf_counter() - t0) * 1e3)
         ms = f"{statistics.median(times_ms[4:]):.2f} ms per token, longest {max(times_ms[4:]):.1f}"
-        print(f"{texts} texts, {engine.dtype}: {ms}", flush=True)
+        print(f"{texts} texts, {engine.dtype}{', cuDNN not excluded' if attention else ''}: {ms}", flush=True)
 
 
 FUNCTIONS = {"facts": facts, "sampling": sampling}
@@ -166,11 +170,11 @@ def run(command: list[str], path: Path, limit_s: float) -> str:
             outcome = f"cut after {limit_s:.0f} s"
             started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
             process.kill()
             for child in started:
-                with suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
     with open(path, "a") as file:
         file.write(f"\n{outcome}\n")
@@ -211,7 +215,10 @@ def main() -> None:
         todo = {name: stage for name, stage in stages(s).items() if name in due}
         while todo and ends_at - time.monotonic() > LEAST_S:
             name = next(iter(todo))
-            limit_s = (ends_at - time.monotonic()) * todo[name][0] / sum(share for share, _ in todo.values())
+            left_s = ends_at - time.monotonic()
+            # Its share of the time, or what it takes on a fast card if that is more.
+            share_s = todo[name][0]
+            limit_s = min(left_s, max(share_s, left_s * share_s / sum(share for share, _ in todo.values())))
             _, command = todo.pop(name)
             print(f"{name}: {run(command, files[name], limit_s)}", flush=True)
     page = f"# {output.about(about)}\n"

@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.kernels import chunked_cross_entropy, loss
+from deskgpt.kernels.fp8 import has_fp8
 from deskgpt.system import hardware
 from model import GPT, GPTConfig
 from train import main
@@ -94,10 +96,14 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
 
 
 @each_model
-@pytest.mark.parametrize("dtype", hardware.DTYPES)
+@pytest.mark.parametrize("dtype", [*hardware.DTYPES, "fp8"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_variant_computes_what_eager_float32_does(compiled, dtype, settings):
-    variant = Variant(dtype, compiled, residual_dtype="bfloat16" if compiled and dtype == "bfloat16" else "float32")
+    if dtype == "fp8" and ON_CUDA and not has_fp8(DEVICE):
+        pytest.skip("no 8-bit matmuls")
+    variant = Variant(dtype.replace("fp8", "bfloat16"), compiled, fp8=dtype == "fp8")
+    if compiled and variant.dtype == "bfloat16":
+        variant = replace(variant, residual_dtype="bfloat16")
     config = GPTConfig(**GPT2, **settings)
     assert check_model(make(config).to(DEVICE), variant, *batch(config)) == []
 

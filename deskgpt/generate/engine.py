@@ -67,7 +67,7 @@ class InferenceEngine:
             watch=watch,
         )
         while not all(sample.done for sample in samples):
-            with self._mode():  # of this thread; a server has another for each token
+            with self.mode():  # of this thread; a server has another for each token
                 new = next(tokens, None)  # (B,)
             if new is None:
                 break
@@ -75,7 +75,7 @@ class InferenceEngine:
         yield [sample.finish() for sample in samples]
 
     @contextmanager
-    def _mode(self) -> Iterator[None]:
+    def mode(self) -> Iterator[None]:
         """Within the block, matmuls are in the dtype, and attention is not cuDNN's.
 
         On Hopper and Blackwell torch prefers cuDNN, also for a single query. It plans anew for each length of the cache
@@ -97,7 +97,7 @@ class InferenceEngine:
         T = text.size(1)
         cache = KVCache(c.block_size)
         why = ""
-        with self._mode():
+        with self.mode():
             expected = self.model.next_logits(text)
             try:
                 for end in sorted({T // 2, T - 1, T} - {0}):

@@ -41,13 +41,17 @@ class Linear(nn.Linear):
         return super().forward(x)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return whether the device multiplies 8-bit floats, faster than others."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
 def use_fp8(model: nn.Module, device: torch.device) -> None:
     """Set `fp8` of the model's Linear layers whose sizes are multiples of 16. Other layers stay in the run's dtype.
 
     Raises ValueError if the device has no such matmuls, or no layer such sizes.
     """
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
-    if not has_fp8 and device.type != "cpu":
+    if not has_fp8(device) and device.type != "cpu":
         raise ValueError("fp8=True needs a card of compute capability 8.9 or later (RTX 40, H100); try --fp8=False")
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     for layer in layers:
