@@ -99,7 +99,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, dropout:
     if k.size(2) == T:  # a whole text
         return causal_attention(q, k, v, dropout)
     # New tokens after those in the cache; a single one may look at all of them.
-    mask = None if T == 1 else context.key_positions <= context.positions[:, None]  # (T, S)
+    sees_all = T == 1 and context.cache is not None and not context.cache.fixed_size
+    mask = None if sees_all else context.key_positions <= context.positions[:, None]  # (T, S)
     return masked_attention(q, k, v, mask, dropout)
 
 
@@ -257,8 +258,10 @@ class Transformer(nn.Module):
         if length > self.block_size:
             raise ValueError(f"{length} tokens do not fit into block_size={self.block_size}")
 
-        key_positions = torch.arange(length, device=idx.device)  # (S,)
-        positions = key_positions[length - T :]  # (T,)
+        if cache is None:
+            positions = key_positions = torch.arange(T, device=idx.device)  # (T,)
+        else:
+            positions, key_positions = cache.positions(T, idx.device)  # (T,), (S,)
         x = self.wte(idx)  # (B, T, C)
         if self.embedding_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=1e-5)
@@ -272,9 +275,6 @@ class Transformer(nn.Module):
                 x = recomputed(block, x, context)
             else:
                 x = block(x, context)
-
-        if cache is not None:
-            cache.length = length
         return self.ln_f(x)
 
 
@@ -380,9 +380,9 @@ class GPT(nn.Module):
         cache: of the call before. Where idx continues that call's, only the new tokens are computed.
         """
         idx = idx[:, -self.config.block_size :]
-        if cache is not None:
-            idx = cache.new_tokens(idx)
-        return self.logits(self.transformer(idx, cache)[:, -1])
+        if cache is None:
+            return self.logits(self.transformer(idx)[:, -1])
+        return cache.run(lambda new: self.logits(self.transformer(new, cache)[:, -1]), idx)
 
     @torch.inference_mode()
     def generate(

@@ -4,8 +4,8 @@
     python bench/check_cards.py --cards "RTX 4070" --configs train_fineweb_125m
 
 For torch's CPU build, on Linux; triton is downloaded (0.2 GB) into ~/.cache/deskgpt. On a pretended card
-(pretend_card.py) inductor writes its Triton kernels of a training step, of the loss's softmax, of evaluation and of
-decoding; ptxas, which triton brings, compiles every configuration that autotuning would try. The step itself runs on
+(pretend_card.py) inductor writes its Triton kernels of a training step, of the loss's softmax and of evaluation; ptxas,
+which triton brings, compiles every configuration that autotuning would try. The step itself runs on
 fake tensors: the bytes that kernels move and the bytes alive are counted. Exit status 1 if a kernel does not compile,
 wants more shared memory than the card has, or spills registers in all configurations.
 
@@ -48,7 +48,6 @@ from bench.output import markdown_table
 from configurator import build, read_settings
 from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.estimate.memory import Step, memory
-from deskgpt.kernels.kv_cache import KVCache
 from deskgpt.system import cache, hardware, peaks
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from model import GPT, GPTConfig
@@ -230,12 +229,6 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
         model.eval()
         with torch.no_grad(), hardware.autocast(device, dtype):
             model(idx, idx)
-        model = GPT(config).eval()  # as sample.py compiles it
-        model.transformer.compile(dynamic=True)
-        cache = KVCache(config.block_size)
-        with torch.inference_mode(), hardware.autocast(device, dtype):
-            for T in (9, 1):
-                model.logits(model.transformer(torch.zeros(2, T, dtype=torch.int64), cache))
     step = Step(config, c.batch_size, variant, "cuda")
     found = {"dtype": dtype, "bytes": moved, "peak_bytes": peak_bytes, "predicted_bytes": sum(memory(step).values())}
     found |= {"tokens": idx.numel(), "flops": GPT.without_storage(config).estimate_flops() * idx.numel()}

@@ -88,6 +88,8 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
 def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
     """Return what replaces functions of torch.cuda, by name. All work is done when it is queued."""
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
 
     total = card.gib << 30
     properties = SimpleNamespace(
@@ -121,6 +123,33 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         raw = state.cpu().numpy().tobytes()
         library.card_set_rng_state(raw, ctypes.c_int64(len(raw)))
 
+    class Graph(TorchDispatchMode):
+        """A CUDA graph: what runs within it is undone, and runs in each replay, on the same tensors and numbers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[Any, ...]] = []  # a function, its arguments and results
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            aliases = [argument.alias_info for argument in func._schema.arguments]
+            written = [x for x, alias in zip(args, aliases, strict=False) if alias and alias.is_write]
+            before = [x.clone() for x in written]
+            out = func(*args, **(kwargs or {}))
+            self.calls.append((func, args, kwargs or {}, out, written, before))
+            return out
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            for *_, written, before in reversed(self.calls):
+                for x, value in zip(written, before, strict=True):
+                    x.copy_(value)
+
+        def replay(self) -> None:
+            for func, args, kwargs, out, *_ in self.calls:
+                for was, now in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(was, torch.Tensor) and was.data_ptr() != now.data_ptr():
+                        was.copy_(now)
+
     set_fraction(1.0)
     # A function for each name: torch.compile has other rules for each.
     found = {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
@@ -130,6 +159,8 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         found[name] = lambda device=None: library.card_allocated()
         found[f"max_{name}"] = lambda device=None: library.card_peak()
     return found | {
+        "CUDAGraph": Graph,
+        "graph": lambda graph, **kwargs: graph,
         "device": Within,
         "stream": Within,
         "Event": Queue,

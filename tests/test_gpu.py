@@ -26,8 +26,10 @@ from deskgpt.compute.check import check_model, distance
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
+from deskgpt.generate.engine import InferenceEngine
 from deskgpt.kernels import chunked_cross_entropy, loss
 from deskgpt.kernels.fp8 import has_fp8
+from deskgpt.kernels.kv_cache import GraphedKVCache
 from deskgpt.system import hardware
 from model import GPT, GPTConfig
 from train import main
@@ -186,6 +188,20 @@ def test_sampling_uses_its_cache_and_writes_the_same_again(settings, dtype, char
     assert [len(text) for text in texts] == [71, 71]
     assert sample.main(c) == texts
     assert "without" not in capsys.readouterr().err
+
+
+@cuda_only
+@each_model
+def test_tokens_are_replays_of_one_graph_and_those_of_whole_passes(settings):
+    model = make(GPTConfig(**GPT2, **settings)).eval().to(DEVICE)
+    prompts = tokens(2, 9, vocab=512).to(DEVICE)
+    kind = InferenceEngine(model, prompts, "float32").cache_type
+    assert kind is GraphedKVCache
+    passes: list[int] = []
+    model.transformer.register_forward_pre_hook(lambda module, args: passes.append(args[0].size(1)))
+    found = [*model.generate(prompts, 70, temperature=2.0, cache=kind(64))]  # past the end of the context
+    assert passes[:4] == [9, 1, 1, 64]
+    assert torch.equal(torch.stack(found), torch.stack([*model.generate(prompts, 70, temperature=2.0)]))
 
 
 @pytest.mark.skipif(ON_CUDA and not torch.distributed.is_nccl_available(), reason="torch has no NCCL")

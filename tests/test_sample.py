@@ -53,7 +53,7 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> 
 def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
     engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
     engine.device = torch.device("cuda")
-    with engine._mode():
+    with engine.mode():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled()
@@ -96,7 +96,7 @@ def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(
     monkeypatch.setattr(MLP, "forward", change)
     model, idx = make().eval(), tokens(2, prompt)
     engine = InferenceEngine(model, idx, "float32")
-    assert not engine.cached
+    assert engine.cache_type is None
     assert_one_line(capsys.readouterr().err, "cache", "slower", named)
     options: dict[str, Any] = {"temperature": 0.8, "seed": 1337, "vocab_size": 100}
     expected = drawn(model, idx, 12, cached=False, **options)
@@ -106,7 +106,7 @@ def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(
 def test_each_token_is_one_pass_over_itself(monkeypatch):
     model, idx = make().eval(), tokens(2, 9)
     engine = InferenceEngine(model, idx, "float32")
-    assert engine.cached
+    assert engine.cache_type is KVCache
     lengths = []
     model.transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].size(1)))
     text_of(engine, idx, 20)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from deskgpt.compute.check import TOLERANCE, distance, precision_of
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.kernels.fp8 import Linear
-from deskgpt.kernels.kv_cache import KVCache
+from deskgpt.kernels.kv_cache import GraphedKVCache, KVCache
 from deskgpt.system import hardware
 from deskgpt.system.errors import is_out_of_memory
 from deskgpt.system.terminal import reason
@@ -30,6 +30,7 @@ from model import GPT
 
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DRAWN = 8  # tokens that are compared after the prompt, which may be a single one
+SINGLE = 3  # of them are passes of their own: a graph is recorded in the second one, and replayed in the third
 
 
 class InferenceEngine:
@@ -42,7 +43,10 @@ class InferenceEngine:
         self.dtype = dtype
         if dtype != "float32" and not is_trained:
             hold_weights(model, hardware.DTYPES[dtype])
-        self.cached = self._cache_agrees(prompt)
+        kinds: list[type[KVCache]] = [KVCache]
+        if self.device.type == "cuda" and not is_trained:
+            kinds.insert(0, GraphedKVCache)
+        self.cache_type = self._first_that_agrees(kinds, prompt)  # None: nothing is cached
 
     def write(
         self,
@@ -63,7 +67,7 @@ class InferenceEngine:
             top_p=config.top_p,
             seed=config.seed,
             vocab_size=samples[0].tokenizer.vocab_size,
-            cache=KVCache(self.model.config.block_size) if self.cached else None,
+            cache=self.cache_type(self.model.config.block_size) if self.cache_type else None,
             watch=watch,
         )
         while not all(sample.done for sample in samples):
@@ -86,33 +90,37 @@ class InferenceEngine:
             yield
 
     @torch.inference_mode()
-    def _cache_agrees(self, prompt: Tensor) -> bool:
-        """Compare the logits after a text in two parts and one token more, with a cache, with the whole forward pass.
+    def _first_that_agrees(self, kinds: list[type[KVCache]], prompt: Tensor) -> type[KVCache] | None:
+        """Return the first kind of cache with which logits are those of the whole forward pass; None if none is.
 
-        Print a line on stderr if they differ. With weights that give NaN nothing can be compared.
+        The text is in parts, the last ones single tokens. Print a line on stderr for each kind that differs. With
+        weights that give NaN nothing can be compared.
         """
         c = self.model.config
         drawn = torch.randint(c.vocab_size, (1, DRAWN), generator=torch.Generator().manual_seed(0))
         text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, : c.block_size]
         T = text.size(1)
-        cache = KVCache(c.block_size)
-        why = ""
+        limit = TOLERANCE[precision_of(self.dtype, self.device)].logits
         with self.mode():
             expected = self.model.next_logits(text)
-            try:
-                for end in sorted({T // 2, T - 1, T} - {0}):
-                    found = self.model.next_logits(text[:, :end], cache)
-                error = distance(found, expected, dim=-1)
-                limit = TOLERANCE[precision_of(self.dtype, self.device)].logits
-                if error > limit and expected.isfinite().all():
-                    why = f"logits with a cache have a relative error of {error:.2g}, at most {limit:g} is rounding"
-            except Exception as e:
-                if is_out_of_memory(e):
-                    raise
-                why = f"the model fails with a cache ({reason(e)})"
-        if why:
-            print(f"{why}: sampling without a cache, which is slower", file=sys.stderr)
-        return not why
+            for kind in kinds:
+                cache = kind(c.block_size)
+                why = ""
+                try:
+                    for end in sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0}):
+                        found = self.model.next_logits(text[:, :end], cache)
+                    error = distance(found, expected, dim=-1)
+                    if error > limit and expected.isfinite().all():
+                        why = f"logits with a cache have a relative error of {error:.2g}, at most {limit:g} is rounding"
+                except Exception as e:
+                    if is_out_of_memory(e):
+                        raise
+                    why = f"the model fails with a cache ({reason(e)})"
+                if not why:
+                    return kind
+                what = "a cache" if kind is KVCache else "CUDA graphs"
+                print(f"{why}: sampling without {what}, which is slower", file=sys.stderr)
+        return None
 
 
 def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
