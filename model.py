@@ -426,7 +426,7 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
     device = logits.device
-    if device.type == "mps":  # which has no float64
+    if device.type == "mps" or torch.are_deterministic_algorithms_enabled():  # no float64; no cumsum on CUDA
         logits = logits.cpu()
     # Ordered in float32: the order is the same, and there are half as many bytes to sort.
     if top_k is not None and top_k < logits.size(1):

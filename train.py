@@ -67,7 +67,7 @@ from deskgpt.run.train_state import TrainState
 from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
-from deskgpt.system.hardware import autocast, seed_all
+from deskgpt.system.hardware import autocast, make_reproducible, seed_all
 from deskgpt.system.peaks import find_cards
 from deskgpt.system.settings import AtLeast1, FilePath, Fraction, Range
 from model import GPT, ModelSettings
@@ -123,6 +123,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
     fp8: bool = False  # training's linear layers in 8 bits, on RTX 40, H100 and later; no card has run it
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
+    deterministic: bool = False  # True: a card computes the same bits in each run, a little slower; no card has run it
     compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
     activation_checkpoint: Literal["none", "full"] = "none"  # full: compute activations again, which takes less memory
     seed: int = 1337  # of initial weights, batch order and dropout
@@ -163,7 +164,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     started = started or time.perf_counter()
     # ---- what, on what, from where ---------------------------------------------------------------------------
     dist = init_distributed("cpu" if config.plan_for else config.device, config.backend, config.dist_timeout_s)
-    seed_all(config.seed, dist.device)
+    make_reproducible(config.seed, config.deterministic, dist.device)
     data = Dataset(DATA / config.dataset, needed=not config.plans)
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     if config.plans:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, shell, tiny
+from conftest import TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, shell, tiny, weights
 from tiny_models import MODERN_SETTINGS, make, tokens
 
 from data.loader import Loader
@@ -95,6 +95,15 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
     start = events(tmp_path / "compiled", "start")[0]
     in_bfloat16 = ON_CUDA and start["dtype"] == "bfloat16"
     assert (start["compiled"], start["residual_dtype"] == "bfloat16") == (True, in_bfloat16)
+
+
+@each_model
+@pytest.mark.parametrize("compiled", [False, True])
+def test_deterministic_runs_are_equal_bit_for_bit(compiled, settings, chars, tmp_path):
+    settings = settings | {"deterministic": True, "compile": compiled, "dtype": "auto", "sample_interval": 1}
+    first, again = (trained(chars, tmp_path / name, **settings) for name in ("first", "again"))
+    assert first == again
+    assert_equal(weights(tmp_path / "first"), weights(tmp_path / "again"))
 
 
 @each_model

@@ -10,6 +10,7 @@ device's peak (peaks.py) and the share of it that known runs have reached.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +28,15 @@ from model import GPT, GPTConfig
 
 Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
 
-# Shares of the 16-bit peak that runs of about 124M parameters have reached, by others' figures: nanoGPT issues 110 and
-# 182 and pull request 225, llm.c discussion 481. Cards whose 16-bit peak is only twice that of float32 (GeForce) are
-# fed well by their memory; the larger of them less.
-SHARES = {
-    "GeForce RTX 4070": (0.69, 0.82, "known runs of 40M and 125M parameters on an RTX 4070"),
-    "GeForce": (0.5, 0.82, "known runs on an RTX 4070 and an RTX 4090"),
-    "other": (0.3, 0.63, "known runs on A100 and H100"),
+# Tokens/s of one card that trains GPT-2's 124M at a context of 1,024 in 16 bits: the slowest and the fastest run that
+# others report. docs/figures.md has the sources.
+REPORTED = {
+    "GeForce RTX 4070": (56_100, 56_100),
+    "GeForce RTX 4090": (106_000, 110_000),
+    "A100-SXM4": (109_000, 230_000),
+    "H100 HBM3": (270_000, 460_000),
 }
+REPORTED_MODEL = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False)
 # Of what a step takes on a CPU, oneDNN's workspaces and the allocator's gaps, by peaks of real processes: 0.41 to 0.52
 # for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27), more for a model of a few MB.
 WORKSPACES_ON_CPU = 0.45
@@ -92,12 +94,33 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
 
 
 def usual_mfu(card: peaks.Card | None) -> tuple[float, float, str]:
-    """Return the range of shares of the peak that runs reach, and what it rests on."""
-    if card is None:
-        return SHARES["other"]
-    if card.name in SHARES:
-        return SHARES[card.name]
-    return SHARES["GeForce" if card.flops["float16"] <= 2.2 * card.flops["float32"] else "other"]
+    """Return the range of shares of the peak that others' runs reach, and the cards: this one, or those of its kind.
+
+    GeForce cards, whose 16-bit peak is only twice that of float32, are fed well by their memory; others less.
+    """
+    cards = [peaks.find_card(name) for name in REPORTED]
+    low, high = REPORTED.get(card.name, (0, 0)) if card else (0, 0)
+    if card and low < high:
+        cards = [card]
+    else:
+        cards = [each for each in cards if is_geforce(each) == (card is not None and is_geforce(card))]
+    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
+    shares = [flops * speed / each.flops["float16"] for each in cards for speed in REPORTED[each.name]]
+    return min(shares), max(shares), f"others' runs on {' and '.join(each.name for each in cards)}"
+
+
+def is_geforce(card: peaks.Card) -> bool:
+    return card.flops["float16"] <= 2.2 * card.flops["float32"]
+
+
+def reported_speed(config: GPTConfig, device_name: str) -> str:
+    """Return the tokens/s that others report of this model on this card; "" if none are known."""
+    if any(getattr(config, name) != getattr(REPORTED_MODEL, name) for name in ("n_layer", "n_embd", "block_size")):
+        return ""
+    with suppress(ValueError):
+        low, high = REPORTED.get(peaks.find_card(device_name).name, (0, 0))
+        return f"{low:,} to {high:,}" if low < high else f"{low:,}" if low else ""
+    return ""
 
 
 def print_size(config: Config, model_config: GPTConfig, batching: Batching, dist: DistContext) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
+from deskgpt.estimate.plan import reported_speed
 from deskgpt.run.log import RunLog, start_wandb
 from deskgpt.run.loss_band import band_of
 from deskgpt.run.schedule import EXPECTED_MFU, Config
@@ -238,6 +239,10 @@ class Report:
         )
         self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
         self.print0(f"best val loss {best_val_loss:.4f}")
+        reported = reported_speed(state.model.config, hardware.device_name(self.dist.device))
+        if reported and timer.train_s():
+            tokens = (state.step - state.first_step) * state.batching.tokens_per_step / self.dist.world
+            self.print0(f"{tokens / timer.train_s():,.0f} tokens/s of a card; others report {reported} on this one")
         data = state.metadata
         band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
         verdict = band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""

@@ -102,6 +102,18 @@ def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractC
     return torch.autocast(device.type, dtype=DTYPES[dtype], cache_enabled=cached)
 
 
+def make_reproducible(seed: int, deterministic: bool, device: torch.device) -> None:
+    """Seed torch's and Python's generators; deterministic: and make CUDA compute the same bits each time.
+
+    Attention is then flash, whose backward pass can add in a fixed order, and not cuDNN's, which cannot.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads at its first matmul
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(deterministic)
+    seed_all(seed, device)
+
+
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed what a model on this device may draw random numbers from: torch's generators and Python's own.
 
