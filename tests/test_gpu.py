@@ -174,7 +174,7 @@ def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled, monkeypa
     expected = torch.autograd.grad(exact, (x, head.weight))
     errors = []
     for n in (8192, 128):
-        monkeypatch.setattr(loss, "LOGITS_ON_GPU", n * 8192)
+        monkeypatch.setattr(loss, "logits_on_gpu", lambda n_logits, n=n: n * 8192)
         with hardware.autocast(DEVICE, "bfloat16"):
             found = chunked_cross_entropy(head, x, targets, 8192, compiled)
         assert found.item() == pytest.approx(exact.item(), rel=1e-3)

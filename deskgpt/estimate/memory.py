@@ -105,7 +105,7 @@ def loss_bytes(step: Step) -> int:
     if step.tokens * V <= loss.LOGITS_ON_CPU:
         return step.tokens * V * (m + 8)
     by_kernel = step.variant.cpu_kernels and step.device_type == "cpu"
-    at_once = loss.LOGITS_ON_GPU if step.device_type == "cuda" else loss.LOGITS_ON_CPU
+    at_once = loss.logits_on_gpu(step.tokens * V) if step.device_type == "cuda" else loss.LOGITS_ON_CPU
     if by_kernel:
         at_once = loss.BYTES_WITH_KERNEL // m
     chunk = loss.tokens_per_chunk(step.tokens, V, at_once)

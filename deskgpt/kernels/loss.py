@@ -23,9 +23,11 @@ Logits = Callable[[Tensor], Tensor]  # hidden states (..., C) to logits (..., V)
 # Up to this number of logits, all are computed at once. More are computed, used and dropped in chunks, on a CPU of this
 # size: smaller chunks cost speed, larger ones only memory. 2^25 are 667 tokens of GPT-2's vocabulary, 134 MB in float32
 # (bench/results/2026-11-22-loss.md). On a GPU each chunk also reads and writes the whole gradient of the head, 309 MB
-# for GPT-2 in float32, which only thousands of tokens outweigh.
+# for GPT-2 in float32, which only thousands of tokens outweigh: there are a few chunks of any micro-batch, and logits
+# take less than a tenth of what the blocks keep.
 LOGITS_ON_CPU = 1 << 25
 LOGITS_ON_GPU = 4096 * 50304
+CHUNKS_ON_GPU = 4
 BYTES_WITH_KERNEL = 1 << 28  # of a chunk's logits, in place of LOGITS_ON_CPU: our softmax takes no memory but theirs
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
 CAST = "ToCopyBackward0"  # autocast keeps the cast of a weight for all its uses
@@ -54,7 +56,7 @@ def chunked_cross_entropy(
         return cross_entropy(logits, x, targets)
     h = x.flatten(0, 1)  # (N, C)
     rows = targets.flatten()
-    chunk = tokens_per_chunk(N, vocab_size, logits_at_once(h))
+    chunk = tokens_per_chunk(N, vocab_size, logits_at_once(h, N * vocab_size))
     n_targets = (rows != -1).sum().clamp(min=1)
     if not torch.is_grad_enabled():
         loss = torch.zeros((), device=h.device)
@@ -81,12 +83,16 @@ def cross_entropy(logits: Logits, x: Tensor, targets: Tensor) -> Tensor:
     return loss.masked_fill((targets == -1).all(), 0.0)  # torch's mean of no targets is NaN
 
 
-def logits_at_once(h: Tensor) -> int:
-    """Return how many logits a chunk has, by what suits the device of h."""
+def logits_at_once(h: Tensor, n_logits: int) -> int:
+    """Return how many of n_logits a chunk has at most, by what suits the device of h."""
     if h.device.type == "cuda":
-        return LOGITS_ON_GPU
+        return logits_on_gpu(n_logits)
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else h.dtype
     return BYTES_WITH_KERNEL // dtype.itemsize if dtype in cpu_kernels.dtypes() else LOGITS_ON_CPU
+
+
+def logits_on_gpu(n_logits: int) -> int:
+    return max(LOGITS_ON_GPU, n_logits // CHUNKS_ON_GPU)
 
 
 def tokens_per_chunk(N: int, V: int, logits: int) -> int:
