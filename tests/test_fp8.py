@@ -59,7 +59,7 @@ def test_run_in_8_bits_learns_and_says_so(chars, tmp_path, capfd):
     plain = train.main(tiny(chars, tmp_path / "plain", max_iters=30, eval_interval=30))
     assert best == pytest.approx(plain, abs=0.05)
     assert best != plain
-    assert "of 9 linear layers\n" in capfd.readouterr().out  # the head's size is the vocabulary's
+    assert "8-bit matmuls in 8 of 9 linear layers\n" in capfd.readouterr().out  # all but the head
     assert events(tmp_path / "fp8", "start")[0]["fp8"] is True
     assert {w.dtype for w in weights(tmp_path / "fp8").values()} == {torch.float32}
 

@@ -30,7 +30,7 @@ class Variant:
     """How a micro-batch is computed. The default, eager float32, is what others are compared with."""
 
     dtype: str = "float32"  # of the matmuls
-    compiled: bool = False  # blocks, and the softmax of the loss
+    compiled: bool = False  # the transformer or its blocks, and the softmax of the loss
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
@@ -119,15 +119,19 @@ def load_kernels(dist: DistContext) -> bool:
     return False
 
 
-def apply_variant(model: GPT, variant: Variant) -> None:
+def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     """Set up the model to compute in this variant. The dtype is the loop's: hardware.autocast."""
+    device = next(model.parameters()).device
     in_16_bits = variant.residual_dtype != "float32"
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
     if variant.fp8:
-        use_fp8(model, next(model.parameters()).device)
+        use_fp8(model.transformer.h, device)
     if variant.compiled:
-        compiling.prepare(next(model.parameters()).device)
-        for block in model.transformer.h:
-            block.compile()
+        compiling.prepare(device)
+        if device.type == "cuda" and ranks == 1 and variant.recompute == "none":
+            model.transformer.compile()  # one graph: a card may wait for the CPU to launch many
+        else:  # several ranks exchange the gradients of a block while those of the next are computed
+            for block in model.transformer.h:
+                block.compile()

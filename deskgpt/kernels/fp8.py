@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -47,7 +45,9 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def use_fp8(model: nn.Module, device: torch.device) -> None:
-    """Set `fp8` of the model's Linear layers whose sizes are multiples of 16. Other layers stay in the run's dtype.
+    """Set `fp8` of the blocks' Linear layers whose sizes are multiples of 16. Other layers stay in the run's dtype.
+
+    So does the head: rounding a chunk of logits and the head's matrix costs what its matmuls gain.
 
     Raises ValueError if the device has no such matmuls, or no layer such sizes.
     """
@@ -106,7 +106,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """(a * a_scale) @ (b * b_scale).T of 8-bit a (M, K) and b (N, K), in dtype.
 
-    fast: sums with fewer bits on Hopper, as is usual in forward passes.
+    fast: sums with fewer bits on Hopper, as is usual in forward passes. torch 2.11 can neither compile its public
+    F.scaled_mm nor run it on a CPU.
     """
-    by_tensor = ScalingType.TensorWise
-    return F.scaled_mm(a, b.t(), a_scale, by_tensor, b_scale, by_tensor, output_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast)

@@ -145,7 +145,7 @@ class InitState:
         else:
             mesh = sharding.make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
             model = sharding.sharded_copy(model, mesh, dist.device, variant.dtype)
-        apply_variant(model, variant)
+        apply_variant(model, variant, dist.world)
         return model
 
     def check_model(self, config: Config, data: Dataset, dist: DistContext) -> None:
