@@ -205,39 +205,39 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             if evaluates or save_is_due or stops.reason:
                 health.flush()
 
-            # ---- evaluate ------------------------------------------------------------------------------------
-            is_best = False
-            if evaluates and not stops.reason:
-                report.warn(data.changes())
-                with report.timer.spent_on("evaluation"):
-                    train_batches = eval_batches(data.train, state.batching, dist.device)
-                    train = evaluate(model, variant, stops.until_signal(train_batches), dist)
-                    val_batches = eval_batches(data.val, state.batching, dist.device)
-                    val = evaluate(model, variant, stops.until_signal(val_batches), dist)
-                    number = step // config.eval_interval
-                    texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
-                if not stops.is_interrupted():
-                    evaluated_at = step
-                    is_best = saver.is_best(val.loss, step)
-                    state.add_evaluation(train, val)
-                    report.evaluation(train, val, lr, texts)
-                    health.check_val_loss(val.loss)
-                    save_is_due = save_is_due or is_best or config.always_save_checkpoint
-                    stops.check_patience(state.evaluations)
-
-            # ---- save ----------------------------------------------------------------------------------------
-            if save_is_due and not health.bad_in_a_row and not config.eval_only:
-                saver.save_if_new(state, report, val.loss if is_best else None)
-                stops.saved()
-            if is_last or stops.reason:
-                break
-
-            # ---- one optimizer step --------------------------------------------------------------------------
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
-            losses: defaultdict[str, Any] = defaultdict(float)  # by name, still on the device
-            tokens = 0
             try:
+                # ---- evaluate ------------------------------------------------------------------------------------
+                is_best = False
+                if evaluates and not stops.reason:
+                    report.warn(data.changes())
+                    with report.timer.spent_on("evaluation"):
+                        train_batches = eval_batches(data.train, state.batching, dist.device)
+                        train = evaluate(model, variant, stops.until_signal(train_batches), dist)
+                        val_batches = eval_batches(data.val, state.batching, dist.device)
+                        val = evaluate(model, variant, stops.until_signal(val_batches), dist)
+                        number = step // config.eval_interval
+                        texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
+                    if not stops.is_interrupted():
+                        evaluated_at = step
+                        is_best = saver.is_best(val.loss, step)
+                        state.add_evaluation(train, val)
+                        report.evaluation(train, val, lr, texts)
+                        health.check_val_loss(val.loss)
+                        save_is_due = save_is_due or is_best or config.always_save_checkpoint
+                        stops.check_patience(state.evaluations)
+
+                # ---- save ----------------------------------------------------------------------------------------
+                if save_is_due and not health.bad_in_a_row and not config.eval_only:
+                    saver.save_if_new(state, report, val.loss if is_best else None)
+                    stops.saved()
+                if is_last or stops.reason:
+                    break
+
+                # ---- one optimizer step --------------------------------------------------------------------------
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * group.get("lr_scale", 1.0)
+                losses: defaultdict[str, Any] = defaultdict(float)  # by name, still on the device
+                tokens = 0
                 for batch in loader.step():
                     # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
                     seed_all(random_stream(config.seed, step, batch.number), dist.device)
