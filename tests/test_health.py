@@ -246,7 +246,7 @@ def test_shipped_band_sees_the_defects_that_the_page_names_where_it_says(defect,
 
     monkeypatch.setattr(train, "learning_rate", rate_until_the_last_step)
     if defect == "init":
-        monkeypatch.setattr(torch.nn.init, "normal_", lambda weight, std: normal(weight, std=10 * std))
+        monkeypatch.setattr(torch.nn.init, "normal_", lambda weight, mean=0.0, std=1.0: normal(weight, mean, 10 * std))
     if defect == "order":
         monkeypatch.setattr("data.splits.permute", lambda window, n, key: window)
     if defect == "targets":
