@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from conftest import ROOT
-from scipy import integrate, stats
+from scipy import stats
 
 from bench.asking import statistics as own
 from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Estimate, Moments, cost
@@ -78,20 +78,6 @@ def test_planted_difference_is_found_at_the_cost_as_often_as_the_page_says(row) 
             runs = cost(a[:PILOT] + effect, b[:PILOT], effect)
             kept += bool(decided_after(a + effect, b) <= (runs or math.inf))
         assert_share(kept / 20, share, 20)
-
-
-@pytest.mark.parametrize(("k", "nu"), [(4, 3), (2, 6), (20, 19)])
-def test_bayes_factor_is_a_ratio_of_likelihoods(k: float, nu: int) -> None:
-    """Against the definition: t has a noncentral distribution whose shift is drawn from N(0, k g)."""
-    t = 3.0
-
-    def weighed(delta: float) -> float:
-        prior = stats.norm.pdf(delta, 0, math.sqrt(own.EFFECT_VARIANCE))
-        return float(stats.nct.pdf(t, nu, math.sqrt(k) * delta) * prior)
-
-    mixture, _ = integrate.quad(weighed, -15, 15, points=[0, t / math.sqrt(k)], limit=200)
-    found = math.exp(float(own.log_bayes_factor(np.array(t * t), np.array(k), np.array(nu))))
-    assert found == pytest.approx(mixture / stats.t.pdf(t, nu), rel=1e-4)
 
 
 def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told() -> None:

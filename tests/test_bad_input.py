@@ -8,12 +8,11 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_one_line, contents, files_of_at_most, flags, tiny
+from conftest import TINY, assert_one_line, contents, flags, tiny
 
 import train
 from data.prepared import write_dataset
@@ -106,16 +105,3 @@ def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memor
     torch.save(found, run / "ckpt.pt")
     named = ["batch_size=1048576", "1.0 GiB", "--batch_size="]
     assert_fails(named, "--init_from=resume", f"--out_dir={run}", "--resume_changed=True")
-
-
-@pytest.mark.slow
-def test_run_continues_on_a_full_disk_and_fails_at_its_end(run, script):
-    before = (run / "ckpt.pt").read_bytes()
-    settings: dict[str, Any] = {"init_from": "resume", "out_dir": run, "max_iters": 12, "device": "cpu"}
-    settings["resume_changed"] = True  # the schedule
-    with files_of_at_most(kib=20):  # room for log.jsonl, not for a checkpoint
-        done = script("train.py", *flags(**settings))
-    assert done.code == 1
-    assert_one_line(done.err, "error: ", "ckpt.pt", "free some disk space")
-    assert "iter 11: loss" in done.out
-    assert (run / "ckpt.pt").read_bytes() == before

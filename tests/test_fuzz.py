@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -34,11 +33,8 @@ from bench.analysis import page, verdict
 from bench.analysis.logs import read_runs
 from configurator import build, configure
 from data.batching import Batching
-from data.dataset import Checksums
 from data.prepared import write_dataset
-from data.splits import Split
-from data.token_files import read_meta
-from data.tokenizer import BytesTokenizer, from_meta, padded_vocab_size
+from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.checkpoint import store
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.optimizer import make_optimizer
@@ -194,29 +190,6 @@ def test_logs(folder, undamaged_logs, data):
             json.dumps(verdict.summary(run))
         if not data.draw(st.integers(0, 49)):  # plotly is slow
             page.page(found)
-
-
-@fuzzed
-@given(name=st.sampled_from(["meta.json", "train.bin", "val.bin"]), random=randoms)
-def test_no_damage_to_prepared_data_is_silent(tmp_path, name, random):
-    ids = np.arange(300, dtype=np.uint16) % 256
-    write_dataset(tmp_path, {"train": ids, "val": ids[:100]}, BytesTokenizer(), "fuzz")
-    undamaged = read_meta(tmp_path)
-    path = tmp_path / name
-    path.write_bytes(corrupted(path.read_bytes(), random))
-    with ends_as_documented():  # as training from scratch and sampling read it
-        meta = read_meta(tmp_path)
-        assert name != "meta.json" or meta == undamaged  # as if of other white space
-        vocab_size = padded_vocab_size(meta["tokenizer"], meta["vocab_size"])
-        from_meta(meta["tokenizer"])
-        opened = [Split(tmp_path, split, 8, vocab_size) for split in ("train", "val")]
-        for split in opened:
-            for step in (3, 10**6):
-                split.train_batch(step, np.arange(4), 4)
-            split.eval_batch(np.arange(4), split.n_eval_windows(10**6))
-            split.fingerprint()
-        Checksums(tmp_path, opened).check()
-        assert name == "meta.json"
 
 
 odd_tensors = st.builds(

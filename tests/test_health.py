@@ -9,25 +9,28 @@ import random
 import re
 import shlex
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, assert_one_line, events, flags, raises_one_line, tiny
+from conftest import ROOT, SHAKESPEARE, TINY, assert_one_line, events, flags, raises_one_line, tiny
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from configurator import read_settings
+from configurator import build, read_settings
 from data.loader import Loader
+from data.splits import Split
 from deskgpt.checkpoint import store
 from deskgpt.run import loss_band
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, without_improvement
 from deskgpt.run.health import Health
-from deskgpt.run.loss_band import Band
+from deskgpt.run.loss_band import verdict
+from model import GPT
 from train import TrainConfig, main
 
 BAD = "transformer.h.1.mlp.c_fc.weight"
@@ -199,27 +202,55 @@ def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(chars, tm
     assert_one_line(script("bench/band.py", "config/tiny.py", *out_dirs[:7], out_dirs[0]).err, "alone")
     assert script("bench/band.py", "config/tiny.py", *out_dirs).out.strip() == str(tmp_path / "tiny.json")
     start = events(tmp_path / "0", "start")[0]
-    for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1, "batch_size": 8}):
-        assert loss_band.band_of(start["settings"] | other, start["val_sha256"], start["train_tokens"]) is None
-
-    def verdict(name: str) -> tuple[str, str]:
-        capfd.readouterr()
-        other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}  # of the same batch
-        main(tiny(chars, tmp_path / name, **settings | other_split))
-        (found,) = re.findall(r"^(as usual|unusual): .* at step (\d+)", capfd.readouterr().out, re.M)
-        return found
-
-    assert verdict("split") == ("as usual", "20")
-    rate = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda c, step: 10 * rate(c, step))  # a defect
-    assert verdict("defect") == ("unusual", "10")  # the first step outside of the band
+    data = (start["val_sha256"], start["train_tokens"])
+    for other, named in (({"learning_rate": 3e-3}, "learning_rate=0.001, not 0.003"), ({"eval_iters": 4}, "8, not 16")):
+        found = loss_band.compare_with_bands(start["settings"] | other, data, {20: 3.0})
+        assert_one_line(found, "no usual losses are known: tiny has ", named)
+    assert loss_band.compare_with_bands(start["settings"], ("other text", 7), {20: 3.0}) == ""
+    other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}  # of the same batch
+    main(tiny(chars, tmp_path / "split", **settings | other_split))
+    assert re.search(r"^as usual: .* at step 20,", capfd.readouterr().out, re.M)
 
 
 def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():
-    band = Band({0: [4.1, 4.1], 2: [4.1, 4.1]})
-    assert [band.verdict({2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
-    assert band.verdict({0: math.nan}).startswith("unusual")
-    assert band.verdict({0: 4.1005}) == band.verdict({5: 1.0}) == ""  # random weights say nothing yet
+    band = {0: [4.1, 4.1], 2: [4.1, 4.1]}
+    assert [verdict(band, {2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
+    assert verdict(band, {0: math.nan}).startswith("unusual")
+    assert verdict(band, {0: 4.1005}) == verdict(band, {5: 1.0}) == ""  # random weights say nothing yet
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the band's text is not at hand")
+@pytest.mark.parametrize(("defect", "by"), [("", 750), ("init", 0), ("order", 250), ("targets", 750), ("rate", 750)])
+def test_shipped_band_sees_the_defects_that_the_page_names_as_early(defect, by, tmp_path, script, monkeypatch):
+    assert script("data/shakespeare_char/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "data").code == 0
+    init, rate, batch = GPT._init, train.learning_rate, Split.train_batch
+
+    def rate_until_the_last_step(schedule, step):
+        if step > 750:  # docs/comparing-runs.md names no later one
+            raise KeyboardInterrupt
+        return rate(replace(schedule, learning_rate=0.01 if defect == "rate" else 0.001), step)
+
+    def with_targets_of_another_row(split, *where):
+        x, y = batch(split, *where)
+        y[0] = y[1]
+        return x, y
+
+    monkeypatch.setattr(train, "learning_rate", rate_until_the_last_step)
+    if defect == "init":
+        monkeypatch.setattr(GPT, "_init", lambda *args: (init(*args), args[2].weight.data.mul_(10)))
+    if defect == "order":
+        monkeypatch.setattr("data.splits.permute", lambda window, n, key: window)
+    if defect == "targets":
+        monkeypatch.setattr(Split, "train_batch", with_targets_of_another_row)
+    argv = flags(dataset=tmp_path / "data", out_dir=tmp_path, seed=101, device="cpu", dtype="float32")
+    with pytest.raises(KeyboardInterrupt):
+        main(build(TrainConfig, read_settings(TrainConfig, ["config/train_shakespeare_char_cpu.py", *argv])))
+    [start] = events(tmp_path, "start")
+    losses = {e["iter"]: e["val_loss"] for e in events(tmp_path, "eval")}
+    found = loss_band.compare_with_bands(start["settings"], (start["val_sha256"], start["train_tokens"]), losses)
+    assert found.startswith("unusual" if defect else "as usual")
+    assert int(re.findall(r"at step (\d+)", found)[0]) <= by
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)

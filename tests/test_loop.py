@@ -146,6 +146,15 @@ def test_tokens_per_second_and_mfu_count_all_ranks(chars, tmp_path):
         assert e["mfu"] == pytest.approx(e["tokens_per_s"] * start["flops_per_token"] / start["peak_flops"])
 
 
+def test_mfu_above_1_is_called_wrong_once_and_a_time_limit_bounds_what_is_left(chars, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("deskgpt.system.peaks.peak_flops", lambda device, dtype: (1.0, "measured"))
+    main(tiny(chars, tmp_path, max_iters=10**7, eval_interval=10**7, max_minutes=1e-3))
+    out = capsys.readouterr().out
+    assert "as many of 10,000,000 steps as fit into 0.001 minutes" in out
+    assert out.count("warning: mfu ") == 1
+    assert re.search(r"^iter 0: .* eta 0\.\ds$", out, re.M)
+
+
 def test_val_loss_that_is_not_finite_ends_the_run(chars, tmp_path, monkeypatch):
     evaluate = train.evaluate
     monkeypatch.setattr(train, "evaluate", lambda *args: replace(evaluate(*args), loss=math.nan))

@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import pytest
 from conftest import ROOT, copy_of_repository, needs_bpe
 from warm_python import warm_python, write_program
 
-import tasks
 from bench.asking.statistics import ALPHA, difference, interval
-from deskgpt.system import hardware, peaks
+from train import TrainConfig
 
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
 PAGES = [ROOT / "README.md"]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("data", "training", "sampling")]
 PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
+RESULTS = ROOT / "bench" / "results"
 
 
 def blocks_of(page: Path, language: str) -> list[str]:
@@ -154,6 +155,57 @@ def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
         compile(block, page.name, "exec")
 
 
+NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
+MEASURED = rf"(?<![\w.,/^=-])(?:{NUMBER}(?= ?%| (?:ms|s|us|GiB|GB|MB|nats)\b)|\d[\d,]*\.\d+(?:e-?\d+)?(?![\d.]))"
+# Papers, versions of programs, what others report, arithmetic: they stand beside their source.
+OF_OTHERS = {"2302.06675", "2305.13245", "2204.02311", "12.6", "2.11", "2.14", "2.15", "4.57", "2026.10", "8.9"}
+OF_OTHERS |= {"7.5", "12.1", "13.0", "1.4697", "1.47", "9.3", "0.3256", "0.0065", "10.8"}
+
+
+def numbers_in(text: str) -> set[float]:
+    return {float(number.replace(",", "")) for number in re.findall(NUMBER, text)}
+
+
+def is_in(figure: str, known: set[float], rounded: bool) -> bool:
+    """Return whether a number is known, or rounds to this figure."""
+    value = float(figure.replace(",", ""))
+    decimals = len(figure.partition(".")[2]) if rounded and "e" not in figure else 9
+    return any(value in (x, round(x, decimals)) for x in known)
+
+
+def parts_of(text: str) -> list[str]:
+    """Return the paragraphs, items and rows of a page, without blocks of code."""
+    return re.split(r"\n\n|\n(?=[-|*])", re.sub(r"(?ms)^```.*?^```", "", text))
+
+
+def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
+    """Other tests measure the tables again. Cards' figures have their commands on their page."""
+    tables = r"(?s)<!-- (?:false answers|cost|beliefs|recipes) -->.*?\n\n"
+    texts = {page.name: page.read_text(encoding="utf-8").partition("## A new card")[0] for page in PAGES}
+    measured_again = numbers_in("".join(itertools.chain(*(re.findall(tables, text) for text in texts.values()))))
+    results = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md")}
+    places = [numbers_in(part) | measured_again for text in results.values() for part in parts_of(text)]
+    for name, text in texts.items():
+        for part in parts_of(re.sub(tables, "", text)):
+            cited = re.findall(r"results/([\w-]+\.md)", part)
+            in_cited = measured_again.union(*(numbers_in(results[page]) for page in cited))
+            figures = {*re.findall(MEASURED, re.sub(r"`[^`]*`|\]\([^)]*\)", "", part))} - OF_OTHERS
+            found = (all(is_in(x, place, bool(cited)) for x in figures) for place in ([in_cited] if cited else places))
+            assert any(found), f"{name}: {figures} in {part[:80]!r}"
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("2*.md")), ids=lambda page: page.name)
+def test_commands_of_results_run_at_this_commit_or_are_history(page):
+    scripts = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("data/*/prepare.py")]
+    code = "".join(path.read_text(encoding="utf-8") for path in scripts)
+    options = {f.name for f in fields(TrainConfig)} | {*re.findall(r'add_argument\("--(\w+)"', code)}
+    commands = "".join([*blocks_of(page, "sh"), *blocks_of(page, "python")])
+    if "\nHistory: " not in page.read_text(encoding="utf-8"):
+        assert commands
+        assert all((ROOT / name).exists() for name in re.findall(r"python ([\w/]+\.py)", commands))
+        assert {*re.findall(r"--(\w+)", commands)} <= options
+
+
 def assert_line_with(page: str, *values: Any) -> None:
     """A line of a page has all of these."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
@@ -165,7 +217,8 @@ def with_interval(new: list[float], old: list[float], alpha: float = ALPHA, is_p
     x, y = (np.log(values) if is_percent else values for values in (new, old))
     e = difference(x, y, alpha)
     figures = 100 * np.expm1([e.d, e.low, e.high]) if is_percent else (e.d, e.low, e.high)
-    d, low, high = (f"{figure:+.{1 if is_percent else 3}f}" for figure in figures)
+    places = 1 if is_percent else 3
+    d, low, high = (f"{round(float(figure), places) + 0.0:+.{places}f}" for figure in figures)  # never -0.000
     if not e.known:
         return f"{d} (too few runs for an interval)"
     return f"**{d} ({low} to {high})**" if e.low > 0 or e.high < 0 else f"{d} ({low} to {high})"
@@ -223,14 +276,8 @@ def notebook() -> tuple[Any, dict[str, Any]]:
 def test_notebook_is_valid_holds_no_results_names_what_exists_and_never_installs_torch():
     book, cells = notebook()
     assert not any(cell.outputs or cell.execution_count for cell in cells.values())
-    text = "\n".join(cell.source for cell in book.cells)
-    named = set(re.findall(r"[\w/-]+\.(?:py|md)\b", text))
-    assert {"train.py", "sample.py", "docs/data.md"} <= named
+    named = re.findall(r"[\w/-]+\.(?:py|md)\b", "\n".join(cell.source for cell in book.cells))
     assert [name for name in named if not (ROOT / name).is_file()] == []
-    used = re.findall(r"\b(hardware|peaks|tasks)\.(?!py\b)(\w+)", text)
-    assert len(used) > 3
-    modules = {"hardware": hardware, "peaks": peaks, "tasks": tasks}
-    assert [name for module, name in used if not hasattr(modules[module], name)] == []
     (packages,) = re.findall(r"for name in \((.*?)\)", cells["packages"].source)
     assert "torch" not in packages
 

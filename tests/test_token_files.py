@@ -349,25 +349,6 @@ def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_traine
 # ---- the loader -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rank", "world", "begin"), [(0, 1, 0), (1, 2, 0), (2, 3, 7)])
-def test_micro_batches_come_in_the_order_of_the_split_from_where_it_is_sent(tmp_path, rank, world, begin):
-    split = make(tmp_path, [5000])
-    loader = Loader(split, Batching(2, 3 * world, rank=rank, world=world), CPU, begin)
-    for position in (begin, 9, 2):
-        if position != begin:
-            loader.seek(position)
-        for now in (position, position + 1):
-            global_batch = split.train_batch(now, np.arange(6 * world), 6 * world)
-            batches = [*loader.step()]
-            assert [batch.is_last for batch in batches] == [False, False, True]
-            for micro, batch in enumerate(batches):
-                first = (micro * world + rank) * 2
-                assert batch.weight == 1 / 3
-                for part, full in zip((batch.x, batch.y), global_batch, strict=True):
-                    assert torch.equal(part, torch.from_numpy(full[first : first + 2]))
-    loader.close()
-
-
 def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeypatch):
     split = make(tmp_path, [5000])
     made: list[int] = []

@@ -2,9 +2,8 @@
 
 The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations are counted for the
 layers of model.py as it comes: a changed block keeps others. Checked against steps on a CPU, by torch's profiler:
-within 10% (tests/test_memory.py), and 4% too low on an H200. Not counted: workspaces of cuBLAS and of
-attention's backward pass, the attention weights that a CPU keeps with dropout, the CUDA context and the allocator's
-gaps. Leave a tenth free.
+within 10% (tests/test_memory.py), and 4% too low on an H200. Not counted: workspaces of cuBLAS and of attention's
+backward pass, the CUDA context and the allocator's gaps. Leave a tenth free.
 """
 
 from __future__ import annotations
@@ -93,9 +92,13 @@ def kept_by_block(step: Step, recompute: str) -> int:
         of_channel += 12 if m == 2 else 4  # copies of q and k, in float32
     if config.norm == "rms" and is_eager and step.device_type == "cpu":
         of_channel += 8  # torch has no RMS norm kernel for a CPU
-    if config.dropout:
+    of_head = 4  # attention's logarithms of sums
+    if config.dropout and step.device_type == "cpu":  # without fused kernels
+        of_channel += 9  # masks in float32
+        of_head += 12 * config.block_size  # attention's weights, their mask and their product
+    elif config.dropout:
         of_channel += 2  # masks
-    return step.tokens * (of_channel * C + 4 * H)  # attention's logarithms of sums
+    return step.tokens * (of_channel * C + of_head * H)
 
 
 def loss_bytes(step: Step) -> int:

@@ -131,9 +131,7 @@ class InitState:
         shards = sharding.shards_of(config.dp_shard, dist.world)
         builds = dist.is_first or shards == 1
         refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
-        weights = self.weights
-        if self.checkpoint is not None:
-            weights = self.checkpoint.model
+        weights = self.weights if self.checkpoint is None else self.checkpoint.model
         with nullcontext() if builds else torch.device("meta"):
             if weights is None:
                 model = GPT(self.model_config)

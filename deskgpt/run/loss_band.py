@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,32 @@ DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
 DEVIATIONS = 5.63
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by rounding only.
 LEAST = 1e-3  # nats
+MOST_NAMED = 3  # settings, of a run that no band fits
 
 
-@dataclass(frozen=True)
-class Band:
-    """Where the val losses of one more run of an experiment are expected."""
+def limits(losses: list[float]) -> tuple[float, float]:
+    """Return (lowest, highest) usual val loss, from those of runs with other seeds at the same step."""
+    mean = statistics.fmean(losses)
+    half = max(LEAST, DEVIATIONS * statistics.stdev(losses))
+    return mean - half, mean + half
 
-    losses: dict[int, list[float]]  # val losses of the runs, by evaluated step
 
-    def limits(self, step: int) -> tuple[float, float]:
-        """Return (lowest, highest) usual val loss at one of its steps: the interval that decides."""
-        runs = self.losses[step]
-        mean = statistics.fmean(runs)
-        half = max(LEAST, DEVIATIONS * statistics.stdev(runs))
-        return mean - half, mean + half
+def verdict(band: Mapping[int, list[float]], val_losses: Mapping[int, float]) -> str:
+    """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
-    def verdict(self, val_losses: Mapping[int, float]) -> str:
-        """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
-
-        "" if they share no step, and of random weights that are as usual.
-        """
-        steps = sorted(self.losses.keys() & val_losses.keys())
-        if not steps:
-            return ""
-        for at in steps:
-            low, high = self.limits(at)
-            is_usual = low <= val_losses[at] <= high
-            if not is_usual:
-                break
-        if is_usual and at == 0:
-            return ""
-        word = "as usual" if is_usual else "unusual"
-        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(self.losses[at])} runs with other seeds"
-        return f"{word}: val loss {val_losses[at]:.4f}, {expected}"
+    band: val losses of the runs with other seeds, by step. "" if the two share no step, and of random weights that are
+    as usual.
+    """
+    sentence = ""
+    shared = sorted(band.keys() & val_losses.keys())
+    for at in shared:
+        low, high = limits(band[at])
+        is_usual = low <= val_losses[at] <= high
+        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(band[at])} runs with other seeds"
+        sentence = f"{'as usual' if is_usual else 'unusual'}: val loss {val_losses[at]:.4f}, {expected}"
+        if not is_usual:
+            return sentence
+    return sentence if any(shared) else ""
 
 
 def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
@@ -80,11 +73,21 @@ def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) 
     return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
 
 
-def band_of(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> Band | None:
-    """Return the band that a run belongs to, if there is one. The arguments are those of `experiment`."""
-    own = experiment(settings, val_sha256, train_tokens)
-    for path in sorted(FOLDER.glob("*.json")):
+def compare_with_bands(settings: Mapping[str, Any], data: tuple[Any, Any], val_losses: Mapping[int, float]) -> str:
+    """Return a sentence about a run's val losses by step: as usual, unusual, or why no band of the same text fits.
+
+    settings, data: the arguments of `experiment`. "" if there is nothing to say.
+    """
+    own = experiment(settings, *data) or {}
+    nearest: list[tuple[int, str]] = []  # how many settings differ, and a sentence
+    for path in sorted(FOLDER.glob("*.json")) if own else []:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default
-            return Band({int(step): runs for step, runs in record["val_losses"].items()})
-    return None
+        usual = DEFAULTS | record["experiment"]  # a setting that came later was at its default
+        differ = [f"{name}={usual.get(name)}, not {value}" for name, value in own.items() if value != usual.get(name)]
+        if not differ:
+            return verdict({int(step): losses for step, losses in record["val_losses"].items()}, val_losses)
+        if all(own[name] == usual[name] for name in ("val_sha256", "train_tokens")):
+            more = f"; and {len(differ) - MOST_NAMED} others" if len(differ) > MOST_NAMED else ""
+            named = "; ".join(differ[:MOST_NAMED])
+            nearest.append((len(differ), f"no usual losses are known: {path.stem} has {named}{more}"))
+    return min(nearest, default=(0, ""))[1]

@@ -18,12 +18,12 @@ from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.estimate.plan import reported_speed
 from deskgpt.run.log import RunLog, start_wandb
-from deskgpt.run.loss_band import band_of
+from deskgpt.run.loss_band import compare_with_bands
 from deskgpt.run.schedule import EXPECTED_MFU, Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
-from deskgpt.system import hardware, peaks
+from deskgpt.system import cache, hardware, peaks
 from deskgpt.system.terminal import clock, in_gib, millions
 
 # What the log has of a step, beside the further losses of a model and a user's own numbers.
@@ -48,6 +48,8 @@ class Report:
         self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
         self.log = open_log(config, state, forgets_best)
         self.warm_up_s = 0.0
+        self._ends_at = math.inf  # by max_minutes or max_hours
+        self._is_mfu_possible = True
         self.flops_per_token = state.model.estimate_flops()
         self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
         peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
@@ -63,10 +65,9 @@ class Report:
     def start(self, started: float) -> None:
         """Print and log what runs, and on what; from here on, steps are timed. started: when the run began."""
         state = self.state
-        device = self.dist.device
         variant = state.variant
         batching = state.batching
-        name = hardware.device_name(device)
+        name = hardware.device_name(self.dist.device)
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
@@ -75,9 +76,10 @@ class Report:
         if variant.fp8:
             in_8_bits = [getattr(m, "fp8", False) for m in state.model.modules() if isinstance(m, nn.Linear)]
             self.print0(f"8-bit matmuls in {sum(in_8_bits)} of {len(in_8_bits)} linear layers")
-        peak = f"{self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})"
         self.warm_up_s = time.perf_counter() - started
-        self.print0(f"mfu refers to {peak}")
+        limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
+        self._ends_at = started + min(filter(None, limits_s), default=math.inf)
+        self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
         if not self.config.eval_only:
             self.print0(self._outlook())
@@ -114,12 +116,10 @@ class Report:
             return f"already at step {self.state.step:,} of max_iters={end:,}: raise --max_iters to train longer"
         flops = steps * self.state.batching.tokens_per_step * self.flops_per_token
         time_needed = f"about {clock(flops / (EXPECTED_MFU * self.peak_flops))}" if self.peak_flops > 0 else "n/a"
+        planned = f"{steps:,} steps, {time_needed}"
         if self.config.max_minutes:
-            time_needed = f"at most {self.config.max_minutes:g} minutes"
-        return (
-            f"{steps:,} steps, {time_needed}; an evaluation every {self.config.eval_interval:,}, into "
-            f"{self.config.out_dir}"
-        )
+            planned = f"as many of {steps:,} steps as fit into {self.config.max_minutes:g} minutes"
+        return f"{planned}; an evaluation every {self.config.eval_interval:,}, into {self.config.out_dir}"
 
     def warn(self, lines: list[str]) -> None:
         for line in lines:
@@ -170,6 +170,10 @@ class Report:
             peak_memory_bytes=hardware.peak_memory_bytes(self.dist.device),
             **own,
         )
+        if mfu > 1 and self._is_mfu_possible:
+            self._is_mfu_possible = False
+            remedy = f"if it was measured, delete {cache.path_of('peaks')}, and the next run measures again"
+            self.warn([f"mfu {mfu:.0%}: the peak is too low, or GPT.estimate_flops too high; {remedy}"])
 
     def _mean(self, value: Tensor | float) -> float:
         """Return a tensor's mean over the ranks; a float as it is."""
@@ -182,8 +186,8 @@ class Report:
         end = self.state.schedule.max_iters
         interval = self.config.eval_interval
         evaluations = math.ceil(end / interval) - step // interval
-        between_s = sum(self.timer.last_s.values())
-        return (end - step - 1) * step_s + evaluations * between_s
+        left_s = (end - step - 1) * step_s + evaluations * sum(self.timer.last_s.values())
+        return min(left_s, max(0.0, self._ends_at - time.perf_counter()))
 
     def event(self, kind: str, text: str, /, **fields: Any) -> None:
         """Print a line and log an event of this kind, such as a spike."""
@@ -195,7 +199,6 @@ class Report:
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
         """Print and log an evaluation. texts: samples of the model."""
         step = self.state.step
-        eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)
         bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
         self.event(
@@ -209,7 +212,7 @@ class Report:
             lr=lr,
             tokens=step * self.state.batching.tokens_per_step,
             train_s=self.timer.train_s(),
-            eval_s=eval_s,
+            eval_s=self.timer.last_s["evaluation"],
             eval_windows=val.windows,
             eval_digest=self.data.eval_digest(self.state.batching),
             val_batches=val.batch_losses,
@@ -244,10 +247,10 @@ class Report:
             tokens = (state.step - state.first_step) * state.batching.tokens_per_step / self.dist.world
             self.print0(f"{tokens / timer.train_s():,.0f} tokens/s of a card; others report {reported} on this one")
         data = state.metadata
-        band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
-        verdict = band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
-        if verdict:
-            self.print0(verdict)
+        of_data = (data["val data"]["fingerprint"], data["train data"]["tokens"])
+        sentence = compare_with_bands(state.settings_now(), of_data, {e.step: e.val_loss for e in state.evaluations})
+        if sentence:
+            self.print0(sentence)
         self.log.write(
             "end",
             iter=state.step,

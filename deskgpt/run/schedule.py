@@ -69,21 +69,17 @@ class TimeBudget:
         self.ends_at = started + 60 * config.max_minutes
         self.dist = dist
         self._next_step = 1  # at which the steps are planned
-        if self.is_limited:
-            dist.print0(f"max_minutes={config.max_minutes:g}: as many steps as fit, planned from the first one on")
 
     def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
         """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so far."""
         if not self.is_limited or step < self._next_step:
             return schedule
+        wanted = self.wanted
         step_s = self.dist.max(timer.train_s() / step)
         eval_s = self.dist.max(sum(timer.last_s.values()))
-        return self._fitted(step, step_s, eval_s, self._seconds_left() - eval_s)  # at the end
-
-    def _fitted(self, step: int, step_s: float, eval_s: float, seconds: float) -> Schedule:
-        """Return the schedule in which the steps from `step` on, and the evaluations between them, take the seconds."""
-        wanted = self.wanted
-        fit = int(seconds / (step_s + eval_s / self.eval_interval))
+        left_s = -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
+        # The last evaluation comes after the steps, the others between them.
+        fit = int((left_s - eval_s) / (step_s + eval_s / self.eval_interval))
         max_iters = min(wanted.max_iters, max(1, step + max(0, fit)))
         self._next_step = step + max(1, max_iters // PLANS)
         return replace(
@@ -92,6 +88,3 @@ class TimeBudget:
             warmup_iters=min(wanted.warmup_iters, math.ceil(max_iters * WARMUP_SHARE)),
             lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
         )
-
-    def _seconds_left(self) -> float:
-        return -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
