@@ -78,13 +78,11 @@ class TimeBudget:
             return schedule
         step_s = self.dist.max(timer.train_s() / step)
         eval_s = self.dist.max(sum(timer.last_s.values()))
-        return self._fitted(step, step_s, eval_s, self._seconds_left() - eval_s)  # at the end
-
-    def _fitted(self, step: int, step_s: float, eval_s: float, seconds: float) -> Schedule:
-        """Return the schedule in which the steps from `step` on, and the evaluations between them, take the seconds."""
+        left_s = -self.dist.max(time.perf_counter() - self.ends_at)  # the least of all ranks
+        left_s -= eval_s  # of the last evaluation; others come between the steps
+        fit = max(0, int(left_s / (step_s + eval_s / self.eval_interval)))
         wanted = self.wanted
-        fit = int(seconds / (step_s + eval_s / self.eval_interval))
-        max_iters = min(wanted.max_iters, max(1, step + max(0, fit)))
+        max_iters = min(wanted.max_iters, step + fit)
         self._next_step = step + max(1, max_iters // PLANS)
         return replace(
             wanted,
@@ -92,6 +90,3 @@ class TimeBudget:
             warmup_iters=min(wanted.warmup_iters, math.ceil(max_iters * WARMUP_SHARE)),
             lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
         )
-
-    def _seconds_left(self) -> float:
-        return -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
