@@ -103,10 +103,8 @@ def test_wait_for_data_is_that_of_the_steps_since_the_last_line():
     timer = StepTimer(CPU)
     timer.start()
     timer.add_wait(0.5)
-    timer.step_done(1)
-    assert timer.end_window()[2] > 0
-    timer.step_done(1)
-    assert timer.end_window()[2] == 0
+    assert timer.end_window(1, 1)[2] > 0
+    assert timer.end_window(1, 1)[2] == 0
 
 
 @pytest.mark.parametrize("log_interval", [1, 1000])

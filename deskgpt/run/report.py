@@ -49,6 +49,7 @@ class Report:
         self.warm_up_s = 0.0
         self.flops_per_token = state.model.estimate_flops()
         self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
+        self._tokens = 0  # of these steps
         peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()  # of all ranks
 
@@ -138,13 +139,15 @@ class Report:
         tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are
         averaged over ranks.
         """
-        self.timer.step_done(tokens)
+        self._tokens += tokens
         self._grad_norms.append(grad_norm.detach())
         if not self.is_due(step):
             return
-        step_s, tokens_per_s, data_wait = self.timer.end_window()
+        norms = torch.stack(self._grad_norms).tolist()
+        step_s, tokens_per_s, data_wait = self.timer.end_window(len(norms), self._tokens)
+        self._grad_norms.clear()
+        self._tokens = 0
         mean_loss = self._mean(loss)
-        norms, self._grad_norms = torch.stack(self._grad_norms).tolist(), []
         limit = self.config.grad_clip
         own = {name: self._mean(value) for name, value in numbers.items()}
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
