@@ -43,7 +43,7 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
         for state in (huge, bad, state_of(4, 2.0)):
             saver.save(state, best=True)
     assert saver.is_best(2.5, step=5)  # the files have 3.0
-    assert saver.kept_step == 1
+    assert saver.saved_step == 1
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
     for line, named in zip(lines, ("weights", "NaN", "free some disk space"), strict=True):
         assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
