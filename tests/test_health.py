@@ -27,7 +27,7 @@ from deskgpt.checkpoint import store
 from deskgpt.run import loss_band
 from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, without_improvement
 from deskgpt.run.health import Health
-from deskgpt.run.loss_band import Band
+from deskgpt.run.loss_band import Band, verdict
 from train import TrainConfig, main
 
 BAD = "transformer.h.1.mlp.c_fc.weight"
@@ -200,26 +200,26 @@ def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(chars, tm
     assert script("bench/band.py", "config/tiny.py", *out_dirs).out.strip() == str(tmp_path / "tiny.json")
     start = events(tmp_path / "0", "start")[0]
     for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}, {"n_head": 1, "batch_size": 8}):
-        assert loss_band.band_of(start["settings"] | other, start["val_sha256"], start["train_tokens"]) is None
+        assert loss_band.band_of(start["settings"] | other, start["val_sha256"], start["train_tokens"]) == {}
 
-    def verdict(name: str) -> tuple[str, str]:
+    def printed_verdict(name: str) -> tuple[str, str]:
         capfd.readouterr()
         other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}  # of the same batch
         main(tiny(chars, tmp_path / name, **settings | other_split))
         (found,) = re.findall(r"^(as usual|unusual): .* at step (\d+)", capfd.readouterr().out, re.M)
         return found
 
-    assert verdict("split") == ("as usual", "20")
+    assert printed_verdict("split") == ("as usual", "20")
     rate = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda c, step: 10 * rate(c, step))  # a defect
-    assert verdict("defect") == ("unusual", "10")  # the first step outside of the band
+    assert printed_verdict("defect") == ("unusual", "10")  # the first step outside of the band
 
 
 def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():
-    band = Band({0: [4.1, 4.1], 2: [4.1, 4.1]})
-    assert [band.verdict({2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
-    assert band.verdict({0: math.nan}).startswith("unusual")
-    assert band.verdict({0: 4.1005}) == band.verdict({5: 1.0}) == ""  # random weights say nothing yet
+    band: Band = {0: [4.1, 4.1], 2: [4.1, 4.1]}
+    assert [verdict(band, {2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
+    assert verdict(band, {0: math.nan}).startswith("unusual")
+    assert verdict(band, {0: 4.1005}) == verdict(band, {5: 1.0}) == ""  # random weights say nothing yet
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,27 @@ DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
 DEVIATIONS = 5.63
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by rounding only.
 LEAST = 1e-3  # nats
+Band = dict[int, list[float]]  # val losses of an experiment's runs, by evaluated step
 
 
-@dataclass(frozen=True)
-class Band:
-    """Where the val losses of one more run of an experiment are expected."""
+def verdict(band: Band, val_losses: Mapping[int, float]) -> str:
+    """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
-    losses: dict[int, list[float]]  # val losses of the runs, by evaluated step
-
-    def limits(self, step: int) -> tuple[float, float]:
-        """Return (lowest, highest) usual val loss at one of its steps: the interval that decides."""
-        runs = self.losses[step]
-        mean = statistics.fmean(runs)
-        half = max(LEAST, DEVIATIONS * statistics.stdev(runs))
-        return mean - half, mean + half
-
-    def verdict(self, val_losses: Mapping[int, float]) -> str:
-        """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
-
-        "" if they share no step, and of random weights that are as usual.
-        """
-        steps = sorted(self.losses.keys() & val_losses.keys())
-        if not steps:
-            return ""
-        for at in steps:
-            low, high = self.limits(at)
-            is_usual = low <= val_losses[at] <= high
-            if not is_usual:
-                break
-        if is_usual and at == 0:
-            return ""
+    "" if they share no step, and of random weights that are as usual.
+    """
+    sentence = ""
+    for step in sorted(band.keys() & val_losses.keys()):
+        mean = statistics.fmean(band[step])
+        half = max(LEAST, DEVIATIONS * statistics.stdev(band[step]))
+        is_usual = mean - half <= val_losses[step] <= mean + half
+        if is_usual and step == 0:
+            continue
         word = "as usual" if is_usual else "unusual"
-        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(self.losses[at])} runs with other seeds"
-        return f"{word}: val loss {val_losses[at]:.4f}, {expected}"
+        expected = f"expected {mean - half:.4f} to {mean + half:.4f} at step {step:,}"
+        sentence = f"{word}: val loss {val_losses[step]:.4f}, {expected}, from {len(band[step])} runs with other seeds"
+        if not is_usual:
+            break
+    return sentence
 
 
 def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:
@@ -80,11 +68,11 @@ def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) 
     return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
 
 
-def band_of(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> Band | None:
-    """Return the band that a run belongs to, if there is one. The arguments are those of `experiment`."""
+def band_of(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> Band:
+    """Return the band that a run belongs to, {} if there is none. The arguments are those of `experiment`."""
     own = experiment(settings, val_sha256, train_tokens)
     for path in sorted(FOLDER.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         if own == DEFAULTS | record["experiment"]:  # a setting that came later was at its default
-            return Band({int(step): runs for step, runs in record["val_losses"].items()})
-    return None
+            return {int(step): losses for step, losses in record["val_losses"].items()}
+    return {}

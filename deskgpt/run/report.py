@@ -17,7 +17,7 @@ from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
 from deskgpt.run.log import RunLog, start_wandb
-from deskgpt.run.loss_band import band_of
+from deskgpt.run.loss_band import band_of, verdict
 from deskgpt.run.schedule import EXPECTED_MFU, Config
 from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
@@ -243,9 +243,9 @@ class Report:
         self.print0(f"best val loss {best_val_loss:.4f}")
         data = state.metadata
         band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
-        verdict = band.verdict({e.step: e.val_loss for e in state.evaluations}) if band else ""
-        if verdict:
-            self.print0(verdict)
+        sentence = verdict(band, {e.step: e.val_loss for e in state.evaluations})
+        if sentence:
+            self.print0(sentence)
         self.log.write(
             "end",
             iter=state.step,
