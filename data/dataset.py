@@ -93,7 +93,8 @@ class Dataset:
 
     def changes(self) -> list[str]:
         """Return a warning for each file that was written into since the last call."""
-        return self.train.changes() + self.val.changes()
+        written = [file.path for file in self.train.files() + self.val.files() if file.was_written()]
+        return [f"{path} was written into while this run reads it: its tokens may have changed" for path in written]
 
     def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
         """Return where the windows of a global batch of this many sequences begin, by token file."""
