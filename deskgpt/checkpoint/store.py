@@ -57,12 +57,6 @@ class Checkpoint:
     progress: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
     metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
     extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
-    path: Path | None = None  # that it was loaded from; not saved
-
-
-def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what is saved of a checkpoint."""
-    return {name: value for name, value in vars(checkpoint).items() if name != "path"}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -77,7 +71,7 @@ def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     """
     path = out_dir / NAME
     before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
-    content = content_of(checkpoint)
+    content = vars(checkpoint)
     try:
         ckpt_file.refuse_unreadable(content)
         if not math.isfinite(magnitude(content)):
@@ -231,7 +225,7 @@ def resume(
     saved = load(out_dir, print0, dist, checksums)
     saved.best_val_loss = evaluated_loss(saved)
     path = folder_of(out_dir) / BEST
-    if path == saved.path or not path.exists():
+    if not path.exists():
         return saved
     try:
         best = read(path, checksums=dist is None or dist.is_first, numbers=False)
@@ -278,7 +272,7 @@ def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint
     try:
         found = {FORMER_NAMES.get(name, name): value for name, value in found.items()}
         check_record(found, CONTENT, required=("model", "model_args"))
-        saved = checkpoint_of(found, path)
+        saved = checkpoint_of(found)
         check_content(saved)
         if checksums and not math.isfinite(magnitude(found)):
             raise ValueError("weights or moments hold NaN or infinity")
@@ -287,14 +281,13 @@ def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint
     return saved
 
 
-def checkpoint_of(found: dict[str, Any], path: Path) -> Checkpoint:
+def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
     """Return a file's content as a Checkpoint.
 
     nanoGPT's lose the mask buffers of its attention without SDPA and the machine that the run was set to. A head with
     numbers of its own, as in forks that do not tie it, stays apart from the embedding.
     """
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
-    saved.path = path
     saved.model = {PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
     if "tokenizer" not in found:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU

@@ -13,7 +13,7 @@ from data.batching import Batching
 from data.dataset import Dataset
 from deskgpt.checkpoint.ckpt_file import refuse_unreadable
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint, content_of
+from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import Evaluation
@@ -131,7 +131,7 @@ class TrainState:
         saved = self.checkpoint()
         shapes = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in saved.model.items()}
         try:
-            refuse_unreadable(content_of(saved))
+            refuse_unreadable(vars(saved))
             GPT.without_storage(self.model.config).load_state_dict(shapes, assign=True)
         except (RuntimeError, ValueError) as e:
             raise ValueError(f"no run could resume from checkpoints of this one, so it ends: {reason(e)}") from None
