@@ -137,16 +137,6 @@ class Dataset:
         """
         return val_loss / self.bytes_per_token / math.log(2) if self.bytes_per_token else None
 
-    def log_metadata(self) -> dict[str, Any]:
-        """Return what log.jsonl records of the data."""
-        return {
-            "tokenizer": self.tokenizer.get("name"),
-            "train_tokens": self.train.tokens,
-            "val_tokens": self.val.tokens,
-            "val_sha256": self.metadata["val data"]["fingerprint"],
-            "bytes_per_token": self.bytes_per_token,
-        }
-
 
 # ---- checksums -----------------------------------------------------------------------------------------------
 

@@ -46,17 +46,13 @@ class Report:
         self.print0 = state.dist.print0
         self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
         self.log = open_log(config, state, forgets_best)
+        self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
         self.warm_up_s = 0.0
         self.flops_per_token = state.model.estimate_flops()
         self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
         self._tokens = 0  # of these steps
         peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()  # of all ranks
-
-    @property
-    def wandb_run_id(self) -> str | None:
-        """Return the id of the Weights & Biases run, which a resumed run continues."""
-        return self.log.wandb_run.id if self.log.wandb_run else self.state.wandb_run_id
 
     # ---- the beginning -----------------------------------------------------------------------------------
 
@@ -75,9 +71,8 @@ class Report:
         if variant.fp8:
             in_8_bits = [getattr(m, "fp8", False) for m in state.model.modules() if isinstance(m, nn.Linear)]
             self.print0(f"8-bit matmuls in {sum(in_8_bits)} of {len(in_8_bits)} linear layers")
-        peak = f"{self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})"
         self.warm_up_s = time.perf_counter() - started
-        self.print0(f"mfu refers to {peak}")
+        self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
         if not self.config.eval_only:
             self.print0(self._outlook())
@@ -89,14 +84,14 @@ class Report:
             parameters=state.model.num_params(),
             flops_per_token=self.flops_per_token,
             tokens_per_step=batching.tokens_per_step,
-            **self.data.log_metadata(),
+            tokenizer=self.data.tokenizer.get("name"),
+            train_tokens=self.data.train.tokens,
+            val_tokens=self.data.val.tokens,
+            val_sha256=self.data.metadata["val data"]["fingerprint"],
+            bytes_per_token=self.data.bytes_per_token,
             device=name,
             world_size=self.dist.world,
-            dtype=variant.dtype,
-            residual_dtype=variant.residual_dtype,
-            compiled=variant.compiled,
-            cpu_kernels=variant.cpu_kernels,
-            fp8=variant.fp8,
+            **asdict(variant),
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
             warm_up_s=self.warm_up_s,
@@ -241,8 +236,8 @@ class Report:
         )
         self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
         self.print0(f"best val loss {best_val_loss:.4f}")
-        data = state.metadata
-        band = band_of(state.settings_now(), data["val data"]["fingerprint"], data["train data"]["tokens"])
+        val_sha256 = self.data.metadata["val data"]["fingerprint"]
+        band = band_of(state.settings_now(), val_sha256, self.data.train.tokens)
         sentence = verdict(band, {e.step: e.val_loss for e in state.evaluations})
         if sentence:
             self.print0(sentence)
@@ -273,15 +268,14 @@ def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
         wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, asdict(config), state.wandb_run_id)
     out_dir = store.folder_of(config.out_dir)
     if config.init_from != "resume":
-        found = tuple(path.name for path in store.candidates(out_dir))
-        old = store.set_aside(out_dir, (*found, "log.jsonl"))
+        old = store.set_aside(out_dir, (store.NAME, store.BEST, "log.jsonl"))
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
     elif forgets_best:
         # A run that has resumed ckpt_best.pt, since there is no ckpt.pt, needs it until the next save.
         old = store.set_aside(out_dir, (store.BEST,)) if (out_dir / store.NAME).exists() else None
-        kept = f"; {store.BEST} is now in {old}" if old else ""
-        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
+        moved = f"; {store.BEST} is now in {old}" if old else ""
+        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{moved}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
 
 
@@ -289,11 +283,11 @@ def print_next_commands(config: Config, state: TrainState, stop: str | None) -> 
     """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
-    found = store.candidates(out_dir)
-    if not found:
+    checkpoints = store.candidates(out_dir)
+    if not checkpoints:
         print0(f"no checkpoint was saved in {out_dir}")
         return
-    model = found[-1]
+    model = checkpoints[-1]
     kind = "best model" if model.name == store.BEST else "last model"
     print0(f"{kind} of step {store.load(model, checksums=False).iter_num}: {model}")
     chat = ["--chat"] if state.data.chat is not None else []
