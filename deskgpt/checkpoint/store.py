@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from deskgpt.checkpoint import ckpt_file
 from deskgpt.compute.distributed import DistContext
-from deskgpt.system.files import TEMPORARY, Fields, check_record, copy, is_number, sync_folder
+from deskgpt.system.files import Fields, check_record, copy, is_number, remove_leftovers, sync_folder
 from model import GPTConfig
 
 NAME = "ckpt.pt"
@@ -105,8 +105,7 @@ def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
     Temporary files are removed, damaged checkpoints are moved aside. A ckpt.pt whose val loss is known is copied to
     ckpt_best.pt if there is none: the next one may be worse.
     """
-    for leftover in leftovers(out_dir):
-        leftover.unlink()
+    remove_leftovers(out_dir, NAME, BEST)
     for path in candidates(out_dir):
         try:
             read(path, numbers=False)
@@ -116,12 +115,6 @@ def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
     if last.exists() and not (out_dir / BEST).exists() and evaluated_loss(read(last, numbers=False)) < math.inf:
         copy(last, out_dir / BEST)
     sync_folder(out_dir)
-
-
-def leftovers(out_dir: Path) -> list[Path]:
-    """Return temporary files of checkpoints in out_dir, which a killed run has left unless one is writing them."""
-    found = [*out_dir.glob(f"{NAME}*{TEMPORARY}"), *out_dir.glob(f"{BEST}*{TEMPORARY}")]
-    return [path for path in found if path.is_symlink() or not path.is_dir()]
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:

@@ -44,6 +44,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def remove_leftovers(folder: Path, *names: str) -> None:
+    """Remove the temporary files that killed processes have left, by the beginnings of their names."""
+    for name in names:
+        for path in folder.glob(f"{name}*{TEMPORARY}"):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+
+
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
     """Write path, and make its folder if need be. Raises OSError, one line, with the old content unharmed."""
     try:
