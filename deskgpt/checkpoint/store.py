@@ -142,15 +142,10 @@ def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
 # ---- finding -------------------------------------------------------------------------------------------------
 
 
-def is_name(name: str) -> bool:
-    """Return whether a checkpoint can have this name."""
-    return name.endswith(".pt")
-
-
 def folder_of(out_dir: str | Path) -> Path:
     """Return the folder that a run writes to; out_dir may also name the checkpoint in it that the run starts from."""
     path = Path(out_dir)
-    return path.parent if is_name(path.name) else path
+    return path.parent if path.suffix == ".pt" else path
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -170,7 +170,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
     Raises ValueError if the settings describe another model than the source has.
     """
     is_resumed = config.init_from == "resume"
-    if not is_resumed and store.is_name(Path(config.out_dir).name):
+    if not is_resumed and store.folder_of(config.out_dir) != Path(config.out_dir):
         raise ValueError(
             f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,5 +118,4 @@ def gathered_on_first(state: Checkpoint) -> Checkpoint:
             gathered[key] = whole.cpu() if torch.distributed.get_rank() == 0 else torch.empty(0)
         return gathered[key]
 
-    content: dict[str, Any] = tree_map_only(Tensor, full, vars(state))
-    return replace(state, **content)
+    return Checkpoint(**tree_map_only(Tensor, full, vars(state)))
