@@ -132,8 +132,9 @@ def sync_folder(folder: Path) -> None:
 
 @functools.cache
 def note_once(message: str) -> None:
-    """Print a note on stderr, the first time in this process."""
-    print(f"note: {message}", file=sys.stderr)
+    """Print a note on stderr, the first time in this process, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {message}", file=sys.stderr)
 
 
 def sha256(content: Any) -> str:
