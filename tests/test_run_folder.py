@@ -99,7 +99,7 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    saver = Saver(out_dir, print, math.inf)
+    saver = Saver(out_dir, print, store.resume(out_dir).best_val_loss if store.is_checkpoint(out_dir) else math.inf)
     for state, best in STATES:
         saver.save(state, best)
         report.write(f"begun {state.iter_num}\n".encode())

@@ -99,11 +99,12 @@ def magnitude(value: Any) -> float:
     return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
 
 
-def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
+def take_over(out_dir: Path, print0: Callable[[str], None], has_best: bool = True) -> None:
     """Tidy what earlier runs left, before a run's first save. Raises OSError.
 
     Temporary files are removed, damaged checkpoints are moved aside. A ckpt.pt whose val loss is known is copied to
-    ckpt_best.pt if there is none: the next one may be worse.
+    ckpt_best.pt if there is none: the next one may be worse. has_best: the run's losses can be compared with theirs;
+    otherwise ckpt_best.pt is moved aside, unless it is the only checkpoint.
     """
     remove_leftovers(out_dir, NAME, BEST)
     for path in candidates(out_dir):
@@ -112,8 +113,11 @@ def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
         except ValueError as e:
             print0(f"{path} {e}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
-    if last.exists() and not (out_dir / BEST).exists() and evaluated_loss(read(last, numbers=False)) < math.inf:
-        copy(last, out_dir / BEST)
+    best = out_dir / BEST
+    if last.exists() and best.exists() and not has_best:
+        print0(f"{best} has another evaluation's loss: it is now in {set_aside(out_dir, (BEST,))}")
+    elif last.exists() and not best.exists() and has_best and evaluated_loss(read(last, numbers=False)) < math.inf:
+        copy(last, best)
     sync_folder(out_dir)
 
 

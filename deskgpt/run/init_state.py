@@ -48,7 +48,6 @@ class InitState:
     model_config: GPTConfig
     checkpoint: Checkpoint  # of another run, or GPT-2: its weights and tokenizer; empty for random weights
     earlier: Config | None = None  # the settings of the run that is resumed
-    forgets_best: bool = False  # earlier val losses are those of another evaluation
 
     def check_experiment(self, config: Config, data: Dataset, rate: Rate, dist: DistContext) -> None:
         """Print how a resumed run differs from the run before; forget a best loss of other evaluations.
@@ -76,7 +75,7 @@ class InitState:
         for change in changes + of_schedule:
             dist.print0(f"changed: {change}")
         if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
-            self.forgets_best = True
+            dist.print0("the best val loss begins anew, because earlier losses come from another evaluation")
             self.checkpoint.best_val_loss = math.inf
             progress = self.checkpoint.progress
             self.checkpoint.progress = progress and progress | {"evaluations": []}  # nor do they count for patience

@@ -37,15 +37,14 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(self, config: Config, state: TrainState, forgets_best: bool) -> None:
-        """forgets_best: earlier val losses come from another evaluation, and are not compared."""
+    def __init__(self, config: Config, state: TrainState) -> None:
         self.config = config
         self.state = state
         self.data = state.data
         self.dist = state.dist
         self.print0 = state.dist.print0
         self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
-        self.log = open_log(config, state, forgets_best)
+        self.log = open_log(config, state)
         self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
         self.warm_up_s = 0.0
         self.flops_per_token = state.model.estimate_flops()
@@ -258,7 +257,7 @@ class Report:
         return best_val_loss
 
 
-def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
+def open_log(config: Config, state: TrainState) -> RunLog:
     """Return the log of this run; move an earlier run in out_dir aside. Other ranks and eval_only write no file."""
     dist = state.dist
     if not dist.is_first or config.eval_only:
@@ -271,11 +270,6 @@ def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
         old = store.set_aside(out_dir, (store.NAME, store.BEST, "log.jsonl"))
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
-    elif forgets_best:
-        # A run that has resumed ckpt_best.pt, since there is no ckpt.pt, needs it until the next save.
-        old = store.set_aside(out_dir, (store.BEST,)) if (out_dir / store.NAME).exists() else None
-        moved = f"; {store.BEST} is now in {old}" if old else ""
-        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{moved}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Saver:
 
     out_dir: Path
     print0: Callable[[str], None]
-    best_val_loss: float  # of the best checkpoint on the disk
+    best_val_loss: float  # of the best checkpoint on the disk; infinite if it has none that can be compared
     sharing: DistContext | None = None  # the ranks of a sharded run
     saved_step: int | None = None  # of the last checkpoint that was written; at first of the one that is resumed
     is_trained_elsewhere: bool = False  # starts from trained weights: step 0 may be the best, and is saved
@@ -88,7 +89,7 @@ class Saver:
                 return
         try:
             if not self.has_taken_over:
-                store.take_over(self.out_dir, self.print0)
+                store.take_over(self.out_dir, self.print0, has_best=math.isfinite(self.best_val_loss))
                 self.has_taken_over = True
             store.save(checkpoint, self.out_dir, best)
             self.saved_step = checkpoint.iter_num
