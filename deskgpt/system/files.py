@@ -171,11 +171,6 @@ def is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
 
 
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string."""
-    return isinstance(value, str)
-
-
 def is_local(dataset: Any) -> bool:
     """Return whether a checkpoint's dataset is on this machine. Windows logs in to the host of \\\\host\\share."""
     return isinstance(dataset, str) and not PureWindowsPath(dataset).drive.startswith("\\\\")
