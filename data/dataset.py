@@ -16,14 +16,7 @@ from torch import Tensor
 from data.batching import Batching
 from data.meta_files import read_record
 from data.splits import Split
-from data.token_files import (
-    GPT2,
-    NumberFile,
-    check_vocabulary,
-    listed_checksums,
-    read_meta,
-    token_files,
-)
+from data.token_files import GPT2, NumberFile, check_vocabulary, listed_checksums, read_meta, token_files
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
 from deskgpt.system.errors import DataError
 from deskgpt.system.files import sha256
@@ -74,8 +67,7 @@ class Dataset:
         """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
         T = min(block_size, SHORT)
         try:
-            val = Split(self.folder, "val", T, vocab_size)
-            x, y = val.eval_batch(np.arange(2), 2)
+            x, y = Split(self.folder, "val", T, vocab_size).eval_batch(np.arange(2), 2)
         except (ValueError, OSError):
             tokens = np.random.default_rng(0).integers(0, vocab_size, (2, T + 1))
             x, y = tokens[:, :-1], tokens[:, 1:]

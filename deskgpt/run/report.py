@@ -58,10 +58,9 @@ class Report:
     def start(self, started: float) -> None:
         """Print and log what runs, and on what; from here on, steps are timed. started: when the run began."""
         state = self.state
-        device = self.dist.device
         variant = state.variant
         batching = state.batching
-        name = hardware.device_name(device)
+        name = hardware.device_name(self.dist.device)
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
@@ -191,7 +190,6 @@ class Report:
     def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
         """Print and log an evaluation. texts: samples of the model."""
         step = self.state.step
-        eval_s = self.timer.last_s["evaluation"]
         val_bpb = self.data.bits_per_byte(val.loss)
         bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
         self.event(
@@ -205,7 +203,7 @@ class Report:
             lr=lr,
             tokens=step * self.state.batching.tokens_per_step,
             train_s=self.timer.train_s(),
-            eval_s=eval_s,
+            eval_s=self.timer.last_s["evaluation"],
             eval_windows=val.windows,
             eval_digest=self.data.eval_digest(self.state.batching),
             val_batches=val.batch_losses,
