@@ -115,7 +115,7 @@ def take_over(out_dir: Path, print0: Callable[[str], None], has_best: bool = Tru
     last = out_dir / NAME
     best = out_dir / BEST
     if last.exists() and best.exists() and not has_best:
-        print0(f"{best} has another evaluation's loss: it is now in {set_aside(out_dir, (BEST,))}")
+        print0(f"{best} has a loss that this run's cannot be compared with: it is now in {set_aside(out_dir, (BEST,))}")
     elif last.exists() and not best.exists() and has_best and evaluated_loss(read(last, numbers=False)) < math.inf:
         copy(last, best)
     sync_folder(out_dir)
