@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import os
 import re
 import runpy
 import sys
@@ -76,9 +75,9 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
 
 
 def is_retired(name: str, cls: type) -> bool:
-    """Return whether `cls` had this setting in an earlier version; then print that once, on the first rank."""
+    """Return whether `cls` had this setting in an earlier version; then print that once."""
     is_known = name in getattr(cls, "retired", ())
-    if is_known and os.environ.get("RANK", "0") == "0":
+    if is_known:
         note_once(f"{name} is no longer used")
     return is_known
 

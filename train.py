@@ -169,7 +169,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     if config.plans:
         return print_plan(config, init, data, dist)
-    data.open(config.block_size, config.seed, init.model_config.vocab_size, init.tokenizer, dist.is_first)
+    data.open(config.block_size, config.seed, init.model_config.vocab_size, init.checkpoint.tokenizer, dist.is_first)
     init.check_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------------------
@@ -186,8 +186,8 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     state = TrainState(asdict(config), model, optimizer, scaler, variant, batching, plan, learning_rate, data, dist)
     state.metadata = data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
     init.restore(state, trains=not config.eval_only)
-    report = Report(config, state, init.forgets_best)
-    saver = Saver.of(config, init.best_val_loss, state)
+    report = Report(config, state)
+    saver = Saver.of(config, init.checkpoint.best_val_loss, state)
     health = Health(state, report, saver, config.on_spike)
     stops = StopController(dist, started, config.max_hours, config.save_minutes, config.patience)
     sampler = sampler_for(0 if config.eval_only else config.sample_interval, model, variant, dist, data.tokenizer)

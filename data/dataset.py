@@ -16,14 +16,7 @@ from torch import Tensor
 from data.batching import Batching
 from data.meta_files import read_record
 from data.splits import Split
-from data.token_files import (
-    GPT2,
-    NumberFile,
-    check_vocabulary,
-    listed_checksums,
-    read_meta,
-    token_files,
-)
+from data.token_files import GPT2, NumberFile, check_vocabulary, listed_checksums, read_meta, token_files
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
 from deskgpt.system.errors import DataError
 from deskgpt.system.files import sha256
@@ -74,8 +67,7 @@ class Dataset:
         """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
         T = min(block_size, SHORT)
         try:
-            val = Split(self.folder, "val", T, vocab_size)
-            x, y = val.eval_batch(np.arange(2), 2)
+            x, y = Split(self.folder, "val", T, vocab_size).eval_batch(np.arange(2), 2)
         except (ValueError, OSError):
             tokens = np.random.default_rng(0).integers(0, vocab_size, (2, T + 1))
             x, y = tokens[:, :-1], tokens[:, 1:]
@@ -93,7 +85,8 @@ class Dataset:
 
     def changes(self) -> list[str]:
         """Return a warning for each file that was written into since the last call."""
-        return self.train.changes() + self.val.changes()
+        written = [file.path for file in self.train.files() + self.val.files() if file.was_written()]
+        return [f"{path} was written into while this run reads it: its tokens may have changed" for path in written]
 
     def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
         """Return where the windows of a global batch of this many sequences begin, by token file."""
@@ -135,16 +128,6 @@ class Dataset:
         The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
         """
         return val_loss / self.bytes_per_token / math.log(2) if self.bytes_per_token else None
-
-    def log_metadata(self) -> dict[str, Any]:
-        """Return what log.jsonl records of the data."""
-        return {
-            "tokenizer": self.tokenizer.get("name"),
-            "train_tokens": self.train.tokens,
-            "val_tokens": self.val.tokens,
-            "val_sha256": self.metadata["val data"]["fingerprint"],
-            "bytes_per_token": self.bytes_per_token,
-        }
 
 
 # ---- checksums -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from data.meta_files import to_json
 from data.token_files import MASK_SUFFIX, read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta
-from deskgpt.system.files import TEMPORARY, if_free, replacing, sha256
+from deskgpt.system.files import if_free, remove_leftovers, replacing, sha256
 
 
 def write_dataset(
@@ -51,13 +51,6 @@ def write_dataset(
                     (folder / name).unlink(missing_ok=True)
         except OSError as e:
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
-
-
-def remove_leftovers(folder: Path, *names: str) -> None:
-    """Remove the temporary files of starts that were killed, by the beginnings of their names."""
-    for name in names:
-        for path in folder.glob(f"{name}*{TEMPORARY}"):
-            path.unlink()
 
 
 @contextmanager

@@ -149,11 +149,6 @@ class Split:
             digest.update(file.read(0, FINGERPRINTED // every).tobytes())
         return digest.hexdigest()[:16]
 
-    def changes(self) -> list[str]:
-        """Return a warning for each file that was written into since it was opened, or since the last call."""
-        written = [file.path for file in self.files() if file.was_written()]
-        return [f"{path} was written into while this run reads it: its tokens may have changed" for path in written]
-
     def files(self) -> list[NumberFile]:
         return [*self.shards, *self.masks]
 

@@ -103,10 +103,21 @@ def test_wait_for_data_is_that_of_the_steps_since_the_last_line():
     timer = StepTimer(CPU)
     timer.start()
     timer.add_wait(0.5)
-    timer.step_done(1)
-    assert timer.end_window()[2] > 0
-    timer.step_done(1)
-    assert timer.end_window()[2] == 0
+    assert timer.end_window(1, 1)[2] > 0
+    assert timer.end_window(1, 1)[2] == 0
+
+
+def test_compiling_counts_neither_as_training_nor_as_evaluation(monkeypatch):
+    now = [0.0]
+    compiled = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    timer = StepTimer(CPU, lambda: compiled[0])
+    timer.start()
+    now[0], compiled[0] = 10.0, 7.0  # a step of 3 s
+    with timer.spent_on("evaluation"):
+        now[0], compiled[0] = 110.0, 67.0  # an evaluation of 40 s
+    now[0] = 111.0  # another step
+    assert (timer.train_s(), timer.last_s["evaluation"]) == (4.0, 40.0)
 
 
 @pytest.mark.parametrize("log_interval", [1, 1000])

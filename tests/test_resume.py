@@ -238,7 +238,7 @@ def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
 
     for value in (True, torch.tensor([])):
         assert resumed(wandb_log=value)["wandb_log"] is False
-        assert_one_line(capfd.readouterr().out, out, "--wandb_log=")
+        assert_one_line(capfd.readouterr().err, out, "--wandb_log=")
     elsewhere = {"dataset": r"\\host\share"}
     with raises_one_line("host", out, "--dataset="):
         resumed(**elsewhere)
@@ -310,7 +310,7 @@ def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, c
     for argv in (["--init_from=resume"], ["--init_from=auto", "--max_minutes=0.01", "--max_iters=9"]):
         found = resumed_settings(TrainConfig, [f"--out_dir={out_dir}", *argv], out_dir)
         assert (found["init_from"], found["max_iters"], found["max_minutes"]) == ("resume", 4, 0.0)
-    assert_one_line(capsys.readouterr().out.splitlines()[-1], "max_minutes", "max_iters=4")
+    assert_one_line(capsys.readouterr().err.splitlines()[-1], "max_minutes", "max_iters=4")
 
 
 # ---- nanoGPT's runs, and ours for nanoGPT ------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
         for state in (huge, bad, state_of(4, 2.0)):
             saver.save(state, best=True)
     assert saver.is_best(2.5, step=5)  # the files have 3.0
-    assert saver.kept_step == 1
+    assert saver.saved_step == 1
     assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
     for line, named in zip(lines, ("weights", "NaN", "free some disk space"), strict=True):
         assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
@@ -52,7 +52,7 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     saver.save(state_of(5, 2.5), best=True)
     saver.raise_if_last_failed()
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
-    assert not store.leftovers(tmp_path)
+    assert not list(tmp_path.glob(f"*{TEMPORARY}"))
     # The disk fills after the best one is written and before the last one is.
     monkeypatch.setattr(store, "copy", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     saver.save(state_of(6, 0.5), best=True)
@@ -99,7 +99,7 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    saver = Saver(out_dir, print, math.inf)
+    saver = Saver(out_dir, print, store.resume(out_dir).best_val_loss if store.is_checkpoint(out_dir) else math.inf)
     for state, best in STATES:
         saver.save(state, best)
         report.write(f"begun {state.iter_num}\n".encode())
@@ -125,7 +125,7 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
     store.save(state_of(9, last.best_val_loss), out_dir, best=False)
     assert store.load(out_dir).iter_num == 9
     assert store.load(out_dir / store.BEST).best_val_loss == last.best_val_loss
-    assert not store.leftovers(out_dir)
+    assert not list(out_dir.glob(f"*{TEMPORARY}"))
 
 
 @pytest.mark.slow

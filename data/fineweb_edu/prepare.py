@@ -27,13 +27,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
 from data.meta_files import read_record, write_meta
-from data.prepared import locked, named_tokenizer, remove_leftovers
+from data.prepared import locked, named_tokenizer
 from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shards
 from data.text.prepare import add_folder, whole_number
 from data.text_files import expanded
 from data.tokenizer import short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import file_sha256
+from deskgpt.system.files import file_sha256, remove_leftovers
 from deskgpt.system.terminal import reason
 
 REPO = "HuggingFaceFW/fineweb-edu"

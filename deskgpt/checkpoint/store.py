@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from deskgpt.checkpoint import ckpt_file
 from deskgpt.compute.distributed import DistContext
-from deskgpt.system.files import TEMPORARY, Fields, check_record, copy, is_number, sync_folder
+from deskgpt.system.files import Fields, check_record, copy, is_number, remove_leftovers, sync_folder
 from model import GPTConfig
 
 NAME = "ckpt.pt"
@@ -57,12 +57,6 @@ class Checkpoint:
     progress: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
     metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
     extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
-    path: Path | None = None  # that it was loaded from; not saved
-
-
-def content_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what is saved of a checkpoint."""
-    return {name: value for name, value in vars(checkpoint).items() if name != "path"}
 
 
 # ---- writing -------------------------------------------------------------------------------------------------
@@ -77,7 +71,7 @@ def save(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     """
     path = out_dir / NAME
     before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
-    content = content_of(checkpoint)
+    content = vars(checkpoint)
     try:
         ckpt_file.refuse_unreadable(content)
         if not math.isfinite(magnitude(content)):
@@ -105,28 +99,26 @@ def magnitude(value: Any) -> float:
     return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
 
 
-def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
+def take_over(out_dir: Path, print0: Callable[[str], None], has_best: bool = True) -> None:
     """Tidy what earlier runs left, before a run's first save. Raises OSError.
 
     Temporary files are removed, damaged checkpoints are moved aside. A ckpt.pt whose val loss is known is copied to
-    ckpt_best.pt if there is none: the next one may be worse.
+    ckpt_best.pt if there is none: the next one may be worse. has_best: the run's losses can be compared with theirs;
+    otherwise ckpt_best.pt is moved aside, unless it is the only checkpoint.
     """
-    for leftover in leftovers(out_dir):
-        leftover.unlink()
+    remove_leftovers(out_dir, NAME, BEST)
     for path in candidates(out_dir):
-        damage = damage_of(path)
-        if damage:
-            print0(f"{path} {damage}: it is now in {set_aside(out_dir, (path.name,))}")
+        try:
+            read(path, numbers=False)
+        except ValueError as e:
+            print0(f"{path} {e}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
-    if last.exists() and best_of(out_dir) is None and evaluated_loss(read(last, numbers=False)) < math.inf:
-        copy(last, out_dir / BEST)
+    best = out_dir / BEST
+    if last.exists() and best.exists() and not has_best:
+        print0(f"{best} has a loss that this run's cannot be compared with: it is now in {set_aside(out_dir, (BEST,))}")
+    elif last.exists() and not best.exists() and has_best and evaluated_loss(read(last, numbers=False)) < math.inf:
+        copy(last, best)
     sync_folder(out_dir)
-
-
-def leftovers(out_dir: Path) -> list[Path]:
-    """Return temporary files of checkpoints in out_dir, which a killed run has left unless one is writing them."""
-    found = [*out_dir.glob(f"{NAME}*{TEMPORARY}"), *out_dir.glob(f"{BEST}*{TEMPORARY}")]
-    return [path for path in found if path.is_symlink() or not path.is_dir()]
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
@@ -154,15 +146,10 @@ def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
 # ---- finding -------------------------------------------------------------------------------------------------
 
 
-def is_name(name: str) -> bool:
-    """Return whether a checkpoint can have this name."""
-    return name.endswith(".pt")
-
-
 def folder_of(out_dir: str | Path) -> Path:
     """Return the folder that a run writes to; out_dir may also name the checkpoint in it that the run starts from."""
     path = Path(out_dir)
-    return path.parent if is_name(path.name) else path
+    return path.parent if path.suffix == ".pt" else path
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -174,11 +161,6 @@ def is_checkpoint(path: str | Path) -> bool:
 def candidates(out_dir: Path) -> list[Path]:
     """Return the checkpoints of out_dir; a run resumes the first that is not damaged."""
     return [path for path in (out_dir / NAME, out_dir / BEST) if path.exists()]
-
-
-def best_of(out_dir: Path) -> Path | None:
-    """Return the checkpoint with the lowest val loss, if there is one."""
-    return out_dir / BEST if (out_dir / BEST).exists() else None
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -234,8 +216,8 @@ def resume(
     """
     saved = load(out_dir, print0, dist, checksums)
     saved.best_val_loss = evaluated_loss(saved)
-    path = best_of(folder_of(out_dir))
-    if path is None or path == saved.path:
+    path = folder_of(out_dir) / BEST
+    if not path.exists():
         return saved
     try:
         best = read(path, checksums=dist is None or dist.is_first, numbers=False)
@@ -269,18 +251,6 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     return [saved.config.get("dataset"), saved.tokenizer, metadata.get(VAL_DATA), metadata.get(EVAL_WINDOWS)]
 
 
-def damage_of(path: Path) -> str | None:
-    """Return why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
-
-    Whether its numbers are finite is left out.
-    """
-    try:
-        read(path, numbers=False)
-    except ValueError as e:
-        return str(e)
-    return None
-
-
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
     """Return a checkpoint, its tensors on the CPU.
 
@@ -294,7 +264,7 @@ def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint
     try:
         found = {FORMER_NAMES.get(name, name): value for name, value in found.items()}
         check_record(found, CONTENT, required=("model", "model_args"))
-        saved = checkpoint_of(found, path)
+        saved = checkpoint_of(found)
         check_content(saved)
         if checksums and not math.isfinite(magnitude(found)):
             raise ValueError("weights or moments hold NaN or infinity")
@@ -303,14 +273,13 @@ def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint
     return saved
 
 
-def checkpoint_of(found: dict[str, Any], path: Path) -> Checkpoint:
+def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
     """Return a file's content as a Checkpoint.
 
     nanoGPT's lose the mask buffers of its attention without SDPA and the machine that the run was set to. A head with
     numbers of its own, as in forks that do not tie it, stays apart from the embedding.
     """
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
-    saved.path = path
     saved.model = {PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
     if "tokenizer" not in found:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from data.batching import Batching
 from data.dataset import Dataset
@@ -48,14 +46,8 @@ class InitState:
 
     source: str  # for messages
     model_config: GPTConfig
-    weights: dict[str, Tensor] | None = None  # GPT-2's
-    checkpoint: Checkpoint | None = None  # of another run, or of the run that is resumed
-    tokenizer: dict[str, Any] | None = None  # that the weights were trained with, None if not known
-    is_resumed: bool = False
-    earlier: Config | None = None  # the settings of the resumed run
-    step: int = 0  # at which the run starts
-    best_val_loss: float = math.inf  # of the best checkpoint in out_dir, which a resumed run must beat
-    forgets_best: bool = False  # earlier val losses are those of another evaluation
+    checkpoint: Checkpoint  # of another run, or GPT-2: its weights and tokenizer; empty for random weights
+    earlier: Config | None = None  # the settings of the run that is resumed
 
     def check_experiment(self, config: Config, data: Dataset, rate: Rate, dist: DistContext) -> None:
         """Print how a resumed run differs from the run before; forget a best loss of other evaluations.
@@ -63,14 +55,15 @@ class InitState:
         Raises ValueError if hosts differ, and if a change matters for what is learned or compared, unless
         resume_changed.
         """
-        check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {self.step}"}, dist)
-        if self.checkpoint is None or self.earlier is None:
+        steps = self.checkpoint.iter_num
+        check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {steps}"}, dist)
+        if self.earlier is None:
             return
         saved = self.checkpoint.metadata or {}
         now = data.metadata | learning_settings(config) | data.eval_metadata(Batching.of(config, dist.rank, dist.world))
         changes = changes_between(saved | learning_settings(self.earlier), now)
         old, new = Schedule.of(self.earlier), Schedule.of(config)
-        rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), self.step)
+        rates = saved.get(RATES) or rates_of(lambda step: rate(old, step), steps)
         changes += changed_rate(rates, lambda step: rate(new, step))
         of_schedule = changes_between(asdict(old), asdict(new))
         if changes and not config.resume_changed and not config.eval_only:
@@ -82,8 +75,8 @@ class InitState:
         for change in changes + of_schedule:
             dist.print0(f"changed: {change}")
         if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
-            self.forgets_best = True
-            self.best_val_loss = math.inf
+            dist.print0("the best val loss begins anew, because earlier losses come from another evaluation")
+            self.checkpoint.best_val_loss = math.inf
             progress = self.checkpoint.progress
             self.checkpoint.progress = progress and progress | {"evaluations": []}  # nor do they count for patience
 
@@ -94,16 +87,13 @@ class InitState:
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
 
         def predicted_s(dtype: str) -> float:
-            steps = 0 if config.eval_only else config.max_iters - self.step
+            steps = 0 if config.eval_only else config.max_iters - self.checkpoint.iter_num
             tokens = steps * Batching.of(config, dist.rank, dist.world).tokens_per_step / dist.world
             peak, _ = peaks.peak_flops(dist.device, dtype)
             seconds = tokens * GPT.without_storage(self.model_config).estimate_flops() / (EXPECTED_MFU * peak)
             return min(seconds, 60 * config.max_minutes or math.inf)
 
-        earlier: dict[str, Any] = {}
-        if self.is_resumed and self.checkpoint:
-            earlier = saved_variant(self.checkpoint.variant, dist.device)
-        return choose_variant(config, dist, predicted_s, earlier)
+        return choose_variant(config, dist, predicted_s, saved_variant(self.checkpoint.variant, dist.device))
 
     def fitting_batch(self, config: Config, variant: Variant, dist: DistContext) -> Batching:
         """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
@@ -116,7 +106,8 @@ class InitState:
             shards = sharding.shards_of(config.dp_shard, dist.world)
             refuse_large_batch(self.model_config, dist.device, shards, batching, variant)
         wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
-        if not wanted or config.eval_only or self.is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
+        is_resumed = self.earlier is not None
+        if not wanted or config.eval_only or is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
         larger = larger_batch(self.model_config, dist.device, batching, variant)
         if larger != batching:
@@ -131,12 +122,9 @@ class InitState:
         shards = sharding.shards_of(config.dp_shard, dist.world)
         builds = dist.is_first or shards == 1
         refuse_beyond_memory(self.model_config, dist.device, not config.eval_only, shards, builds)
-        weights = self.weights if self.checkpoint is None else self.checkpoint.model
+        weights = self.checkpoint.model
         with nullcontext() if builds else torch.device("meta"):
-            if weights is None:
-                model = GPT(self.model_config)
-            else:
-                model = GPT.from_state(self.model_config, weights, self.source)
+            model = GPT.from_state(self.model_config, weights, self.source) if weights else GPT(self.model_config)
             model.crop_block_size(config.block_size)
         if shards == 1:
             model = model.to(dist.device)
@@ -167,64 +155,55 @@ class InitState:
 
         If something else computes now than before, a line is printed.
         """
-        if self.is_resumed and self.checkpoint:
+        if self.earlier is not None:
             for change in changes_between(self.checkpoint.metadata, {name: state.metadata[name] for name in OF_CODE}):
                 state.dist.print0(f"changed: {change}")
             state.resume(self.checkpoint, self.source, trains)
-        self.weights = None
-        self.checkpoint = None
+        self.checkpoint.model = {}
+        self.checkpoint.optimizer = None
 
 
 def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState:
-    """Find what init_from names.
+    """Find what init_from names: the last good checkpoint of the run that is resumed, or only weights.
 
     Raises ValueError if the settings describe another model than the source has.
     """
-    if config.init_from != "resume" and store.is_name(Path(config.out_dir).name):
+    is_resumed = config.init_from == "resume"
+    if not is_resumed and store.folder_of(config.out_dir) != Path(config.out_dir):
         raise ValueError(
             f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
         )
     if config.init_from == "scratch":
-        return InitState("scratch", GPTConfig.from_settings(config, data.vocab_size))
-    given = RESUMED_SETTINGS
-    if config.init_from == "resume" or store.is_checkpoint(config.init_from):
-        init = from_checkpoint(config, dist)
-    else:
-        from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
-
-        model_args, weights = load_gpt2(config.init_from)
-        model_config = GPTConfig.from_args(model_args | {"dropout": config.dropout}, config.init_from)
-        init = InitState(config.init_from, model_config, weights, tokenizer=tokenizer_of(config.init_from))
-        if exported_model_args(config.init_from) is None:  # a folder of GPT-2's does not have all settings
-            given = MODERN_CHOICES
-
-    for name in given:
-        # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a longer one.
-        if name == "block_size" and (config.eval_only or not init.is_resumed):
-            continue
-        wanted = getattr(config, name)
-        found = getattr(init.model_config, name)
-        if wanted != found:
-            raise ValueError(f"{name}={wanted}, but {init.source} has {name}={found}: use --{name}={found}")
-    return init
-
-
-def from_checkpoint(config: Config, dist: DistContext) -> InitState:
-    """Return the last good checkpoint of the run that is resumed, or another run's weights. Raises ValueError."""
-    is_resumed = config.init_from == "resume"
+        return InitState("scratch", GPTConfig.from_settings(config, data.vocab_size), Checkpoint({}, {}))
     source = config.out_dir if is_resumed else config.init_from
+    given = RESUMED_SETTINGS
     reads = dist.is_first or sharding.shards_of(config.dp_shard, dist.world) == 1  # other ranks get theirs from rank 0
     if is_resumed:
         saved = store.resume(source, dist.print0, dist, checksums=reads)
+    elif store.is_checkpoint(source):
+        trained = store.load(source, dist=dist, checksums=reads)
+        saved = Checkpoint(trained.model, trained.model_args, tokenizer=trained.tokenizer)
     else:
-        saved = store.load(source, dist=dist, checksums=reads)
+        from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
+
+        model_args, weights = load_gpt2(source)
+        saved = Checkpoint(weights, model_args, tokenizer=tokenizer_of(source))
+        if exported_model_args(source) is None:  # a folder of GPT-2's does not have all settings
+            given = MODERN_CHOICES
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
-    init = InitState(source, model_config, None, saved, saved.tokenizer, is_resumed)
+    init = InitState(source, model_config, saved)
     if is_resumed:
         dist.print0(f"resuming {source} at step {saved.iter_num}")
         # nanoGPT's checkpoint has fewer settings; one that came later has its default.
         known = known_settings(type(config), saved.config) | settings_of_model(saved.model_args, source)
         init.earlier = type(config)(**known)
-        init.step = saved.iter_num
-        init.best_val_loss = saved.best_val_loss
+
+    for name in given:
+        # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a longer one.
+        if name == "block_size" and (config.eval_only or not is_resumed):
+            continue
+        wanted = getattr(config, name)
+        actual = getattr(model_config, name)
+        if wanted != actual:
+            raise ValueError(f"{name}={wanted}, but {source} has {name}={actual}: use --{name}={actual}")
     return init

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deskgpt.system.files import read_small
+from deskgpt.system.files import note_once, read_small
 from deskgpt.system.terminal import reason
 
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
@@ -32,7 +32,6 @@ class RunLog:
     def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
         self.path = path
         self.wandb_run = wandb_run
-        self._has_failed = False
         if path:
             try:
                 self._append(b"")
@@ -46,9 +45,7 @@ class RunLog:
             try:
                 self._append(line)
             except OSError as e:
-                if not self._has_failed:
-                    print(f"cannot write {self.path}: {e.strerror}; the run continues and tries again", file=sys.stderr)
-                self._has_failed = True
+                note_once(f"cannot write {self.path}: {e.strerror}; the run continues and tries again")
         if self.wandb_run and event in ("iter", "eval"):
             numbers = {name: value for name, value in fields.items() if isinstance(value, int | float)}
             metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
@@ -60,7 +57,7 @@ class RunLog:
         """Also ends a line that a crash left torn. Raises OSError, with the file as it was before."""
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b", buffering=0, opener=without_following) as file:
+        with open(self.path, "a+b", buffering=0, opener=open_no_link) as file:
             size = file.tell()
             file.seek(max(0, size - 1))
             if size and file.read(1) != b"\n":
@@ -85,7 +82,7 @@ class RunLog:
                 self.wandb_run = None
 
 
-def without_following(path: str, flags: int) -> int:
+def open_no_link(path: str, flags: int) -> int:
     """Open a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 

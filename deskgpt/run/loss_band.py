@@ -28,31 +28,27 @@ DEVIATIONS = 5.63
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by rounding only.
 LEAST = 1e-3  # nats
 MOST_NAMED = 3  # settings, of a run that no band fits
+Band = dict[int, list[float]]  # val losses of an experiment's runs, by evaluated step
 
 
-def limits(losses: list[float]) -> tuple[float, float]:
-    """Return (lowest, highest) usual val loss, from those of runs with other seeds at the same step."""
-    mean = statistics.fmean(losses)
-    half = max(LEAST, DEVIATIONS * statistics.stdev(losses))
-    return mean - half, mean + half
-
-
-def verdict(band: Mapping[int, list[float]], val_losses: Mapping[int, float]) -> str:
+def verdict(band: Band, val_losses: Mapping[int, float]) -> str:
     """Return a sentence about a run with these val losses by step: as usual, or where it first left the band.
 
-    band: val losses of the runs with other seeds, by step. "" if the two share no step, and of random weights that are
-    as usual.
+    "" if they share no step, and of random weights that are as usual.
     """
     sentence = ""
-    shared = sorted(band.keys() & val_losses.keys())
-    for at in shared:
-        low, high = limits(band[at])
-        is_usual = low <= val_losses[at] <= high
-        expected = f"expected {low:.4f} to {high:.4f} at step {at:,}, from {len(band[at])} runs with other seeds"
-        sentence = f"{'as usual' if is_usual else 'unusual'}: val loss {val_losses[at]:.4f}, {expected}"
+    for step in sorted(band.keys() & val_losses.keys()):
+        mean = statistics.fmean(band[step])
+        half = max(LEAST, DEVIATIONS * statistics.stdev(band[step]))
+        is_usual = mean - half <= val_losses[step] <= mean + half
+        if is_usual and step == 0:
+            continue
+        word = "as usual" if is_usual else "unusual"
+        expected = f"expected {mean - half:.4f} to {mean + half:.4f} at step {step:,}"
+        sentence = f"{word}: val loss {val_losses[step]:.4f}, {expected}, from {len(band[step])} runs with other seeds"
         if not is_usual:
-            return sentence
-    return sentence if any(shared) else ""
+            break
+    return sentence
 
 
 def experiment(settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any) -> dict[str, Any] | None:

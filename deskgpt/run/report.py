@@ -38,27 +38,23 @@ class Report:
     of bench/report.py.
     """
 
-    def __init__(self, config: Config, state: TrainState, forgets_best: bool) -> None:
-        """forgets_best: earlier val losses come from another evaluation, and are not compared."""
+    def __init__(self, config: Config, state: TrainState) -> None:
         self.config = config
         self.state = state
         self.data = state.data
         self.dist = state.dist
         self.print0 = state.dist.print0
         self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
-        self.log = open_log(config, state, forgets_best)
+        self.log = open_log(config, state)
+        self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
         self.warm_up_s = 0.0
         self._ends_at = math.inf  # by max_minutes or max_hours
         self._is_mfu_possible = True
         self.flops_per_token = state.model.estimate_flops()
         self._grad_norms: list[Tensor] = []  # of the steps since the last log line, still on the device
+        self._tokens = 0  # of these steps
         peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()  # of all ranks
-
-    @property
-    def wandb_run_id(self) -> str | None:
-        """Return the id of the Weights & Biases run, which a resumed run continues."""
-        return self.log.wandb_run.id if self.log.wandb_run else self.state.wandb_run_id
 
     # ---- the beginning -----------------------------------------------------------------------------------
 
@@ -91,14 +87,14 @@ class Report:
             parameters=state.model.num_params(),
             flops_per_token=self.flops_per_token,
             tokens_per_step=batching.tokens_per_step,
-            **self.data.log_metadata(),
+            tokenizer=self.data.tokenizer.get("name"),
+            train_tokens=self.data.train.tokens,
+            val_tokens=self.data.val.tokens,
+            val_sha256=self.data.metadata["val data"]["fingerprint"],
+            bytes_per_token=self.data.bytes_per_token,
             device=name,
             world_size=self.dist.world,
-            dtype=variant.dtype,
-            residual_dtype=variant.residual_dtype,
-            compiled=variant.compiled,
-            cpu_kernels=variant.cpu_kernels,
-            fp8=variant.fp8,
+            **asdict(variant),
             peak_flops=self.peak_flops,
             peak_source=self.peak_source,
             warm_up_s=self.warm_up_s,
@@ -139,13 +135,15 @@ class Report:
         tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are
         averaged over ranks.
         """
-        self.timer.step_done(tokens)
+        self._tokens += tokens
         self._grad_norms.append(grad_norm.detach())
         if not self.is_due(step):
             return
-        step_s, tokens_per_s, data_wait = self.timer.end_window()
+        norms = torch.stack(self._grad_norms).tolist()
+        step_s, tokens_per_s, data_wait = self.timer.end_window(len(norms), self._tokens)
+        self._grad_norms.clear()
+        self._tokens = 0
         mean_loss = self._mean(loss)
-        norms, self._grad_norms = torch.stack(self._grad_norms).tolist(), []
         limit = self.config.grad_clip
         own = {name: self._mean(value) for name, value in numbers.items()}
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
@@ -246,8 +244,7 @@ class Report:
         if reported and timer.train_s():
             tokens = (state.step - state.first_step) * state.batching.tokens_per_step / self.dist.world
             self.print0(f"{tokens / timer.train_s():,.0f} tokens/s of a card; others report {reported} on this one")
-        data = state.metadata
-        of_data = (data["val data"]["fingerprint"], data["train data"]["tokens"])
+        of_data = (self.data.metadata["val data"]["fingerprint"], self.data.train.tokens)
         sentence = compare_with_bands(state.settings_now(), of_data, {e.step: e.val_loss for e in state.evaluations})
         if sentence:
             self.print0(sentence)
@@ -268,7 +265,7 @@ class Report:
         return best_val_loss
 
 
-def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
+def open_log(config: Config, state: TrainState) -> RunLog:
     """Return the log of this run; move an earlier run in out_dir aside. Other ranks and eval_only write no file."""
     dist = state.dist
     if not dist.is_first or config.eval_only:
@@ -278,15 +275,9 @@ def open_log(config: Config, state: TrainState, forgets_best: bool) -> RunLog:
         wandb_run = start_wandb(config.wandb_project, config.wandb_run_name, asdict(config), state.wandb_run_id)
     out_dir = store.folder_of(config.out_dir)
     if config.init_from != "resume":
-        found = tuple(path.name for path in store.candidates(out_dir))
-        old = store.set_aside(out_dir, (*found, "log.jsonl"))
+        old = store.set_aside(out_dir, (store.NAME, store.BEST, "log.jsonl"))
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
-    elif forgets_best:
-        # A run that has resumed ckpt_best.pt, since there is no ckpt.pt, needs it until the next save.
-        old = store.set_aside(out_dir, (store.BEST,)) if (out_dir / store.NAME).exists() else None
-        kept = f"; {store.BEST} is now in {old}" if old else ""
-        dist.print0(f"the best val loss begins anew, because earlier losses come from another evaluation{kept}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
 
 
@@ -294,11 +285,11 @@ def print_next_commands(config: Config, state: TrainState, stop: str | None) -> 
     """Print the best model on the disk, and the commands to sample from it, to resume and to compare."""
     print0 = state.dist.print0
     out_dir = store.folder_of(config.out_dir)
-    found = store.candidates(out_dir)
-    if not found:
+    checkpoints = store.candidates(out_dir)
+    if not checkpoints:
         print0(f"no checkpoint was saved in {out_dir}")
         return
-    model = found[-1]
+    model = checkpoints[-1]
     kind = "best model" if model.name == store.BEST else "last model"
     print0(f"{kind} of step {store.load(model, checksums=False).iter_num}: {model}")
     chat = ["--chat"] if state.data.chat is not None else []

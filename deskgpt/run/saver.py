@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from deskgpt.run.train_state import TrainState
 
 @dataclass(eq=False)
 class Saver:
-    """Writes the checkpoints of a run into out_dir, and knows the latest and the best one there.
+    """Writes the checkpoints of a run into out_dir, and knows the last and the best one there.
 
     A save that fails is printed, and the run continues. Of a sharded run all ranks give their rows to rank 0, which
     writes: what is saved and what is the best is decided there.
@@ -30,24 +30,21 @@ class Saver:
 
     out_dir: Path
     print0: Callable[[str], None]
-    best_val_loss: float  # of the best checkpoint on the disk
+    best_val_loss: float  # of the best checkpoint on the disk; infinite if it has none that can be compared
     sharing: DistContext | None = None  # the ranks of a sharded run
-    kept_step: int | None = None  # of the latest checkpoint; at first of the one from which the run resumes
+    saved_step: int | None = None  # of the last checkpoint that was written; at first of the one that is resumed
     is_trained_elsewhere: bool = False  # starts from trained weights: step 0 may be the best, and is saved
-
-    def __post_init__(self) -> None:
-        self.latest_step = -1 if self.is_trained_elsewhere else self.kept_step or 0  # saved, or the run began with
-        self.error: OSError | ValueError | None = None  # of the last save
-        self._has_taken_over = False
+    error: OSError | ValueError | None = None  # of the last save
+    has_taken_over: bool = False  # what earlier runs left in out_dir is tidied
 
     @classmethod
     def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Saver:
         """Return the saver of a run. best_val_loss: of the best checkpoint in its folder."""
         sharing = state.dist if is_sharded(state.model) else None
-        kept_step = state.first_step or None
+        saved_step = state.first_step or None
         is_trained_elsewhere = config.init_from not in ("scratch", "resume")
         out_dir = store.folder_of(config.out_dir)
-        return cls(out_dir, state.dist.print0, best_val_loss, sharing, kept_step, is_trained_elsewhere)
+        return cls(out_dir, state.dist.print0, best_val_loss, sharing, saved_step, is_trained_elsewhere)
 
     # ---- in a run ----------------------------------------------------------------------------------------
 
@@ -66,7 +63,8 @@ class Saver:
         """
         is_best = best_val_loss is not None
         with report.timer.spent_on("saving"):
-            is_saved = state.step == self.latest_step and not is_best
+            is_untrained = state.step == 0 and not self.is_trained_elsewhere
+            is_saved = not is_best and (is_untrained or (state.step == self.saved_step and self.error is None))
             if self.sharing:
                 is_saved = self.sharing.gather(is_saved)[0]  # rank 0 alone knows of a save that failed
             if is_saved:
@@ -78,27 +76,25 @@ class Saver:
 
     def kept_text(self) -> str:
         """Return what an error says about the checkpoints."""
-        if self.kept_step is None:
+        if self.saved_step is None:
             return "no checkpoint was saved yet"
-        return f"the last checkpoint in {self.out_dir} is of step {self.kept_step}"
+        return f"the last checkpoint in {self.out_dir} is of step {self.saved_step}"
 
     def save(self, checkpoint: Checkpoint, best: bool) -> None:
         """Write a checkpoint. One that cannot be written is printed, and its step is tried again."""
         self.error = None
-        self.latest_step = checkpoint.iter_num
         if self.sharing:
             checkpoint = gathered_on_first(checkpoint)
             if not self.sharing.is_first:
                 return
         try:
-            if not self._has_taken_over:
-                store.take_over(self.out_dir, self.print0)
-                self._has_taken_over = True
+            if not self.has_taken_over:
+                store.take_over(self.out_dir, self.print0, has_best=math.isfinite(self.best_val_loss))
+                self.has_taken_over = True
             store.save(checkpoint, self.out_dir, best)
-            self.kept_step = checkpoint.iter_num
+            self.saved_step = checkpoint.iter_num
         except (OSError, ValueError) as e:
             self.error = e
-            self.latest_step = -1
             self.print0(f"{e}; the run continues and tries again at the next save")
         # If it failed after the best one was durable, that one is the best all the same.
         if best and (self.error is None or store.step_of_best(self.out_dir) == checkpoint.iter_num):
@@ -123,5 +119,4 @@ def gathered_on_first(state: Checkpoint) -> Checkpoint:
             gathered[key] = whole.cpu() if torch.distributed.get_rank() == 0 else torch.empty(0)
         return gathered[key]
 
-    content: dict[str, Any] = tree_map_only(Tensor, full, vars(state))
-    return replace(state, **content)
+    return Checkpoint(**tree_map_only(Tensor, full, vars(state)))

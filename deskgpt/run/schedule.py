@@ -77,10 +77,10 @@ class TimeBudget:
         wanted = self.wanted
         step_s = self.dist.max(timer.train_s() / step)
         eval_s = self.dist.max(sum(timer.last_s.values()))
-        left_s = -self.dist.max(-max(self.ends_at - time.perf_counter(), 0.0))  # the least of all ranks
+        left_s = -self.dist.max(time.perf_counter() - self.ends_at)  # the least of all ranks
         # The last evaluation comes after the steps, the others between them.
         fit = int((left_s - eval_s) / (step_s + eval_s / self.eval_interval))
-        max_iters = min(wanted.max_iters, max(1, step + max(0, fit)))
+        max_iters = min(wanted.max_iters, step + max(0, fit))
         self._next_step = step + max(1, max_iters // PLANS)
         return replace(
             wanted,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
@@ -11,11 +10,11 @@ from typing import Any, NamedTuple
 
 from configurator import read_settings
 from deskgpt.checkpoint import store
-from deskgpt.compute.distributed import DistContext, dist_env
+from deskgpt.compute.distributed import DistContext
 from deskgpt.run.log import git_commit, versions
 from deskgpt.run.schedule import Config, Schedule
 from deskgpt.system.errors import ConfigError
-from deskgpt.system.files import is_local
+from deskgpt.system.files import is_local, note_once
 from deskgpt.system.terminal import shortened
 from model import GPTConfig, ModelSettings
 
@@ -91,19 +90,16 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
 
     settings = read_settings(cls, [*of_model, *argv], earlier)
     settings["init_from"] = "resume"
-    is_first = dist_env(os.environ).rank == 0
     for name, value in left_out.items():
         if settings[name] != earlier[name]:
             continue  # the user has typed it again
         text = shortened(value)
         if name == "dataset":
             raise ConfigError(f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}")
-        if is_first:
-            print(f"note: {name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
+        note_once(f"{name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
     if settings["max_minutes"]:  # as in the same command again
         settings |= {name: earlier[name] for name in PLANNED} | {"max_minutes": 0.0}
-        if is_first:
-            print(f"note: max_minutes planned {out_dir} at its start; it keeps max_iters={settings['max_iters']}")
+        note_once(f"max_minutes planned {out_dir} at its start; it keeps max_iters={settings['max_iters']}")
     counts_batches = not earlier["eval_tokens"] and not settings["eval_tokens"]
     same_count = counts_batches and settings["eval_iters"] == earlier["eval_iters"]
     if same_count and settings["batch_size"] != earlier["batch_size"]:  # an evaluation keeps its windows

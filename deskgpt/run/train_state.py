@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from data.batching import Batching
 from data.dataset import Dataset
 from deskgpt.checkpoint.ckpt_file import refuse_unreadable
 from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint, content_of
+from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.evaluation import Evaluation
@@ -28,50 +28,37 @@ from model import GPT
 RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps, by which a resumed run is compared
 
 
+@dataclass(eq=False)
 class TrainState:
     """Weights, optimizer, step, schedule, evaluations, and the batches that were skipped.
 
     `checkpoint` returns all of it, and `resume` takes it back. main raises `step` and sets `schedule` and `batching`.
+    Raises ValueError if a checkpoint would lose something.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        model: GPT,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        variant: Variant,
-        batching: Batching,
-        schedule: Schedule,
-        rate: Callable[[Schedule, int], float],
-        data: Dataset,
-        dist: DistContext,
-    ) -> None:
-        """settings: of train.py, by name. rate: the learning rate of a schedule at a step.
+    settings: dict[str, Any]  # of train.py, by name
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    variant: Variant
+    batching: Batching
+    schedule: Schedule
+    rate: Callable[[Schedule, int], float]  # the learning rate of a schedule at a step
+    data: Dataset
+    dist: DistContext
+    metadata: dict[str, Any] = field(default_factory=dict)  # of data and code: what a resumed run compares
+    wandb_run_id: str | None = None
+    first_step: int = 0  # of this process
+    step: int = 0  # optimizer steps done
+    evaluations: list[EvalRecord] = field(default_factory=list)
+    spikes: SpikeDetector = field(default_factory=SpikeDetector)
+    skipped_batches: int = 0  # by rewinds, which earlier versions had after a spike
+    _extra: dict[str, Any] = field(default_factory=dict)  # see register_state
+    _saved_extra: dict[str, Any] = field(default_factory=dict)
 
-        Raises ValueError if a checkpoint would lose something.
-        """
-        self.settings = settings
-        self.model = model
-        self.optimizer = optimizer
-        self.optimizer_state = OptimizerState(optimizer, model)
-        self.scaler = scaler
-        self.variant = variant
-        self.batching = batching
-        self.schedule = schedule
-        self.rate = rate
-        self.data = data
-        self.dist = dist
-        self.metadata: dict[str, Any] = {}  # of data and code: what a resumed run compares
-        self.wandb_run_id: str | None = None
-        self.first_step = 0  # of this process
-        self.step = 0  # optimizer steps done
-        self.evaluations: list[EvalRecord] = []
-        self.spikes = SpikeDetector()
-        self.skipped_batches = 0  # by rewinds, which earlier versions had after a spike
-        self._extra: dict[str, Any] = {}  # see register_state
-        self._saved_extra: dict[str, Any] = {}
-        if not settings["eval_only"]:
+    def __post_init__(self) -> None:
+        self.optimizer_state = OptimizerState(self.optimizer, self.model)
+        if not self.settings["eval_only"]:
             self._check_saves()
 
     @property
@@ -131,7 +118,7 @@ class TrainState:
         saved = self.checkpoint()
         shapes = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in saved.model.items()}
         try:
-            refuse_unreadable(content_of(saved))
+            refuse_unreadable(vars(saved))
             GPT.without_storage(self.model.config).load_state_dict(shapes, assign=True)
         except (RuntimeError, ValueError) as e:
             raise ValueError(f"no run could resume from checkpoints of this one, so it ends: {reason(e)}") from None

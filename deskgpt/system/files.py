@@ -44,6 +44,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def remove_leftovers(folder: Path, *names: str) -> None:
+    """Remove the temporary files that killed processes have left, by the beginnings of their names."""
+    for name in names:
+        for path in folder.glob(f"{name}*{TEMPORARY}"):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+
+
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
     """Write path, and make its folder if need be. Raises OSError, one line, with the old content unharmed."""
     try:
@@ -124,8 +132,9 @@ def sync_folder(folder: Path) -> None:
 
 @functools.cache
 def note_once(message: str) -> None:
-    """Print a note on stderr, the first time in this process."""
-    print(f"note: {message}", file=sys.stderr)
+    """Print a note on stderr, the first time in this process, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {message}", file=sys.stderr)
 
 
 def sha256(content: Any) -> str:
@@ -160,11 +169,6 @@ def check_record(record: Any, fields: Fields, required: Iterable[str] = ()) -> N
 def is_number(value: Any) -> bool:
     """Return whether a value is a whole number that can count something."""
     return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
-
-
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string."""
-    return isinstance(value, str)
 
 
 def is_local(dataset: Any) -> bool:

@@ -120,7 +120,10 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     same in every run; otherwise the measured one; NaN if there is neither.
     """
     measured = measured_matmul_flops(device, dtype)
-    published = published_flops(device, dtype)
+    published = None
+    if device.type == "cuda":
+        with suppress(ValueError):  # the table does not have it
+            published = find_card(device_name(device)).peak(dtype)
     if published is None:
         threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
         found = f"measured {dtype} matmul{threads}"
@@ -129,16 +132,6 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     if math.isnan(measured):
         return flops, f"{source}; not measured"
     return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({measured / flops:.0%})"
-
-
-def published_flops(device: torch.device, dtype: str) -> tuple[float, str] | None:
-    """Return (dense peak FLOP/s, its source) from the table; None if it does not have this device and dtype."""
-    if device.type != "cuda":
-        return None
-    try:
-        return find_card(device_name(device)).peak(dtype)
-    except ValueError:
-        return None
 
 
 def fast_dtype(device: torch.device) -> str:
