@@ -114,7 +114,7 @@ class Report:
         flops = steps * self.state.batching.tokens_per_step * self.flops_per_token
         time_needed = f"about {clock(flops / (EXPECTED_MFU * self.peak_flops))}" if self.peak_flops > 0 else "n/a"
         if self.config.max_minutes:
-            time_needed = f"at most {self.config.max_minutes:g} minutes"
+            time_needed = f"or what fits into {clock(60 * self.config.max_minutes)}"
         return (
             f"{steps:,} steps, {time_needed}; an evaluation every {self.config.eval_interval:,}, into "
             f"{self.config.out_dir}"
