@@ -59,8 +59,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--venv", default=".venv", help="the folder of the environment")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
-    if args.text and not os.path.isfile(args.text):
-        sys.exit(f"error: cannot read {args.text}: there is no such file; is its name right?")
+    if args.text and not (os.path.isfile(args.text) and os.path.getsize(args.text)):
+        sys.exit(f"error: cannot train on {args.text}: it is not a file with text in it; is its name right?")
     if args.to:
         try:
             check_unused(Path(args.to))

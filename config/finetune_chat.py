@@ -4,7 +4,7 @@
 #     python train.py config/finetune_chat.py
 #     python sample.py --chat --out_dir=out-chat
 #
-# From a checkpoint, whose tokenizer and context the data must have:
+# From a checkpoint, whose tokenizer and context the data must have (a small one learns more as docs/data.md says):
 #
 #     python data/chat/prepare.py dialogues.jsonl --name chat --tokenizer data/mine --block_size 256
 #     python train.py config/finetune_chat.py --init_from=out-mine

@@ -110,7 +110,7 @@ class Dataset:
 
     def lines(self, batching: Batching, reads_text: bool) -> list[str]:
         """Return what a run prints about its data. reads_text: read the text behind the tokens, for bits per byte."""
-        tokens = f"{self.train.tokens:,} train and {self.val.tokens:,} val tokens"
+        tokens = f"{self.train.tokens:,} train, {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
         if self.meta == GPT2 and not (self.folder / "meta.json").exists():
             found.append(f"warning: {self.folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")

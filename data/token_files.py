@@ -125,9 +125,9 @@ def token_files(folder: Path, split: str) -> list[Path]:
     found = {path: match[1] for path in sorted(folder.glob("*.bin")) if (match := numbered.fullmatch(path.name))}
     if not found:
         own = folder / "prepare.py"
-        script = os.path.relpath(own) if own.exists() else "data/text/prepare.py"
+        script = os.path.relpath(own) if own.exists() else f"data/text/prepare.py FILE --name {folder.name}"
         state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
-        raise ValueError(f"dataset folder {folder} {state}; make it with python {script}")
+        raise ValueError(f"dataset folder {folder} {state}; make it with python {script}, or name one that data/ has")
     if len(set(found.values())) > 1:
         names = ", ".join(path.name for path in found)
         raise ValueError(

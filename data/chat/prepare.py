@@ -72,7 +72,7 @@ def read_dialogues(path: Path) -> Iterator[list[Message]]:
         try:
             yield as_messages(json.loads(line))
         except (ValueError, RecursionError) as e:
-            raise ValueError(f"{path}, line {number}: {e}") from None
+            raise ValueError(f"{path}, line {number} is not a dialogue in JSON: {e}") from None
 
 
 # ---- packing -------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def as_messages(value: Any) -> list[Message]:
     is wrong.
     """
     if isinstance(value, dict):
-        value = value.get("messages") or value.get("conversations")
+        value = value.get("messages") or value.get("conversations", value.get("messages"))
     if not isinstance(value, list):
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]

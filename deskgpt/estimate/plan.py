@@ -162,7 +162,7 @@ def print_time(
     sending = ", and without what ranks send each other" if world > 1 else ""
     dist.print0(
         f"at {low:.0%} to {high:.0%} ({basis}) of {world} x {flops / 1e12:.2f} TFLOP/s ({source}): "
-        f"{seconds / high:.3g} to {seconds / low:.3g}s per step, {clock(steps * seconds / high)} to "
+        f"{seconds / high:.4g} to {seconds / low:.4g}s per step, {clock(steps * seconds / high)} to "
         f"{clock(steps * seconds / low)} for {steps:,} steps of {steps * batching.tokens_per_step:.3g} tokens, "
         f"without evaluation{sending}"
     )
