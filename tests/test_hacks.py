@@ -218,7 +218,7 @@ def check(name: str, dataset: str, cache: str) -> None:
 
     gpt: Any = GPT
     usual = definition.attention, gpt.loss
-    window = 128 if name == "sliding_window" else 10**9
+    window = 128 if name in ("sliding_window", "flex_attention") else 10**9
     definition.attention = functools.partial(plain_attention, window=window)
     gpt.loss = smoothed_loss if name == "label_smoothing" else plain_loss
     model_args = store.load("whole").model_args

@@ -115,6 +115,6 @@ def loss_bytes(step: Step) -> int:
     softmax = 0 if by_kernel or step.variant.compiled else chunk * V * (4 if m == 4 else 8)
     in_16_bits = V * C * (m if m == 2 else 0)
     gradient = V * C * 4
-    gradient_of_chunk = gradient + in_16_bits if chunk < step.tokens else 0  # which is added to those before
+    gradient_of_chunk = in_16_bits + (gradient if chunk < step.tokens else 0)  # which is added to those before
     of_inputs = step.tokens * C * step.residual_bytes
     return chunk * V * m + max(softmax, gradient_of_chunk) + gradient + in_16_bits + of_inputs
