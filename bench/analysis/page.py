@@ -85,7 +85,7 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
     )
     # A few slow steps, or the losses before a model has learned letters, would flatten all others.
     every = np.concatenate([trace["y"] for trace in traces])
-    usual = 0.95 if title == LOSS else 0.98
+    usual = 0.9 if title == LOSS else 0.98
     bottom = 0.9 * float(every.min()) if title == LOSS else 0.0
     top = 1.25 * float(np.quantile(every, usual))
     if title in CHARTS and every.max() > top:

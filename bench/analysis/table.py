@@ -189,6 +189,6 @@ SPEED: list[Figure] = [
     ("peak TFLOP/s", lambda r: r.start.get("peak_flops"), lambda v: f"{v / 1e12:,.4g}"),
     ("source of the peak", lambda r: r.start.get("peak_source"), str),
     ("training", lambda r: largest(r, "train_s"), clock),
-    ("warm-up and compiling", lambda r: r.start.get("warm_up_s"), clock),
+    ("start and compiling", lambda r: r.start.get("warm_up_s"), clock),
     ("peak memory", lambda r: largest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
 ]

@@ -104,7 +104,8 @@ def messages_in(value: Any) -> list[Message]:
 def talk(writer: Writer) -> None:
     """Read a line at a time and print the answer as it comes, until the input ends, or Ctrl+C.
 
-    If the input is not a terminal, only the answers are printed. Raises ValueError if it is not UTF-8.
+    If the input is not a terminal, only the answers are printed. Raises ValueError if it is not UTF-8, and if none of
+    its messages could be answered.
     """
     c = writer.defaults
     messages = [Message("system", writer.system)] if writer.system else []
@@ -113,6 +114,7 @@ def talk(writer: Writer) -> None:
         with suppress(ImportError):
             import readline  # noqa: F401 (input() edits lines with it)
     n = 0
+    refused = False
     try:
         while True:
             typed = input("you: " if on_terminal else "").strip()
@@ -123,6 +125,7 @@ def talk(writer: Writer) -> None:
                 text, ids = writer.answer([*messages, question], c.stop)
             except ValueError as e:
                 print(f"error: {e}", file=sys.stderr)
+                refused = True
                 continue
             for (shown,) in writer.engine.write(ids, [text], replace(c, seed=c.seed + n)):
                 print(shown, end="", flush=True)
@@ -134,3 +137,5 @@ def talk(writer: Writer) -> None:
     except (EOFError, KeyboardInterrupt):
         if on_terminal:
             print()
+        elif refused and not n:
+            raise ValueError("no message was answered") from None
