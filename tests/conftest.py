@@ -256,13 +256,12 @@ def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
 def assert_same_run(one: Path, other: Path) -> None:
     """Two runs computed the same to the last bit, and so did what their last and best checkpoints hold."""
     assert trajectory(one) == trajectory(other)
-    for paths in ((one, other), (store.best_of(one) or "", store.best_of(other) or "")):
-        a = store.load(paths[0])
-        b = store.load(paths[1])
+    for name in (store.NAME, store.BEST):
+        a, b = store.load(one / name), store.load(other / name)
         assert_equal(dict(a.model), dict(b.model))
         assert_equal(a.optimizer["state"], b.optimizer["state"])  # the learning rate is set anew at each step
-        for name in ("model_args", "scaler", "iter_num", "best_val_loss"):
-            assert_equal(getattr(a, name), getattr(b, name))
+        for field in ("model_args", "scaler", "iter_num", "best_val_loss"):
+            assert_equal(getattr(a, field), getattr(b, field))
 
 
 def vector(out_dir: Path) -> torch.Tensor:

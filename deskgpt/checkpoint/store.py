@@ -111,22 +111,18 @@ def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
     Temporary files are removed, damaged checkpoints are moved aside. A ckpt.pt whose val loss is known is copied to
     ckpt_best.pt if there is none: the next one may be worse.
     """
-    for leftover in leftovers(out_dir):
-        leftover.unlink()
+    for path in [*out_dir.glob(f"{NAME}*{TEMPORARY}"), *out_dir.glob(f"{BEST}*{TEMPORARY}")]:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
     for path in candidates(out_dir):
-        damage = damage_of(path)
-        if damage:
-            print0(f"{path} {damage}: it is now in {set_aside(out_dir, (path.name,))}")
+        try:
+            read(path, numbers=False)
+        except ValueError as e:
+            print0(f"{path} {e}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
-    if last.exists() and best_of(out_dir) is None and evaluated_loss(read(last, numbers=False)) < math.inf:
+    if last.exists() and not (out_dir / BEST).exists() and evaluated_loss(read(last, numbers=False)) < math.inf:
         copy(last, out_dir / BEST)
     sync_folder(out_dir)
-
-
-def leftovers(out_dir: Path) -> list[Path]:
-    """Return temporary files of checkpoints in out_dir, which a killed run has left unless one is writing them."""
-    found = [*out_dir.glob(f"{NAME}*{TEMPORARY}"), *out_dir.glob(f"{BEST}*{TEMPORARY}")]
-    return [path for path in found if path.is_symlink() or not path.is_dir()]
 
 
 def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
@@ -174,11 +170,6 @@ def is_checkpoint(path: str | Path) -> bool:
 def candidates(out_dir: Path) -> list[Path]:
     """Return the checkpoints of out_dir; a run resumes the first that is not damaged."""
     return [path for path in (out_dir / NAME, out_dir / BEST) if path.exists()]
-
-
-def best_of(out_dir: Path) -> Path | None:
-    """Return the checkpoint with the lowest val loss, if there is one."""
-    return out_dir / BEST if (out_dir / BEST).exists() else None
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -234,8 +225,8 @@ def resume(
     """
     saved = load(out_dir, print0, dist, checksums)
     saved.best_val_loss = evaluated_loss(saved)
-    path = best_of(folder_of(out_dir))
-    if path is None or path == saved.path:
+    path = folder_of(out_dir) / BEST
+    if not path.exists() or path == saved.path:
         return saved
     try:
         best = read(path, checksums=dist is None or dist.is_first, numbers=False)
@@ -267,18 +258,6 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     """Return what two losses must have in common to be compared, as far as older checkpoints know it."""
     metadata = saved.metadata or {}
     return [saved.config.get("dataset"), saved.tokenizer, metadata.get(VAL_DATA), metadata.get(EVAL_WINDOWS)]
-
-
-def damage_of(path: Path) -> str | None:
-    """Return why what is at path is not a good checkpoint, in words that follow its name; None for a good one.
-
-    Whether its numbers are finite is left out.
-    """
-    try:
-        read(path, numbers=False)
-    except ValueError as e:
-        return str(e)
-    return None
 
 
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
