@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import MOST_IDS, from_meta, tokens_of
-from deskgpt.system.files import Fields, check_record, is_number, is_text, read_small, sha256, write_atomically
+from deskgpt.system.files import Fields, check_record, is_number, read_small, sha256, write_atomically
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
@@ -35,11 +35,11 @@ META: Fields = {
     # of chat data
     "masks": lambda value: isinstance(value, dict),
     "packed": lambda value: value is None or (is_number(value) and value >= 1),
-    "chat": lambda value: value is None or is_text(value),
+    "chat": lambda value: isinstance(value, str | None),
 }
 ENTRY: Fields = {
     "tokens": is_number,
-    "sha256": lambda value: is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None,
+    "sha256": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None,
 }
 
 # ---- meta.json -----------------------------------------------------------------------------------------------

@@ -113,13 +113,14 @@ def sync_folder(folder: Path) -> None:
     """Make renames in folder durable, if its file system can: SMB, sshfs and others cannot, and a note says so once."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as e:
         note_once(f"the file system of {folder} cannot flush folders ({e.strerror}): a power cut may lose a rename")
-    finally:
-        os.close(fd)
 
 
 @functools.cache
@@ -160,11 +161,6 @@ def check_record(record: Any, fields: Fields, required: Iterable[str] = ()) -> N
 def is_number(value: Any) -> bool:
     """Return whether a value is a whole number that can count something."""
     return type(value) is int and 0 <= value < LARGEST_NUMBER  # True is an int too
-
-
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string."""
-    return isinstance(value, str)
 
 
 def is_local(dataset: Any) -> bool:
