@@ -103,12 +103,12 @@ def test_ready_made_runs_parse(path):
 
 
 def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(tmp_path):
-    content = "import time\n_prefix = 'ft-'\ndef named(what): return _prefix + str(what)\n"
+    content = "import time\n_own_prefix = 'ft-'\ndef named(what): return _own_prefix + str(what)\n"
     content += "wandb_run_name = named(time.time())\ngradient_accumulation_steps = 4 * 8\ndevice = 'cuda'\n"
     c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])
     assert (c.gradient_accumulation_steps, c.device, c.wandb_run_name[:3]) == (32, "cpu", "ft-")
     assert configure(TrainConfig, []).wandb_run_name == TrainConfig().wandb_run_name
-    assert not any("_prefix" in vars(module) for module in list(sys.modules.values()))
+    assert not any("_own_prefix" in vars(module) for module in list(sys.modules.values()))
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])
