@@ -65,7 +65,7 @@ def refuse_odd_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
     RecursionError if content holds itself.
     """
     for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
-        if x.is_meta and getattr(x.untyped_storage(), OFFSET) is None:
+        if x.is_meta and x.layout == torch.strided and getattr(x.untyped_storage(), OFFSET) is None:
             raise ValueError("its numbers are in shards of an older version, whose export.py --to=ckpt.pt joins them")
         is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         if is_dense and type(x) in PLAIN:

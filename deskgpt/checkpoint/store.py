@@ -115,10 +115,8 @@ def take_over(out_dir: Path, print0: Callable[[str], None]) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
     for path in candidates(out_dir):
-        try:
-            read(path, numbers=False)
-        except ValueError as e:
-            print0(f"{path} {e}: it is now in {set_aside(out_dir, (path.name,))}")
+        if damage := damage_of(path):
+            print0(f"{path} {damage}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
     if last.exists() and not (out_dir / BEST).exists() and evaluated_loss(read(last, numbers=False)) < math.inf:
         copy(last, out_dir / BEST)
@@ -150,15 +148,10 @@ def set_aside(out_dir: Path, names: tuple[str, ...]) -> Path | None:
 # ---- finding -------------------------------------------------------------------------------------------------
 
 
-def is_name(name: str) -> bool:
-    """Return whether a checkpoint can have this name."""
-    return name.endswith(".pt")
-
-
 def folder_of(out_dir: str | Path) -> Path:
     """Return the folder that a run writes to; out_dir may also name the checkpoint in it that the run starts from."""
     path = Path(out_dir)
-    return path.parent if is_name(path.name) else path
+    return path.parent if path.suffix == ".pt" else path
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -258,6 +251,15 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     """Return what two losses must have in common to be compared, as far as older checkpoints know it."""
     metadata = saved.metadata or {}
     return [saved.config.get("dataset"), saved.tokenizer, metadata.get(VAL_DATA), metadata.get(EVAL_WINDOWS)]
+
+
+def damage_of(path: Path) -> str | None:
+    """Return why no good checkpoint is at path, in words that follow its name, numbers that are not finite left out."""
+    try:
+        read(path, numbers=False)
+    except ValueError as e:
+        return str(e)
+    return None
 
 
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:

@@ -182,10 +182,8 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
 
     Raises ValueError if the settings describe another model than the source has.
     """
-    if config.init_from != "resume" and store.is_name(Path(config.out_dir).name):
-        raise ValueError(
-            f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, such as --out_dir=out"
-        )
+    if config.init_from != "resume" and store.folder_of(config.out_dir) != Path(config.out_dir):
+        raise ValueError(f"out_dir={config.out_dir} is a checkpoint; a new run needs a folder, such as --out_dir=out")
     if config.init_from == "scratch":
         return InitState("scratch", GPTConfig.from_settings(config, data.vocab_size))
     given = RESUMED_SETTINGS
