@@ -53,7 +53,7 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int, watch: Any = None) -> 
 def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
     engine = InferenceEngine(make().eval(), tokens(1, 4), "float32")
     engine.device = torch.device("cuda")
-    with engine._mode():
+    with engine.mode():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled()
