@@ -28,6 +28,7 @@ from deskgpt.system.files import note_once
 from deskgpt.system.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
+HELP = {"-h", "--help"}
 
 # ---- reading settings ----------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
 
     base: values to use instead of the defaults, such as those of the run that is resumed; a path may be empty.
     """
-    if "--help" in argv or "-h" in argv:
+    if HELP & {*argv}:
         print(help_text(cls))
         raise SystemExit(0)
     settings = settings_of(cls)

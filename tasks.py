@@ -89,7 +89,8 @@ FAST = ["config/train_shakespeare_char_fast.py", "--eval_interval=200", "--eval_
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
 # What other programs compute too. On a CPU the loss is about 0.05 higher (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
-MATMULS = "from deskgpt.system import hardware, peaks; device = hardware.resolve_device('auto'); "
+MATMULS = "from deskgpt.system import hardware, peaks; hardware.limit_threads(); "
+MATMULS += "device = hardware.resolve_device('auto'); "
 MATMULS += "print(device.type, max(0.0, peaks.measured_matmul_flops(device, peaks.fast_dtype(device)) / 1e12))"
 
 

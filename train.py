@@ -36,10 +36,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from configurator import build, read_settings
+from configurator import HELP, build, read_settings
 from data.dataset import Dataset
 from data.loader import Loader, eval_batches
 from data.splits import mix
+from data.token_files import dataset_folder
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
 from deskgpt.compute.compiling import explained
@@ -165,7 +166,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     # ---- what, on what, from where ---------------------------------------------------------------------------
     dist = init_distributed("cpu" if config.plan_for else config.device, config.backend, config.dist_timeout_s)
     make_reproducible(config.seed, config.deterministic, dist.device)
-    data = Dataset(DATA / config.dataset, needed=not config.plans)
+    data = Dataset(dataset_folder(config.dataset), needed=not config.plans)
     init = initial_state(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     if config.plans:
         return print_plan(config, init, data, dist)
@@ -376,7 +377,7 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 if __name__ == "__main__":
     remedy = "halve --batch_size and double --gradient_accumulation_steps (the same training), or take a smaller model"
-    with one_line_errors(remedy, output_lasts=True):
+    with one_line_errors(remedy, output_lasts=not HELP & {*sys.argv}):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explained():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))

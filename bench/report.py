@@ -22,7 +22,7 @@ from deskgpt.system.files import write_atomically
 
 
 def main() -> None:
-    parser = OneLineParser(str(__doc__))
+    parser = OneLineParser(__doc__)
     parser.add_argument("out_dir")
     a = parser.parse_args()
     plotly_js()  # at once, if the package is missing

@@ -262,7 +262,7 @@ def figures_of(x: Contestant, first: Contestant) -> list[str]:
 
 
 def main() -> None:
-    parser = OneLineParser(str(__doc__))
+    parser = OneLineParser(__doc__)
     parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
     parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
     parser.add_argument("--start", action="store_true", help="take few steps, for the time of the first one")

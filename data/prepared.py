@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data.meta_files import to_json
+from data.meta_files import read_record, to_json
 from data.token_files import MASK_SUFFIX, read_meta
-from data.tokenizer import Ids, Tokenizer, from_meta
+from data.tokenizer import Ids, Tokenizer, from_meta, short_name
 from deskgpt.system.files import if_free, remove_leftovers, replacing, sha256
 
 
@@ -40,6 +40,9 @@ def write_dataset(
             meta[key] = meta.get(key, {}) | {f"{split}{suffix}": entry}
     contents["meta.json"] = to_json(meta)
     with locked(folder):
+        with suppress(ValueError, OSError, KeyError):  # there are no data, or damaged ones
+            if (before := read_record(folder)["tokenizer"]) != tokenizer.meta():
+                print(f"note: {folder} had another tokenizer, {short_name(before)}: its runs cannot be resumed here")
         remove_leftovers(folder, *(f"{name}." for name in contents))
         try:
             with ExitStack() as stack:  # which renames in the reverse order, once all of them are on the disk

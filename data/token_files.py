@@ -112,6 +112,13 @@ class NumberFile:
 # ---- the files of a split ------------------------------------------------------------------------------------
 
 
+def dataset_folder(name: str) -> Path:
+    """Return the folder that a run's --dataset means: one below data/, else a path as it is typed."""
+    below = Path(__file__).parent / name
+    is_path = len(Path(name).parts) > 1 or Path(name).exists()
+    return Path(name) if is_path and not below.exists() else below
+
+
 def token_files(folder: Path, split: str) -> list[Path]:
     """Return the shards of a split, in order. Raises ValueError, which says how to make them, if there are none.
 
@@ -127,6 +134,8 @@ def token_files(folder: Path, split: str) -> list[Path]:
         own = folder / "prepare.py"
         script = os.path.relpath(own) if own.exists() else f"data/text/prepare.py FILE --name {folder.name}"
         state = f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
+        if folder.is_file():
+            raise ValueError(f"dataset={folder} is a file; name its folder: --dataset={folder.parent}")
         raise ValueError(f"dataset folder {folder} {state}; make it with python {script}, or name one that data/ has")
     if len(set(found.values())) > 1:
         names = ", ".join(path.name for path in found)

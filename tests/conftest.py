@@ -261,8 +261,8 @@ def assert_same_run(one: Path, other: Path) -> None:
         b = store.load(paths[1])
         assert_equal(dict(a.model), dict(b.model))
         assert_equal(a.optimizer["state"], b.optimizer["state"])  # the learning rate is set anew at each step
-        for name in ("model_args", "scaler", "iter_num", "best_val_loss"):
-            assert_equal(getattr(a, name), getattr(b, name))
+        for field in ("model_args", "scaler", "iter_num", "best_val_loss"):
+            assert_equal(getattr(a, field), getattr(b, field))
 
 
 def vector(out_dir: Path) -> torch.Tensor:

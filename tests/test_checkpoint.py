@@ -90,6 +90,7 @@ def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_wri
         store.save(state_of(step), tmp_path, best=True)
     assert store.load(tmp_path).iter_num == 2
     assert_one_line(capsys.readouterr().err.strip(), tmp_path, "cannot flush folders")
+    files.sync_folder(tmp_path / "none")  # nor if the folder cannot be opened
 
 
 def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
@@ -130,18 +131,19 @@ def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_na
         store.load(tmp_path)
 
 
-def test_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("numbers", [True, False])
+def test_file_that_is_cut_while_it_is_read_is_refused(numbers, tmp_path, monkeypatch):
     store.save(state_of(), tmp_path, best=False)
-    path = tmp_path / "ckpt.pt"
     real_load = torch.load
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        path.write_bytes(path.read_bytes())
-        return real_load(*args, **kwargs)
+        found = real_load(*args, **kwargs)
+        os.truncate(tmp_path / "ckpt.pt", 0)  # under a memory map that would end the process
+        return found
 
     monkeypatch.setattr(torch, "load", load)
-    with raises_one_line("is not a readable checkpoint", path):
-        store.load(tmp_path)
+    with raises_one_line("is not a readable checkpoint", tmp_path / "ckpt.pt"):
+        store.load(tmp_path, checksums=numbers)
 
 
 def test_missing_checkpoint_and_folder_of_an_older_version_are_named(tmp_path):

@@ -65,10 +65,10 @@ def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_
     ("redirected", "named"), [(">/dev/full", "No space left on device"), (">&-", "standard output is closed")]
 )
 def test_output_that_cannot_be_written_is_an_error(redirected, named):
-    code = "from deskgpt.system.errors import *\nwith one_line_errors(): print(1)"
-    done = shell("bash", "-c", f'{sys.executable} -c "{code}" {redirected}')
-    assert done.returncode == 1
-    assert_one_line(done.stderr, named)
+    for script in ("train.py", "data/text/prepare.py"):
+        done = shell("bash", "-c", f"{sys.executable} -OO {script} --help {redirected}")
+        assert done.returncode == 1
+        assert_one_line(done.stderr, named)
 
 
 def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):

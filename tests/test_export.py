@@ -192,15 +192,11 @@ ODD = "\r\n\t\0  \0 a  b\r\r\n\n\n   \ufffd é e\u0301 "
 ODD += "👩\u200d👩\u200d👧 नमस्ते ’s don't I'LL 12345 ½² ٣ \u3000x \x85 \u2028 ẞß ﬁ \u00a0"
 
 
-def odd_text(text: str) -> str:
-    """Return a million bytes: text, every third character of Unicode, and what splits and spaces trip over."""
-    rare = "".join(chr(c) for c in range(0, 0x110000, 3) if not 0xD800 <= c < 0xE000)
-    return text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
-
-
 def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
     """A tokenizer, and odd text that it can read."""
-    odd = odd_text(text)
+    # A million bytes: text, every third character of Unicode, and what splits and spaces trip over.
+    rare = "".join(chr(c) for c in range(0, 0x110000, 3) if not 0xD800 <= c < 0xE000)
+    odd = text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
     if kind == "bpe":
         pytest.importorskip("tokenizers")
         from data.text.prepare import train_bpe

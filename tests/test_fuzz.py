@@ -161,27 +161,24 @@ ODD_LOG_LINES += [f"iter 3: loss {n}, time {n}ms, mfu {n}%" for n in ("9" * 400,
 odd_lines = st.builds("{} = {}".format, names, odd_texts) | odd_texts | st.sampled_from(ODD_LOG_LINES)
 
 
-def odd_log(text: str, draw: Any) -> bytes:
-    """Return a log in which lines, or fields of lines, are replaced, or bytes are damaged."""
-    lines = text.splitlines()
-    for at in draw(st.lists(st.just(0) | st.integers(0, len(lines) - 1), max_size=4)):  # the first has the settings
-        if draw(st.booleans()):
-            lines[at] = draw(odd_lines)
-        else:
-            with suppress(ValueError, RecursionError):  # it is not JSON
-                lines[at] = json.dumps(changed(json.loads(lines[at]), draw, odd_json))
-    content = "\n".join(lines).encode("utf-8", "surrogatepass")
-    return corrupted(content, draw(randoms)) if draw(st.booleans()) else content
-
-
 @fuzzed
 @given(st.data())
 def test_logs(folder, undamaged_logs, data):
+    """Lines, or fields of lines, are replaced, or bytes are damaged."""
     paths = []
-    for number, base in enumerate(data.draw(st.lists(st.sampled_from(undamaged_logs), min_size=1, max_size=4))):
+    draw = data.draw
+    for number, base in enumerate(draw(st.lists(st.sampled_from(undamaged_logs), min_size=1, max_size=4))):
+        lines = base.read_text().splitlines()
+        for at in draw(st.lists(st.just(0) | st.integers(0, len(lines) - 1), max_size=4)):  # the first has the settings
+            if draw(st.booleans()):
+                lines[at] = draw(odd_lines)
+            else:
+                with suppress(ValueError, RecursionError):  # it is not JSON
+                    lines[at] = json.dumps(changed(json.loads(lines[at]), draw, odd_json))
+        content = "\n".join(lines).encode("utf-8", "surrogatepass")
         path = folder / f"{number}" / base.name
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(odd_log(base.read_text(), data.draw))
+        path.write_bytes(corrupted(content, draw(randoms)) if draw(st.booleans()) else content)
         paths.append(path)
     with ends_as_documented():
         found = verdict.compare(read_runs([str(path) for path in paths]))

@@ -106,7 +106,7 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
         ("4:memory:/a\n3:cpu:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000"}, 1000, 8),
         ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 5000, 1),
         ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 5000, 8),
-        ("0::/a\n", {"a/cpu.max": "max 100000"}, 5000, 8),
+        ("0::/a\n", {"a/cpu.max": "max 100000", "cpu.max": "", "memory.max": "?"}, 5000, 8),
         ("", {}, 5000, 8),
     ],
 )
@@ -198,15 +198,17 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def test_only_the_first_start_measures(empty_cache, monkeypatch):
-    peaks.measured_matmul_flops(CPU, "float32")
-    [(key, figures)] = cache.read("peaks").items()
-    cache.keep("peaks", key, figures | {"float32": "fast"})  # damage
-    empty_cache()
     first = peaks.measured_matmul_flops(CPU, "float32")
     assert 1e8 < first < 1e15
+    [(key, figures)] = cache.read("peaks").items()
     empty_cache()
-    monkeypatch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
-    assert peaks.measured_matmul_flops(CPU, "float32") == first
+    with monkeypatch.context() as patch:
+        patch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
+        assert peaks.measured_matmul_flops(CPU, "float32") == first
+    for damage in ("fast", 1e300, 0.0):
+        cache.keep("peaks", key, figures | {"float32": damage})
+        empty_cache()
+        assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
 
 
 @pytest.mark.parametrize(("bfloat16", "dtype"), [(0.5, "float32"), (1.1, "float32"), (1.6, "bfloat16")])

@@ -281,8 +281,12 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
 
 
 def test_schedule_that_contradicts_itself_is_named():
-    [warmup] = Schedule.of(TrainConfig(warmup_iters=2000, max_iters=200)).warnings()
-    assert_one_line(warmup, "warmup_iters=2000", "max_iters=200", "--warmup_iters=20")
+    for name, config in (
+        ("max_iters", TrainConfig(max_iters=200)),
+        ("lr_decay_iters", TrainConfig(lr_decay_iters=200)),
+    ):
+        [warmup] = Schedule.of(config).warnings()
+        assert_one_line(warmup, "warmup_iters=2000", f"{name}=200", "--warmup_iters=20")
     [min_lr] = Schedule.of(TrainConfig(min_lr=1e-3, learning_rate=1e-5)).warnings()
     assert_one_line(min_lr, "min_lr=0.001", "learning_rate=1e-05")
     assert Schedule.of(TrainConfig()).warnings() == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHAKESPEARE, assert_refused, contents, needs_bpe, raises_one_line
+from conftest import ROOT, SHAKESPEARE, assert_one_line, assert_refused, contents, needs_bpe, raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import PACK, UNTIL_RENAME, fails
@@ -129,7 +129,9 @@ DATA_OR_MARKUP = {
     "a.txt": ('{"text": "a line"}\n' * 20, ["JSON"]),
     "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), ["JSON"]),
     "b.txt": ("\n<!DOCTYPE html><html><p>a line" * 20, ["HTML"]),
-    "novel.txt": ("Yes, no, [and] more, {he} said.\n" * 20, []),
+    "a.csv": ("id,text\n" + "1,a line\n" * 20, ["CSV"]),
+    "stories.txt": ("<|endoftext|>\na line\n" * 20, []),
+    "play.txt": ("[Enter HAMLET]\nYes, no, and more, {he} said.\n" * 20, []),
 }
 
 
@@ -151,6 +153,8 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
     pattern = tmp_path / "texts" / "*.txt"
     assert script(PREPARE, pattern, "--tokenizer", tmp_path / "own", "--out", tmp_path / "other").code == 0
     assert read_meta(tmp_path / "other")["tokenizer"] == read_meta(tmp_path / "own")["tokenizer"]
+    again = script(PREPARE, pattern, "--tokenizer=bytes", "--out", tmp_path / "other")
+    assert_one_line(again.out.splitlines()[0], "note", tmp_path / "other", "another tokenizer, char ")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")

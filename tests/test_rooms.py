@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 from conftest import ROOT
 
@@ -12,18 +11,6 @@ from conftest import ROOT
 ORDER = ["system", "configurator", "kernels", "model", "data", "compute", "estimate", "checkpoint", "export", "run"]
 ORDER += ["generate", "serve", "train", "sample", "tasks", "bench"]
 SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
-
-
-def imports_of(path: Path) -> set[str]:
-    """Return the names of modules that a file imports, also within functions and for types."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module, f"{path}: a relative import"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
 
 
 def room_of(module: str) -> str | None:
@@ -41,7 +28,13 @@ def test_imports_go_down_only_and_no_file_imports_itself_through_others():
     files = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
     graph = {}
     for module, path in files.items():
-        imported = imports_of(path)
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module, f"{path}: a relative import"
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         graph[module] = {m for m in imported if m in files and m != module and files[m].name != "__init__.py"}
         if room := room_of(module):
             assert {room_of(name) for name in imported} <= {None, *ORDER[: ORDER.index(room) + 1]}, path

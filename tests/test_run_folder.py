@@ -52,7 +52,7 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     saver.save(state_of(5, 2.5), best=True)
     saver.raise_if_last_failed()
     assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
-    assert not list(tmp_path.glob(f"*{TEMPORARY}"))
+    assert not list(tmp_path.glob("*.tmp"))
     # The disk fills after the best one is written and before the last one is.
     monkeypatch.setattr(store, "copy", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     saver.save(state_of(6, 0.5), best=True)
@@ -69,18 +69,6 @@ CHANGES = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", 
 
 SAVES = [(1, True, 3.0), (2, False, 3.0), (3, True, 2.0)]  # (step, best, val loss so far)
 STATES = [(state_of(step, loss), best) for step, best, loss in SAVES]
-
-
-def prepare_folder(out_dir: Path, before: str) -> None:
-    """Write the files that an earlier run has left in out_dir."""
-    out_dir.mkdir()
-    if before != "nothing":
-        (out_dir / "ckpt.pt.1-a.tmp").write_text("torn")
-        store.save(replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True)
-    if before == "one file":  # nanoGPT's
-        (out_dir / store.BEST).unlink()
-    elif before == "damaged":
-        os.truncate(out_dir / store.NAME, 1000)
 
 
 def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
@@ -125,7 +113,7 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
     store.save(state_of(9, last.best_val_loss), out_dir, best=False)
     assert store.load(out_dir).iter_num == 9
     assert store.load(out_dir / store.BEST).best_val_loss == last.best_val_loss
-    assert not list(out_dir.glob(f"*{TEMPORARY}"))
+    assert not list(out_dir.glob("*.tmp"))
 
 
 @pytest.mark.slow
@@ -136,7 +124,14 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         for call in itertools.count(1):
             out_dir = Path(folder, str(call))
-            prepare_folder(out_dir, before)
+            out_dir.mkdir()
+            if before != "nothing":  # what an earlier run has left
+                (out_dir / "ckpt.pt.1-a.tmp").write_text("torn")
+                store.save(replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True)
+            if before == "one file":  # nanoGPT's
+                (out_dir / store.BEST).unlink()
+            elif before == "damaged":
+                os.truncate(out_dir / store.NAME, 1000)
             with tempfile.TemporaryFile(buffering=0) as report:
                 child = os.fork()
                 if child == 0:
@@ -201,7 +196,7 @@ def test_untrusted_log_that_is_a_link_writes_nowhere_else(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
+def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = []
@@ -210,6 +205,7 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
         ids.append(store.load(tmp_path / "out").wandb_run_id)
     assert ids[0]
     assert ids[0] == ids[1]
+    assert capsys.readouterr().out.count(f"steps that run {ids[0]} has") == 1  # and a copy of it would, too
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}*/*.wandb"))) == 2
 

@@ -257,7 +257,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "seed=-1"),
 ]
 WRONG_ON_THE_PAGE: list[tuple[dict[str, Any], str]] = [({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")]
-WRONG_STOP: tuple[dict[str, Any], str] = ({"stop": ["a", 5]}, "stop=['a', 5]")
+WRONG_STOPS: list[tuple[dict[str, Any], str]] = [({"stop": ["a", 5]}, "stop=['a', 5]"), ({"stop": ["a"] * 17}, "16")]
 NO_DIALOGUES: list[Any] = [None, "hi", [], [5], [{"role": "x", "content": "y"}], [*ASK, {"role": "user"}]]
 
 
@@ -274,7 +274,7 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
         assert_bad_request(plain, page, body, "JSON")
     for change, named in WRONG + WRONG_ON_THE_PAGE:
         assert_bad_request(plain, page, SETTINGS | change, named)
-    for change, named in [*WRONG, WRONG_STOP]:
+    for change, named in WRONG + WRONG_STOPS:
         assert_bad_request(plain, api, {"prompt": "a", "max_tokens": 3} | change, named)
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_one_line, raises_one_line, until
+from conftest import ROOT, assert_one_line, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +88,13 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_st
     os.truncate(path, 60)
     with raises_one_line(path, "shorter", "200 bytes", 60, "prepare the data again"):
         shard.read(0, 30)
+
+
+def test_dataset_is_a_folder_below_data_or_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    found = [data.token_files.dataset_folder(name) for name in ("mine", "./mine/", str(tmp_path / "mine"), "text")]
+    assert [path.resolve() for path in found] == [tmp_path / "mine"] * 3 + [ROOT / "data" / "text"]
 
 
 # The files of a folder without a list, and those that are read as train; None if that is not clear.

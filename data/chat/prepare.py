@@ -116,7 +116,7 @@ def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -
 
 if __name__ == "__main__":
     with one_line_errors():
-        parser = OneLineParser(str(__doc__))
+        parser = OneLineParser(__doc__)
         parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help=f"dialogues (default: {EXAMPLE.name})")
         add_folder(parser, DATA / "chat")
         parser.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), bytes, or a prepared folder's path")

@@ -236,7 +236,7 @@ def i_of_n(text: str) -> tuple[int, int]:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(str(__doc__))
+    parser = OneLineParser(__doc__)
     add = parser.add_argument
     of = parser.add_mutually_exclusive_group().add_argument
     of("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")

@@ -48,18 +48,19 @@ SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
-# Data and markup that people take for text, by their first character.
-STRUCTURED = {"{": "JSON", "[": "JSON", "<": "HTML or XML"}
+# Data and markup that people take for text, by how they begin.
+STRUCTURED = {"JSON": r'[\[{]\s*[\[{"]', "HTML or XML": "<[!?a-zA-Z]", "RTF": r"{\\rtf"}
 
 
 def main(args: argparse.Namespace) -> None:
     paths = expanded(args.files, TEXTS)
     texts = [read_text(path) for path in paths]
     for path, text in zip(paths, texts, strict=True):
-        if kind := STRUCTURED.get(text.lstrip()[:1]):
+        kinds = [kind for kind, begin in STRUCTURED.items() if re.match(begin, text.lstrip()[:99])]
+        if kinds or path.suffix.lower() in (".csv", ".tsv"):
             print(
-                f"note: {path.name} looks like {kind}; the model will learn its quotes, keys or tags. To avoid this, "
-                "convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
+                f"note: {path.name} looks like {(*kinds, 'CSV')[0]}; the model will learn its quotes, keys or tags. To "
+                "avoid this, convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
             )
             break
     if len(texts) > 1:
@@ -162,7 +163,7 @@ def whole_number(text: str) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = OneLineParser(str(__doc__))
+    parser = OneLineParser(__doc__)
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path)
     add_folder(parser)

@@ -27,6 +27,7 @@ COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
 COMMENT_BYTES = len(COMMENT) + 64
 MOST_PICKLE_BYTES = 4 << 20  # that of GPT-2 XL with AdamW has 0.3 MB
 NO_ARCHIVE = "it is not of torch.save, but cut short, empty, an error page or a git-LFS pointer: fetch it again"
+OFFSET = "_checkpoint_offset"  # what torch.load to the device meta gives a storage: where its numbers are in the file
 PLAIN = (Tensor, nn.Parameter)  # not those of sharded models
 # NumPy's numbers, which forks of nanoGPT keep as losses.
 scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
@@ -64,7 +65,7 @@ def refuse_odd_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
     RecursionError if content holds itself.
     """
     for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
-        if x.is_meta:
+        if x.is_meta and x.layout == torch.strided and getattr(x.untyped_storage(), OFFSET) is None:
             raise ValueError("its numbers are in shards of an older version, whose export.py --to=ckpt.pt joins them")
         is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         if is_dense and type(x) in PLAIN:
@@ -85,14 +86,12 @@ def load(path: Path, checksums: bool = True, numbers: bool = True) -> Any:
         before = os.fstat(file.fileno())
         has_checksum = check(file, checksums)
         file.seek(0)
-        # torch's C++ maps no file whose name has bytes that Python could not decode (LC_ALL=C and "ö").
-        maps = not numbers and str(path).isprintable()
         try:
             with torch.serialization.safe_globals(NUMPY):
-                found = torch.load(path if maps else file, map_location="cpu", weights_only=True, mmap=maps)
+                found = torch.load(file, map_location="cpu" if numbers else "meta", weights_only=True)
             refuse_odd_tensors(found, PLAIN)
             if not numbers:
-                found = tree_map_only(Tensor, lambda x: x.to("meta") if x.dim() else x.clone(), found)
+                found = tree_map_only(Tensor, lambda x: x if x.dim() else single_number(x, file), found)
         except Exception as e:  # pickle, zip and storage errors all differ
             raise ValueError(reason(e)) from None
         after = os.fstat(file.fileno())
@@ -103,6 +102,12 @@ def load(path: Path, checksums: bool = True, numbers: bool = True) -> Any:
     if "format" in found and not has_checksum:
         raise ValueError("its checksum is missing")
     return found
+
+
+def single_number(x: Tensor, file: BinaryIO) -> Tensor:
+    """Return the number of a tensor () on the device meta, as its file has it."""
+    file.seek(getattr(x.untyped_storage(), OFFSET) + x.storage_offset() * x.itemsize)
+    return torch.frombuffer(bytearray(file.read(x.itemsize)), dtype=x.dtype).reshape(())
 
 
 def check(file: BinaryIO, checksums: bool) -> bool:

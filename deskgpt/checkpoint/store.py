@@ -108,10 +108,8 @@ def take_over(out_dir: Path, print0: Callable[[str], None], has_best: bool = Tru
     """
     remove_leftovers(out_dir, NAME, BEST)
     for path in candidates(out_dir):
-        try:
-            read(path, numbers=False)
-        except ValueError as e:
-            print0(f"{path} {e}: it is now in {set_aside(out_dir, (path.name,))}")
+        if damage := damage_of(path):
+            print0(f"{path} {damage}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
     best = out_dir / BEST
     if last.exists() and best.exists() and not has_best:
@@ -249,6 +247,15 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     """Return what two losses must have in common to be compared, as far as older checkpoints know it."""
     metadata = saved.metadata or {}
     return [saved.config.get("dataset"), saved.tokenizer, metadata.get(VAL_DATA), metadata.get(EVAL_WINDOWS)]
+
+
+def damage_of(path: Path) -> str | None:
+    """Return why no good checkpoint is at path, in words that follow its name, numbers that are not finite left out."""
+    try:
+        read(path, numbers=False)
+    except ValueError as e:
+        return str(e)
+    return None
 
 
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:

@@ -19,6 +19,7 @@ from deskgpt.system.terminal import reason
 # Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
 NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
 
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # in a folder from elsewhere, a link could name any file of the user
 MOST_BYTES = 1 << 30  # of a log that is read whole; a line has about 450, so these are two million steps
 
 
@@ -57,7 +58,7 @@ class RunLog:
         """Also ends a line that a crash left torn. Raises OSError, with the file as it was before."""
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b", buffering=0, opener=open_no_link) as file:
+        with open(self.path, "a+b", buffering=0, opener=lambda p, flags: os.open(p, flags | NO_LINK, 0o666)) as file:
             size = file.tell()
             file.seek(max(0, size - 1))
             if size and file.read(1) != b"\n":
@@ -82,11 +83,6 @@ class RunLog:
                 self.wandb_run = None
 
 
-def open_no_link(path: str, flags: int) -> int:
-    """Open a file that is no symbolic link: in a folder from elsewhere a link could name any file of the user."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
 def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
     """Start a Weights & Biases run, or continue run_id's. WANDB_MODE=offline needs neither account nor network.
 
@@ -94,6 +90,8 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
     """
     import wandb
 
+    if run_id := os.environ.get("WANDB_RUN_ID", run_id):
+        print(f"note: W&B leaves out steps that run {run_id} has: for a copied or rewound folder, set WANDB_RUN_ID")
     try:
         return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
     except Exception as e:  # wandb's own errors, and pydantic's for a bad WANDB_ variable

@@ -38,11 +38,12 @@ class Schedule:
     def warnings(self) -> list[str]:
         """Return a line for each pair of settings that contradict each other."""
         found = []
-        if self.decay_lr and self.warmup_iters >= self.max_iters > 0:
-            tenth = self.max_iters // 10
+        last = min(self.max_iters, self.end)
+        if self.decay_lr and self.warmup_iters >= last > 0:
+            name = "max_iters" if last == self.max_iters else "lr_decay_iters"
             found.append(
-                f"warmup_iters={self.warmup_iters} is not below max_iters={self.max_iters}: the run ends in its "
-                f"warm-up and never reaches learning_rate={self.learning_rate:g}; try --warmup_iters={tenth}"
+                f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up never reaches "
+                f"learning_rate={self.learning_rate:g}; try --warmup_iters={last // 10}"
             )
         if self.decay_lr and self.min_lr is not None and self.min_lr > self.learning_rate:
             found.append(f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}: the rate rises")

@@ -28,6 +28,7 @@ from deskgpt.serve.server import in_threads, json_object
 from deskgpt.system.terminal import shortened
 
 CHAT = "/v1/chat/completions"
+MOST_STOPS = 16  # texts that end an answer: each is looked for after each token
 # Our settings by their names in a request.
 SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
 SETTINGS |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
@@ -77,8 +78,8 @@ def begin(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[Sample,
     """Return the text to write and its prompt (1, T). Raises ValueError, one line."""
     stops = asked.get("stop", writer.defaults.stop)
     stops = stops if isinstance(stops, list) else [stops]
-    if not all(isinstance(stop, str) for stop in stops):
-        raise ValueError(f"stop={shortened(stops)} must be a text or a list of texts")
+    if len(stops) > MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"stop={shortened(stops)} must be a text or a list of at most {MOST_STOPS} texts")
     if is_chat:
         return writer.begin(None, asked.get("messages", []), *stops)
     prompt = asked.get("prompt")

@@ -50,6 +50,10 @@ class OneLineParser(argparse.ArgumentParser):
         found = re.search(r"^ {4}(.+)$", doc or "", re.M)
         self.example = f"; for example: {found[1]}" if found else ""
 
+    def print_help(self, file: Any = None) -> None:
+        """Print as argparse does, but raise OSError if that cannot be printed."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message + self.example)
 

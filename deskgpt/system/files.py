@@ -121,13 +121,14 @@ def sync_folder(folder: Path) -> None:
     """Make renames in folder durable, if its file system can: SMB, sshfs and others cannot, and a note says so once."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as e:
         note_once(f"the file system of {folder} cannot flush folders ({e.strerror}): a power cut may lose a rename")
-    finally:
-        os.close(fd)
 
 
 @functools.cache

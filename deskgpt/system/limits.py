@@ -40,16 +40,16 @@ def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Itera
 
 def memory_limits() -> list[int]:
     """Return the bytes that each control group allows this process, if it has a limit."""
-    return [int(text) for text in read_groups("memory", MEMORY_FILES) if text.strip() != "max"]
+    return [int(text) for text in read_groups("memory", MEMORY_FILES) if text.strip().isdecimal()]
 
 
 def usable_cores() -> int:
     """Return how many threads can compute at once. Quotas are rounded down: a thread that stops holds up the others."""
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for text in read_groups("cpu", CPU_FILES):
-        quota, period = text.split()
-        if quota not in ("max", "-1"):
-            cores = min(cores, int(quota) / int(period))
+        with suppress(ValueError, ZeroDivisionError):  # "max", or nothing that we know
+            quota, period = map(int, text.split())
+            cores = min(cores, quota / period if quota > 0 else cores)
     return max(1, int(cores))
 
 

@@ -178,7 +178,7 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     """
     key = f"{device_name(device)}, torch {torch.__version__}, by dtype"
     known = cache.read("peaks").get(key)
-    if isinstance(known, dict) and all(is_possible(known.get(dtype)) for dtype in DTYPES):
+    if isinstance(known, dict) and known.get("float32") and all(is_possible(known.get(dtype)) for dtype in DTYPES):
         return known
     threads = torch.get_num_threads()
     if device.type == "cpu":
