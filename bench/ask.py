@@ -29,11 +29,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
-import train
 from bench.asking.arms import TO_THE_END, Arm, folder_for_worktrees, make_arm
 from bench.asking.question import Question
 from bench.asking.running import Trainer, data_digest
 from bench.asking.statistics import PILOT
+from data.token_files import dataset_folder
 from deskgpt.run.log import RunLog
 from deskgpt.system import cache, hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
@@ -51,7 +51,7 @@ class Parser(OneLineParser):
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (our own arguments, the arguments of train.py for both arms). Raises ConfigError."""
-    parser = Parser(str(__doc__))
+    parser = Parser(__doc__)
     parser.fromfile_prefix_chars = "@"
     parser.add_argument("--a", metavar="ARM", default="", help='"--name=value ...", a patch, commit:REV')
     parser.add_argument("--b", metavar="ARM", default="")
@@ -104,7 +104,7 @@ def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below:
     """Return the question that the command line asks. below: a folder for worktrees. Raises ConfigError."""
     arms = make_arms(a, common, below)
     first = arms[0].settings
-    data = train.DATA / first["dataset"]
+    data = dataset_folder(first["dataset"]).resolve()
     device = first["device"]
     windows = first["eval_tokens"] or MOST_TOKENS  # the same for both arms, whatever their batch
     for arm in arms:

@@ -23,7 +23,7 @@ RUNS = 8
 
 
 def main() -> None:
-    parser = OneLineParser(str(__doc__))
+    parser = OneLineParser(__doc__)
     parser.add_argument("config")
     parser.add_argument("runs", nargs="+", metavar="OUT_DIR")
     a = parser.parse_args()

@@ -26,7 +26,7 @@ from deskgpt.system.files import write_atomically
 
 
 def main() -> None:
-    parser = OneLineParser(str(__doc__))
+    parser = OneLineParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed")
     parser.add_argument("--html", metavar="FILE")
     a = parser.parse_args()

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Trainer:
         with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
             kept = out_dir / "result.json"
             if kept.exists():
-                return json.loads(kept.read_bytes())
+                return kept_result(kept)
             has_diverged = train_to_the_end(arm, seed, out_dir)
             found = result(arm, read_events(out_dir / "log.jsonl"), has_diverged)
             found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])  # it may have begun in an earlier process
@@ -63,6 +64,15 @@ class Trainer:
             for path in out_dir.glob("ckpt*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         return found
+
+
+def kept_result(path: Path) -> dict[str, Any]:
+    """Return a finished run's result. Raises ValueError if the file holds something else."""
+    with suppress(ValueError, TypeError, KeyError, OverflowError):
+        found = json.loads(path.read_bytes())
+        if all(0 <= found[name] < math.inf for name in ("val_loss", "train_s", "wall_s", "has_diverged")):
+            return found
+    raise ValueError(f"{path} is no result of a run; remove {path.parent}, and the run is made again")
 
 
 def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> bool:
