@@ -131,7 +131,7 @@ def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     if variant.compiled:
         compiling.prepare(device)
         if device.type == "cuda" and ranks == 1 and variant.recompute == "none":
-            model.transformer.compile()  # one graph: a card may wait for the CPU to launch many
+            model.transformer.compile()  # one graph: a fast card would wait for the CPU, which launches each
         else:  # several ranks exchange the gradients of a block while those of the next are computed
             for block in model.transformer.h:
                 block.compile()

@@ -110,6 +110,7 @@ def usual_mfu(card: peaks.Card | None) -> tuple[float, float, str]:
 
 
 def is_geforce(card: peaks.Card) -> bool:
+    """Return whether its 16-bit peak is only about twice that of float32, as GeForce cards have it."""
     return card.flops["float16"] <= 2.2 * card.flops["float32"]
 
 

@@ -92,6 +92,7 @@ def logits_at_once(h: Tensor, n_logits: int) -> int:
 
 
 def logits_on_gpu(n_logits: int) -> int:
+    """Return how many of n_logits a chunk has at most on CUDA."""
     return max(LOGITS_ON_GPU, n_logits // CHUNKS_ON_GPU)
 
 
