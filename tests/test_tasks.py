@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,14 @@ def test_installation_holds_all_modules():
     for package, files in setuptools["package-data"].items():
         for file in files:
             assert (ROOT / package.replace(".", "/") / file).exists()
+
+
+@pytest.mark.nightly
+def test_quick_tests_pass_with_the_oldest_packages_that_requirements_admit(tmp_path):
+    bounds = re.findall(r"^(\w+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M)
+    oldest = [f"{name}=={version}" for name, version in bounds if name != "torch"]
+    shell("python", "-m", "venv", tmp_path, check=True)
+    pip = [tmp_path / "bin" / "python", "-m", "pip", "install", "-q", f"torch=={version('torch').partition('+')[0]}"]
+    shell(*pip, *oldest, "-r", "requirements-dev.txt", timeout=1800, check=True)
+    done = shell(pip[0], "-m", "pytest", "-q", "-n2", "-m", "not slow and not nightly", timeout=1800)
+    assert done.returncode == 0, done.stdout
