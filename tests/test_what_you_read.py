@@ -25,7 +25,7 @@ import model as definition
 import train
 from deskgpt.checkpoint import store
 from deskgpt.run.settings import NOT_LEARNING, SCHEDULE
-from model import GPT, GPTConfig, Transformer
+from model import GPT, Block, GPTConfig, Transformer
 from train import TrainConfig, main
 
 # ---- a changed model -----------------------------------------------------------------------------------------
@@ -223,6 +223,21 @@ def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, mo
     module = edited_train(monkeypatch, "scaler.scale(total).backward()", "total.backward()")
     assert run_of(module, chars, tmp_path / "typed", **settings) == usual
     assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
+
+
+def test_model_that_counts_its_passes_is_not_compiled_at_each_step(chars, tmp_path, monkeypatch):
+    def counting(self: Any, *args: Any) -> Any:
+        self.passes += 1
+        return forward(self, *args)
+
+    forward = Block.forward
+    monkeypatch.setattr(Block, "passes", 0, raising=False)
+    monkeypatch.setattr(Block, "forward", counting)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    main(tiny(chars, tmp_path, compile=True, max_iters=12))
+    assert 0 < graphs["unique_graphs"] - before < 12
 
 
 def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, tmp_path, monkeypatch):

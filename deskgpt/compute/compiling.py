@@ -34,6 +34,8 @@ def prepare(device: torch.device) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # A change of model.py may have a graph for each layer; after torch's limit, 8, it would silently go on uncompiled.
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    # A model that counts its passes would be compiled again at each of them.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     if device.type == "cpu":
         set_up_inductor()
 
