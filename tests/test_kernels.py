@@ -19,15 +19,7 @@ from hypothesis import strategies as st
 from test_model import CPU, chosen
 from torch import Tensor
 
-from deskgpt.kernels import (
-    causal_attention,
-    chunked_cross_entropy,
-    cpu_kernels,
-    gelu_tanh,
-    loss,
-    relu2,
-    self_test,
-)
+from deskgpt.kernels import causal_attention, chunked_cross_entropy, cpu_kernels, gelu_tanh, loss, relu2, self_test
 from deskgpt.kernels.self_test import LIMIT, our_attention
 
 B, T, C, V = 3, 20, 8, 50

@@ -18,18 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY,
-    assert_equal,
-    events,
-    flags,
-    raises_one_line,
-    tiny,
-    until,
-    vector,
-    weights,
-)
+from conftest import ROOT, TINY, assert_equal, events, flags, raises_one_line, tiny, until, vector, weights
 from gloo import forked, free_port, on_ranks, run
 
 import train
