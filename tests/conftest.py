@@ -306,6 +306,13 @@ def documents(text: str) -> list[str]:
     return [*out, "ünïcödé 🧀\u2028" * 50, "<|endoftext|>\n<|endoftext|>"]
 
 
+class Code:
+    """Make a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
 def corrupted(content: bytes, draw: random.Random) -> bytes:
     """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
     out = content
