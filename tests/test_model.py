@@ -119,7 +119,6 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
 
 def test_impossible_settings_and_weights_of_another_shape_are_named():
     for settings, named in (
-        ({"n_embd": 30, "n_head": 4}, ["n_embd=30", "n_head=4", "try --n_head=3"]),
         ({"position": "rotary"}, ["position='rotary'", "learned, rope"]),
         ({"position": "rope", "n_embd": 33, "n_head": 11}, ["even width", "3"]),
     ):
