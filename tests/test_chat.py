@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import needs_bpe, raises_one_line
+from conftest import CPU, needs_bpe, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb import fails
@@ -30,7 +30,6 @@ from deskgpt.compute.variant import Variant
 from deskgpt.generate.writer import fitting
 from model import GPT, GPTConfig
 
-CPU = torch.device("cpu")
 T = 32
 HELLO = [Message("user", "Hello!"), Message("assistant", "Hi.")]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import flags, raises_one_line
+from conftest import CPU, flags, raises_one_line
 from tiny_models import MODERN_SETTINGS
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,7 +24,6 @@ from deskgpt.system import hardware, peaks
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
-CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
 
 

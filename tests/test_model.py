@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from conftest import assert_equal, events, raises_one_line, tiny
+from conftest import CPU, assert_equal, events, raises_one_line, tiny
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ from deskgpt.system import hardware
 from model import GPT, GPTConfig, rotate
 from train import TrainConfig, main
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 # ---- the model -----------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from conftest import ROOT, Code, assert_one_line, raises_one_line, until
+from conftest import CPU, ROOT, Code, assert_one_line, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +31,6 @@ from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, ope
 from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
 from deskgpt.system.files import write_atomically
 
-CPU = torch.device("cpu")
 BYTES = np.arange(250, dtype=np.uint16)
 
 
