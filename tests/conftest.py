@@ -35,6 +35,7 @@ from train import TrainConfig
 ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
 BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
+CPU = torch.device("cpu")
 
 # `make test` runs two tests at a time, and the waiting threads of two torches would take each other's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -304,6 +305,13 @@ def documents(text: str) -> list[str]:
         out.append(text[at : at + n])
         at += n
     return [*out, "ünïcödé 🧀\u2028" * 50, "<|endoftext|>\n<|endoftext|>"]
+
+
+class Code:
+    """Make a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
 
 
 def corrupted(content: bytes, draw: random.Random) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line, corrupted, raises_one_line
+from conftest import Code, assert_equal, assert_one_line, corrupted, raises_one_line
 from tiny_models import state_of
 
 from deskgpt.checkpoint import ckpt_file, store
@@ -192,13 +192,6 @@ def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
 
 
 # ---- damaged and untrusted files -----------------------------------------------------------------------------
-
-
-class Code:
-    """Make a folder when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("ran",)
 
 
 def repacked(path: Path, compression: int, pickled: bytes = b"") -> None:

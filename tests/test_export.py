@@ -86,10 +86,7 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-OF_OTHERS: list[dict[str, Any]] = [{"activation": "gelu"}, {"activation": "relu2", "tie_weights": False}]
-
-
-@pytest.mark.parametrize("choices", OF_OTHERS)
+@pytest.mark.parametrize("choices", [{"activation": "gelu"}, {"activation": "relu2", "tie_weights": False}])
 def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
     model, folder = exported(tmp_path, replace(SMALL, bias=True, **choices))
     theirs = json.loads((folder / "config.json").read_text())

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, flags, raises_one_line
+from conftest import CPU, TINY, assert_one_line, flags, raises_one_line
 
 from deskgpt.system import cache, hardware, limits, peaks, wheels
 from deskgpt.system.wheels import Gpu
 
-CPU = torch.device("cpu")
 POSIX = pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
 
 

@@ -134,13 +134,11 @@ def test_noise_and_a_falling_loss_are_not_spikes_and_a_sudden_rise_is_one(seed, 
     assert all(detector.add(9.0) is None for _ in range(50))  # it is reported once
 
 
-SPIKED = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
-
-
 @pytest.mark.slow
 def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path, faults, capsys):
     faults.spikes = (45,)
-    main(tiny(chars, tmp_path / "go", **SPIKED | {"eval_interval": 1000}))
+    settings = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
+    main(tiny(chars, tmp_path / "go", **settings | {"eval_interval": 1000}))
     [spike] = events(tmp_path / "go", "spike")
     assert (spike["iter"], spike["rows"]) == (45, [180, 183])
     assert spike["loss"] > spike["median"] + 4
@@ -148,7 +146,7 @@ def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path,
     assert store.load(tmp_path / "go").iter_num == 60
     faults.batches.clear()
     with raises_one_line("on_spike=stop", "step 45", tmp_path / "stop", "step 40"):
-        main(tiny(chars, tmp_path / "stop", on_spike="stop", **SPIKED))
+        main(tiny(chars, tmp_path / "stop", on_spike="stop", **settings))
     assert store.load(tmp_path / "stop").iter_num == 40
 
 

@@ -13,21 +13,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import ROOT, assert_equal, assert_one_line, raises_one_line
+from conftest import CPU, ROOT, assert_equal, assert_one_line, raises_one_line
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_model import CPU, chosen
+from test_model import chosen
 from torch import Tensor
 
-from deskgpt.kernels import (
-    causal_attention,
-    chunked_cross_entropy,
-    cpu_kernels,
-    gelu_tanh,
-    loss,
-    relu2,
-    self_test,
-)
+from deskgpt.kernels import causal_attention, chunked_cross_entropy, cpu_kernels, gelu_tanh, loss, relu2, self_test
 from deskgpt.kernels.self_test import LIMIT, our_attention
 
 B, T, C, V = 3, 20, 8, 50

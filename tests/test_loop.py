@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line, contents, events, raises_one_line, shell, tiny, weights
+from conftest import CPU, assert_equal, assert_one_line, contents, events, raises_one_line, shell, tiny, weights
 from gloo import run
 
 import train
@@ -32,8 +32,6 @@ from deskgpt.run.stopping import StopController
 from deskgpt.run.timer import StepTimer
 from model import GPT, GPTConfig
 from train import TrainConfig, main
-
-CPU = torch.device("cpu")
 
 
 def plain_loop(c: TrainConfig, vocab_size: int) -> tuple[dict[str, torch.Tensor], list[float]]:

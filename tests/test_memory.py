@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import flags, raises_one_line
+from conftest import CPU, flags, raises_one_line
 from tiny_models import MODERN_SETTINGS
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,11 +20,10 @@ from deskgpt.estimate import fit
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.estimate.plan import REPORTED_MODEL, reported_speed
 from deskgpt.kernels import loss
-from deskgpt.system import hardware
+from deskgpt.system import hardware, peaks
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
-CPU = torch.device("cpu")
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
 
 
@@ -78,13 +77,20 @@ def test_prediction_is_within_a_tenth_of_a_real_step(config, batch_size, variant
 # ---- what fits -----------------------------------------------------------------------------------------------
 
 
-def test_larger_micro_batch_divides_the_step_and_fits(monkeypatch):
-    batching = Batching(batch_size=1, accumulation=96, block_size=64)
-    for limit_bytes, expected in ((1 << 40, 96), (50 << 20, 48), (1, 1)):
-        monkeypatch.setattr(hardware, "memory_bytes", lambda device, limit_bytes=limit_bytes: limit_bytes)
-        found = fit.larger_batch(SMALL, CPU, batching, Variant())
-        assert found.sequences == 96
-        assert found.batch_size <= expected
+# What fills ENOUGH_S at the peak and what fits into memory, both in sequences, and the micro-batch of a step of 96.
+@pytest.mark.parametrize(
+    ("enough", "fits", "expected"),
+    [(0.5, 99, 2), (2.5, 99, 3), (7.9, 99, 8), (8.1, 99, 12), (49, 99, 96), (999, 99, 96), (8.1, 11, 8), (8.1, 1, 2)],
+)
+def test_larger_micro_batch_is_the_smallest_that_is_long_enough_or_the_largest_that_fits(
+    enough, fits, expected, monkeypatch
+):
+    peak = enough * GPT(SMALL).estimate_flops() * SMALL.block_size / fit.ENOUGH_S
+    limit_bytes = sum(memory(Step(SMALL, fits, Variant(), "cpu")).values()) / fit.USABLE
+    monkeypatch.setattr(peaks, "peak_flops", lambda device, dtype: (peak, "known"))
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: limit_bytes)
+    found = fit.larger_batch(SMALL, CPU, Batching(batch_size=2, accumulation=48, block_size=64), Variant())
+    assert (found.batch_size, found.sequences) == (expected, 96)
 
 
 def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training():

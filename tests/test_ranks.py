@@ -18,18 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY,
-    assert_equal,
-    events,
-    flags,
-    raises_one_line,
-    tiny,
-    until,
-    vector,
-    weights,
-)
+from conftest import CPU, ROOT, TINY, assert_equal, events, flags, raises_one_line, tiny, until, vector, weights
 from gloo import forked, free_port, on_ranks, run
 
 import train
@@ -50,7 +39,6 @@ from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo and signals as Linux and macOS have them")
 
-CPU = torch.device("cpu")
 LONG = {"max_iters": 12, "eval_interval": 2, "lr_decay_iters": 12, "dropout": 0.1}
 
 

@@ -295,6 +295,12 @@ def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(out, cap
     assert_one_line(variant, "float32", "bfloat16")
 
 
+def test_finished_run_that_is_resumed_says_so_and_how_to_train_longer(out, capsys):
+    main(resumed(out))
+    [printed] = re.findall("^already at step .*", capsys.readouterr().out, re.M)
+    assert_one_line(printed, "step 4", "max_iters=4", "--max_iters")
+
+
 def test_resume_changed_is_not_saved_and_another_micro_batch_evaluates_the_same_tokens(out):
     main(resumed(out, seed=5, resume_changed=True, max_iters=5))
     smaller = {"batch_size": 2, "gradient_accumulation_steps": 2}

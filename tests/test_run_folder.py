@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, contents, files_of_at_most, flags, raises_one_line, tiny
+from conftest import TINY, assert_one_line, contents, events, files_of_at_most, flags, raises_one_line, shell, tiny
 from gloo import forked
 from tiny_models import state_of
 
@@ -193,6 +193,17 @@ def test_untrusted_log_that_is_a_link_writes_nowhere_else(tmp_path):
     with raises_one_line(tmp_path / "log.jsonl", "link", "--out_dir", kind=OSError):
         RunLog(tmp_path / "log.jsonl")
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_starts_the_run(
+    chars, tmp_path, monkeypatch
+):
+    head = shell("git", "rev-parse", "--short=12", "HEAD").stdout.strip()
+    shell("git", "init", tmp_path / "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    main(tiny(chars, tmp_path / "out", max_iters=0))
+    [start] = events(tmp_path / "out", "start")
+    assert (start["git_commit"] or "").removesuffix("+changes") == head
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from conftest import ROOT, assert_one_line, raises_one_line, until
+from conftest import CPU, ROOT, Code, assert_one_line, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +31,6 @@ from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, ope
 from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
 from deskgpt.system.files import write_atomically
 
-CPU = torch.device("cpu")
 BYTES = np.arange(250, dtype=np.uint16)
 
 
@@ -225,15 +223,10 @@ def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_but_not_beside_meta_json_a
     assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
 def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong: list[dict[str, Any]] = [{"vocab_size": size} for size in (3, 1 << 40, None)]
-    wrong += [{"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Evil())]
+    wrong += [{"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Code())]
     wrong += [{"stoi": {"a": 1, "b": 0}}]
     for change in wrong:
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt("ab") | change))

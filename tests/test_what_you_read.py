@@ -75,7 +75,6 @@ GLOBAL: dict[str, Any] = {}
 
 def with_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads which document a token belongs to (token 3 is rare), and a window that narrows."""
-
     forward = Transformer.forward
 
     def with_documents(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
@@ -114,7 +113,6 @@ def test_changed_model_trains_as_a_plain_loop_trains_it(change, chars, tmp_path,
 
 def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_path, monkeypatch):
     passes = {True: 0, False: 0}  # in training mode, and in evaluations
-
     forward = Transformer.forward
 
     def count(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
