@@ -203,16 +203,12 @@ def load(
     raise ValueError(f"{', and '.join(damages)}; restore it from a copy, or name another checkpoint")
 
 
-def resume(
-    out_dir: str | Path,
-    print0: Callable[[str], object] = str,
-    dist: DistContext | None = None,
-    checksums: bool = True,
-) -> Checkpoint:
+def resume(out_dir: str | Path, dist: DistContext | None = None, checksums: bool = True) -> Checkpoint:
     """As load, for a run that is resumed: best_val_loss is what the best checkpoint on the disk was evaluated at.
 
     It is infinite if no checkpoint there was evaluated on the same data.
     """
+    print0 = dist.print0 if dist else print
     saved = load(out_dir, print0, dist, checksums)
     saved.best_val_loss = evaluated_loss(saved)
     path = folder_of(out_dir) / BEST

@@ -7,7 +7,7 @@ Nothing is timed on the model, so two runs with the same settings on the same ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -45,10 +45,6 @@ class Variant:
         if self.fp8:
             words.append("8-bit matmuls")
         return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
-
-    def saved(self, device: torch.device) -> dict[str, Any]:
-        """Return this for a checkpoint, from which saved_variant reads it."""
-        return asdict(self) | {"device": device.type}
 
 
 def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:

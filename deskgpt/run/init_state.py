@@ -179,7 +179,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
     given = RESUMED_SETTINGS
     reads = dist.is_first or sharding.shards_of(config.dp_shard, dist.world) == 1  # other ranks get theirs from rank 0
     if is_resumed:
-        saved = store.resume(source, dist.print0, dist, checksums=reads)
+        saved = store.resume(source, dist, checksums=reads)
     elif store.is_checkpoint(source):
         trained = store.load(source, dist=dist, checksums=reads)
         saved = Checkpoint(trained.model, trained.model_args, tokenizer=trained.tokenizer)
