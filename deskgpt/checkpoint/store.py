@@ -197,7 +197,7 @@ def load(
             if dist is not None:  # only numbers tell whether a head is tied
                 saved.model_args = dist.gather(saved.model_args)[0]
             if damages:
-                print0(f"{damages[0]}: resuming {p.name}, step {saved.iter_num}")
+                print0(f"{damages[0]}: taking {p.name}, step {saved.iter_num}")
             return saved
         damages.append(f"{p} {damage}")
     raise ValueError(f"{', and '.join(damages)}; restore it from a copy, or name another checkpoint")

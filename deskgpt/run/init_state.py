@@ -181,7 +181,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
     if is_resumed:
         saved = store.resume(source, dist, checksums=reads)
     elif store.is_checkpoint(source):
-        trained = store.load(source, dist=dist, checksums=reads)
+        trained = store.load(source, dist.print0, dist, checksums=reads)
         saved = Checkpoint(trained.model, trained.model_args, tokenizer=trained.tokenizer)
     else:
         from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
