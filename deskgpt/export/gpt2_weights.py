@@ -12,6 +12,7 @@ from torch import Tensor
 from deskgpt.export import hugging_face
 from deskgpt.export.hugging_face import OUR_KEY, is_conv1d
 from deskgpt.system.files import read_small
+from deskgpt.system.terminal import reason
 from model import GPTConfig
 
 JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
@@ -38,14 +39,13 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).exists()]
+    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).is_file()]  # a pipe would make it wait
     if lacking:
         raise ValueError(
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
             f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and {WEIGHTS}"
         )
-    exported = exported_model_args(name)
-    args = gpt2_model_args(folder, name) if exported is None else exported
+    args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
     state = {}
     for key, w in read_weights(folder / WEIGHTS, name).items():
@@ -71,8 +71,6 @@ def read_weights(path: Path, name: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.is_file():  # opening a pipe would wait
-        raise ValueError(f"init_from={name}: {path} is not a plain file but a pipe, a device or a folder")
     try:
         return load_file(path)
     except SafetensorError as e:
@@ -141,6 +139,5 @@ def download_gpt2(name: str) -> Path:
     try:
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS]))
     except Exception as e:  # errors of the hub, of its HTTP client and of the network share no class
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"
-        raise ValueError(f"init_from={name}: {reason[:160]}; {remedy}") from None
+        raise ValueError(f"init_from={name}: {reason(e)}; {remedy}") from None

@@ -188,8 +188,7 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
 
         model_args, weights = load_gpt2(source)
         saved = Checkpoint(weights, model_args, tokenizer=tokenizer_of(source))
-        if exported_model_args(source) is None:  # a folder of GPT-2's does not have all settings
-            given = MODERN_CHOICES
+        given = RESUMED_SETTINGS if exported_model_args(source) else MODERN_CHOICES  # GPT-2's folder lacks the others
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
     init = InitState(source, model_config, saved)
     if is_resumed:
