@@ -73,8 +73,7 @@ def work_around_gcc() -> None:
 
 def spent_s() -> float:
     """Return the seconds that torch.compile has taken in this process so far."""
-    times = torch._dynamo.utils.calculate_time_spent()
-    return times.get("total_wall_time", 0.0)
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 # ---- why it failed -------------------------------------------------------------------------------------------

@@ -91,11 +91,10 @@ def choose_variant(
     if not kernels:
         cpu_kernels.unload()
     if compile == "auto":
-        compile = earlier.get("compiled", "auto")
-        if compile == "auto":
-            compile = device.type == "cuda" and hardware.has_triton(device)
-            compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
-        compile = dist.all(bool(compile))
+        compile = earlier.get("compiled")
+        if compile is None:
+            compile = device.type == "cuda" and hardware.has_triton(device) and predicted_s(dtype) >= COMPILE_FROM_S
+        compile = dist.all(compile)
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
