@@ -56,8 +56,7 @@ def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
         return {}
     if isinstance(saved.get("attention"), str):  # as written until 2026-11-26
         saved = saved | {"cpu_kernels": saved["attention"] == "kernels"}
-    types = {f.name: type(f.default) for f in fields(Variant)}
-    found = {name: saved[name] for name, kind in types.items() if isinstance(saved.get(name), kind)}
+    found = {f.name: saved[f.name] for f in fields(Variant) if isinstance(saved.get(f.name), type(f.default))}
     if found.get("dtype", "float32") not in hardware.DTYPES:
         del found["dtype"]
     return found

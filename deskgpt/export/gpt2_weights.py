@@ -36,6 +36,9 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     The folder holds config.json and model.safetensors, as Hugging Face or export.py writes them. Raises ValueError if
     the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
@@ -47,8 +50,12 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as e:
+        raise ValueError(f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again") from None
     state = {}
-    for key, w in read_weights(folder / WEIGHTS, name).items():
+    for key, w in weights.items():
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
         if key.endswith(".bias") and not config.bias and not w.any():
@@ -64,17 +71,6 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 'if they were trained so, write "tie_word_embeddings": false there'
             )
     return args, state
-
-
-def read_weights(path: Path, name: str) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors. Raises ValueError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as e:
-        raise ValueError(f"init_from={name}: {path} is damaged ({e}); fetch it again") from None
 
 
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
