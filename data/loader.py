@@ -70,18 +70,16 @@ class Loader:
     ) -> None:
         """waited: is called with the seconds that training waited for a micro-batch."""
         self.split = split
-        self.batching = batching
         self.device = device
         self.waited = waited
         self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._n_learned = functools.lru_cache(AHEAD)(split.n_learned)
         self._ahead: deque[Future[MicroBatch]] = deque()
-        self.seek(position)
+        self.seek(position, batching)
 
-    def seek(self, position: int, batching: Batching | None = None) -> None:
+    def seek(self, position: int, batching: Batching) -> None:
         """Continue from the global batch at this position, perhaps in another cut."""
-        if batching is not None:
-            self.batching = batching
+        self.batching = batching
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import MOST_IDS, from_meta, tokens_of
-from deskgpt.system.files import Fields, check_record, is_number, read_small, sha256, write_atomically
+from deskgpt.system.files import Fields, check_record, is_number, read_small, sha256
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
@@ -71,11 +71,6 @@ def read_record(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write a folder's meta.json, with its checksum. Raises OSError."""
-    write_atomically(folder / "meta.json", to_json(meta))
-
-
 @contextmanager
 def described(path: Path) -> Iterator[Path]:
     """Name the file in a ValueError about a description."""
@@ -86,7 +81,7 @@ def described(path: Path) -> Iterator[Path]:
 
 
 def to_json(meta: dict[str, Any]) -> bytes:
-    """Return the content of a meta.json."""
+    """Return the content of a meta.json, its checksum included."""
     return json.dumps(meta | {CHECKSUM: checksum_of(meta)}, indent=1).encode()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from data.meta_files import read_record, to_json
 from data.token_files import MASK_SUFFIX, read_meta
 from data.tokenizer import Ids, Tokenizer, from_meta, short_name
-from deskgpt.system.files import if_free, remove_leftovers, replacing, sha256
+from deskgpt.system.files import locked_folder, remove_leftovers, replacing, sha256
 
 
 def write_dataset(
@@ -56,13 +55,10 @@ def write_dataset(
             raise OSError(f"cannot write {folder}: {e.strerror or e}; free some disk space") from None
 
 
-@contextmanager
-def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, name: str = "", wait_s: float = 0.0) -> AbstractContextManager[None]:
     """Make folder and keep other prepare.py out of its part of this name. Raises ValueError if one stays there."""
-    with if_free(folder, name, wait_s) as is_free:
-        if not is_free:
-            raise ValueError(f"another prepare.py is at work in {folder}; wait, or choose another folder")
-        yield
+    in_use = f"another prepare.py is at work in {folder}; wait, or choose another folder"
+    return locked_folder(folder, in_use, name, wait_s)
 
 
 def named_tokenizer(name: str) -> Tokenizer:

@@ -39,11 +39,8 @@ GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256
 def open_tokens(path: Path) -> NumberFile:
     """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
     size = path.stat().st_size if path.is_file() else 0
-    head = b""
-    if size:
-        with open(path, "rb") as file:
-            head = file.read(HEADER_BYTES)
-    magic, version, tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    head = np.fromfile(path, "<i4", 3).tolist() if size else []
+    magic, version, tokens = [*head, 0, 0, 0][:3]  # a bare file may be shorter than a header
     if not size:
         reason = "it is missing or empty"
     elif magic in MAGICS:

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from deskgpt.system.files import file_sha256, sha256
 
 Ids = npt.NDArray[np.uint16]
-Lengths = npt.NDArray[np.int64]
 
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # as tiktoken names and checks them
 GPT2_SHA256 = {
@@ -57,7 +56,7 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 of token ids; several tokens can make up one character."""
 
-    def token_bytes(self) -> Lengths:
+    def token_bytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of text of each token (vocab_size,); 0 for end_of_text, which is not text."""
         lengths = np.array([len(self.decode_bytes([i])) for i in range(self.vocab_size)], np.int64)
         if self.end_of_text is not None:

@@ -224,7 +224,7 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    return store.weights_of(store.load(out_dir))
+    return store.load(out_dir).model
 
 
 def assert_equal(a: Any, b: Any) -> None:

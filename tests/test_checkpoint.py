@@ -51,7 +51,7 @@ def test_head_with_weights_of_its_own_is_not_tied(tmp_path):
     saved.model["lm_head.weight"] = saved.model["lm_head.weight"] + 1
     store.save(saved, tmp_path, best=False)
     loaded = store.load(tmp_path)
-    model = GPT.from_state(GPTConfig.from_args(loaded.model_args, "x"), store.weights_of(loaded), "x")
+    model = GPT.from_state(GPTConfig.from_args(loaded.model_args, "x"), loaded.model, "x")
     assert_equal(dict(model.state_dict()), dict(saved.model))
 
 

@@ -205,8 +205,7 @@ def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undistu
 def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(tmp_path, script, source, undisturbed):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
-    with files.if_free(tmp_path, ".part_1_3") as is_free:  # as another process holds it
-        assert is_free
+    with files.locked_folder(tmp_path, "in use", ".part_1_3"):  # as another process holds it
         fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
     assert "--part=2/3" in script(*prepare, "--part=1/3").out
     assert "train and" in script(*prepare, "--part=2/3").out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -191,7 +191,7 @@ def test_card_computes_in_bfloat16_compiled_unless_the_run_is_short_and_a_cpu_co
 
 
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
-    earlier = Variant("float32", True, False).saved(CUDA)
+    earlier = asdict(Variant("float32", True, False)) | {"device": "cuda"}
     assert chosen(seconds=0.0, earlier=saved_variant(earlier, CUDA)) == Variant("float32", True)
     assert saved_variant(earlier, CPU) == {}
     old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}  # as b3fc854 wrote it

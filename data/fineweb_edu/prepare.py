@@ -26,14 +26,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
 
-from data.meta_files import read_record, write_meta
+from data.meta_files import read_record, to_json
 from data.prepared import locked, named_tokenizer
 from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shards
 from data.text.prepare import add_folder, whole_number
 from data.text_files import expanded
 from data.tokenizer import short_name
 from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import file_sha256, remove_leftovers
+from deskgpt.system.files import file_sha256, remove_leftovers, write_atomically
 from deskgpt.system.terminal import reason
 
 REPO = "HuggingFaceFW/fineweb-edu"
@@ -167,7 +167,7 @@ def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty:
         record["empty"] = sorted({*record["empty"], *empty})
         if is_new or entries or empty:
             remove_leftovers(folder, "meta.json.")
-            write_meta(folder, record)
+            write_atomically(folder / "meta.json", to_json(record))
     return record
 
 

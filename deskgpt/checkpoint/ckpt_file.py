@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from deskgpt.system import terminal
 from deskgpt.system.files import file_sha256, replacing
 
 COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
@@ -145,9 +146,8 @@ def matches_checksum(file: BinaryIO) -> bool:
 
 def reason(e: Exception) -> str:
     """Return what an error says, in one line, without torch's advice to run the file's code."""
-    text = " ".join(str(e).split()) or type(e).__name__
-    if isinstance(e, pickle.UnpicklingError) and "eights only" in text:
-        found = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", text)
+    if isinstance(e, pickle.UnpicklingError) and "eights only" in str(e):
+        found = re.search(r"(?:GLOBAL|global:?|class)\s([\w.]+\.[\w.]+)", str(e))
         which = f" ({found[1]})" if found else ""
         return f"it holds more than tensors and plain values{which}, which only its maker's code can read"
-    return text[:120]
+    return terminal.reason(e)

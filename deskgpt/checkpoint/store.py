@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -108,7 +107,9 @@ def take_over(out_dir: Path, print0: Callable[[str], None], has_best: bool = Tru
     """
     remove_leftovers(out_dir, NAME, BEST)
     for path in candidates(out_dir):
-        if damage := damage_of(path):
+        try:
+            read(path, numbers=False)
+        except ValueError as damage:
             print0(f"{path} {damage}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
     best = out_dir / BEST
@@ -196,22 +197,18 @@ def load(
             if dist is not None:  # only numbers tell whether a head is tied
                 saved.model_args = dist.gather(saved.model_args)[0]
             if damages:
-                print0(f"{damages[0]}: resuming {p.name}, step {saved.iter_num}")
+                print0(f"{damages[0]}: taking {p.name}, step {saved.iter_num}")
             return saved
         damages.append(f"{p} {damage}")
     raise ValueError(f"{', and '.join(damages)}; restore it from a copy, or name another checkpoint")
 
 
-def resume(
-    out_dir: str | Path,
-    print0: Callable[[str], object] = str,
-    dist: DistContext | None = None,
-    checksums: bool = True,
-) -> Checkpoint:
+def resume(out_dir: str | Path, dist: DistContext | None = None, checksums: bool = True) -> Checkpoint:
     """As load, for a run that is resumed: best_val_loss is what the best checkpoint on the disk was evaluated at.
 
     It is infinite if no checkpoint there was evaluated on the same data.
     """
+    print0 = dist.print0 if dist else print
     saved = load(out_dir, print0, dist, checksums)
     saved.best_val_loss = evaluated_loss(saved)
     path = folder_of(out_dir) / BEST
@@ -249,13 +246,12 @@ def evaluated_on(saved: Checkpoint) -> list[Any]:
     return [saved.config.get("dataset"), saved.tokenizer, metadata.get(VAL_DATA), metadata.get(EVAL_WINDOWS)]
 
 
-def damage_of(path: Path) -> str | None:
-    """Return why no good checkpoint is at path, in words that follow its name, numbers that are not finite left out."""
-    try:
-        read(path, numbers=False)
-    except ValueError as e:
-        return str(e)
-    return None
+# What a file may hold, by key. nanoGPT's best_val_loss is a tensor, which math.isnan takes, unlike text.
+CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), lambda value: isinstance(value, dict))
+OPTIONAL = ("optimizer", "scaler", "tokenizer", "variant", "progress", "metadata", "extra_state")
+CONTENT |= dict.fromkeys(OPTIONAL, lambda value: isinstance(value, dict | None))
+CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), lambda value: isinstance(value, str | None))
+CONTENT |= {"best_val_loss": lambda x: not math.isnan(x), "iter_num": lambda x: is_number(x) and x < MOST_STEPS}
 
 
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
@@ -272,7 +268,6 @@ def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint
         found = {FORMER_NAMES.get(name, name): value for name, value in found.items()}
         check_record(found, CONTENT, required=("model", "model_args"))
         saved = checkpoint_of(found)
-        check_content(saved)
         if checksums and not math.isfinite(magnitude(found)):
             raise ValueError("weights or moments hold NaN or infinity")
     except Exception as e:  # an untrusted content can raise nearly anything
@@ -284,10 +279,14 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
     """Return a file's content as a Checkpoint.
 
     nanoGPT's lose the mask buffers of its attention without SDPA and the machine that the run was set to. A head with
-    numbers of its own, as in forks that do not tie it, stays apart from the embedding.
+    numbers of its own, as in forks that do not tie it, stays apart from the embedding. Raises ValueError, or an error
+    of a wrong type, if the weights, the model's settings or the evaluations are not what they should be.
     """
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.model = {PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")}
+    for name, w in saved.model.items():
+        if not isinstance(w, Tensor) or w.is_complex():
+            raise ValueError(f"its weight {name[:80]!r} is not a tensor of numbers")
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
     if "tokenizer" not in found:  # nanoGPT's, which names a GPU and float16 even after a run on a CPU
         saved.config = {k: v for k, v in saved.config.items() if k not in MACHINE_SETTINGS}
@@ -296,37 +295,6 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
     table = saved.model.get("transformer.wte.weight", head)
     if head.shape == table.shape and not head.is_meta and not torch.equal(head, table.to(head.dtype)):
         saved.model_args = saved.model_args | {"tie_weights": False}
-    return saved
-
-
-def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
-    """Return the weights of a loaded checkpoint, on the CPU."""
-    return saved.model
-
-
-# ---- checks --------------------------------------------------------------------------------------------------
-
-
-def is_loss(value: Any) -> bool:
-    """Return whether a value is a number, perhaps nanoGPT's in a tensor."""
-    try:
-        is_one = isinstance(value, int | float | np.floating | Tensor) and not isinstance(value, bool)
-        return is_one and not math.isnan(float(value))
-    except (ValueError, TypeError, OverflowError, RuntimeError):  # complex, too large, several numbers or none
-        return False
-
-
-CONTENT: Fields = dict.fromkeys(("model", "model_args", "config"), lambda value: isinstance(value, dict))
-OPTIONAL = ("optimizer", "scaler", "tokenizer", "variant", "progress", "metadata", "extra_state")
-CONTENT |= dict.fromkeys(OPTIONAL, lambda value: isinstance(value, dict | None))
-CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), lambda value: isinstance(value, str | None))
-CONTENT |= {"best_val_loss": is_loss, "iter_num": lambda x: is_number(x) and x < MOST_STEPS}
-
-
-def check_content(saved: Checkpoint) -> None:
-    """Raise ValueError, or an error of a wrong type, if a checkpoint does not hold what it should."""
-    for name, w in saved.model.items():
-        if not (isinstance(name, str) and isinstance(w, Tensor) and not w.is_complex()):
-            raise ValueError(f"its weight {str(name)[:80]!r} is not a tensor of numbers")
     GPTConfig.from_args(saved.model_args, "its model")
     evaluated_loss(saved)
+    return saved

@@ -7,12 +7,13 @@ import os
 import platform
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+from deskgpt.system.terminal import reason
 
 # ---- inductor's settings -------------------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ def prepare(device: torch.device) -> None:
     """Set up what torch.compile needs, before anything is compiled.
 
     Silences its warnings that ask for nothing: that matmuls are not autotuned on a card of fewer than 68 SMs, and that
-    FLOPs of Triton are not counted on Windows.
+    FLOPs of Triton are not counted on Windows. Of inductor's settings for a CPU, the user's own win.
     """
     for name in ("torch._inductor.utils", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -36,12 +37,8 @@ def prepare(device: torch.device) -> None:
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     # A model that counts its passes would be compiled again at each of them.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    if device.type == "cpu":
-        set_up_inductor()
-
-
-def set_up_inductor() -> None:
-    """Set inductor up for a CPU, before anything is compiled. The user's own settings win."""
+    if device.type != "cpu":
+        return
     import torch._inductor.config as inductor
 
     # At each start inductor checks whether the compiler knows AVX2 and AVX-512. Every compiler that can compile torch's
@@ -78,8 +75,7 @@ def work_around_gcc() -> None:
 
 def spent_s() -> float:
     """Return the seconds that torch.compile has taken in this process so far."""
-    times = torch._dynamo.utils.calculate_time_spent()
-    return times.get("total_wall_time", 0.0)
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 # ---- why it failed -------------------------------------------------------------------------------------------
@@ -108,13 +104,8 @@ def explained() -> Iterator[None]:
     except RuntimeError as e:
         if NO_COMPILER not in str(e) and not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
-        raise ValueError(f"compiling fails: {why_not_compiled(e)}; or add --compile=False") from None
-
-
-def why_not_compiled(error: Exception) -> str:
-    """Return why torch.compile failed, in one line: what it lacks here and the remedy, or the error's own text."""
-    words = " ".join(str(error).split())
-    for pattern, remedy in COMPILE_NEEDS.items():
-        if re.search(pattern, words):
-            return f"CXX={os.environ['CXX']!r}: {remedy}" if "C++" in remedy and "CXX" in os.environ else remedy
-    return textwrap.shorten(words, 200, placeholder=" ...")
+        words = " ".join(str(e).split())
+        why = next((remedy for pattern, remedy in COMPILE_NEEDS.items() if re.search(pattern, words)), reason(e))
+        if "C++" in why and "CXX" in os.environ:
+            why = f"CXX={os.environ['CXX']!r}: {why}"
+        raise ValueError(f"compiling fails: {why}; or add --compile=False") from None

@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from deskgpt.compute.sharding import is_dtensor, is_sharded, local
 from deskgpt.system import hardware
 from deskgpt.system.limits import allow_open_files
 
@@ -64,12 +65,6 @@ class DistContext:
         if torch.distributed.is_initialized():
             torch.distributed.all_gather_object(everyone, x)
         return everyone
-
-    def close(self) -> None:
-        """End the process group. No rank leaves while another works: torchrun would take that for a failure."""
-        if self.distributed:
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
 
 
 # ---- how the process was started -----------------------------------------------------------------------------
@@ -169,7 +164,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
 
 def data_parallel(model: nn.Module, dist: DistContext) -> nn.Module:
     """Return the model in DDP, which averages gradients over the ranks; itself without ranks, or if it is sharded."""
-    if not dist.distributed or hasattr(model, "reshard"):
+    if not dist.distributed or is_sharded(model):
         return model
     # DDP broadcasts buffers before each forward pass. The rotary table never changes.
     DDP._set_params_and_buffers_to_ignore_for_model(model, ["transformer.rotary"])
@@ -182,14 +177,17 @@ def data_parallel(model: nn.Module, dist: DistContext) -> nn.Module:
 
 
 def leave_ranks(net: nn.Module, dist: DistContext) -> None:
-    """End the averaging, then the process group.
+    """End the averaging, then the process group. No rank leaves while another works: torchrun would take that for a
+    failure.
 
     DDP must not be the last to hold the group: freed under Python's lock, it waits for a thread of gloo that may want
     that lock, and the process hangs (pytorch issue 56297).
     """
     if isinstance(net, DDP):
         del net.reducer, net.logger
-    dist.close()
+    if dist.distributed:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def gradients_exchanged(net: nn.Module, now: bool) -> AbstractContextManager:
@@ -218,16 +216,13 @@ def silence_first_forward(net: nn.Module) -> None:
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norms (parameters,) of all gradients, 0 if there is none; sharded ones count as a whole."""
     with_gradient = [i for i, p in enumerate(parameters) if p.grad is not None]
-    gradients: list[Any] = [parameters[i].grad for i in with_gradient]
-    is_sharded = hasattr(parameters[0], "full_tensor")
-    if is_sharded:
-        gradients = [g.to_local() for g in gradients]
+    gradients = [local(parameters[i].grad) for i in with_gradient]
     norm_of = dict(zip(with_gradient, torch._foreach_norm(gradients), strict=True))
     nothing = torch.zeros((), device=parameters[0].device)
     norms = torch.stack([norm_of.get(i, nothing) for i in range(len(parameters))])
-    if is_sharded:
+    first: Any = parameters[0]
+    if is_dtensor(first):
         squares = norms.double().square()
-        first: Any = parameters[0]
         torch.distributed.all_reduce(squares, group=first.device_mesh.get_group("dp_shard"))
         norms = squares.sqrt().float()
     return norms

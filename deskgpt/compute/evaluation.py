@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +38,12 @@ def evaluate(
     """
     losses = []
     counts = []
+    # On a CPU, evaluate uncompiled: another compilation takes longer than it saves.
+    is_eager = variant.compiled and dist.device.type == "cpu"
+    stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
     model.eval()
     try:
-        with without_compiling(variant, dist.device), hardware.autocast(dist.device, variant.dtype):
+        with stance, hardware.autocast(dist.device, variant.dtype):
             for x, y, rows in batches:
                 loss = model(x, y)[1]  # of padding too: ranks that share weights need each other
                 if rows:
@@ -53,9 +56,8 @@ def evaluate(
 
     sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
     rows_of = torch.tensor(counts, dtype=torch.float64)
-    own_batches = torch.tensor(len(counts), dtype=torch.float64)
-    totals = dist.sum(torch.stack((sums.sum(), rows_of.sum(), own_batches)))
-    loss_sum, n_rows, n_batches = totals.tolist()
+    own = torch.tensor((sums.sum(), rows_of.sum(), len(counts)), dtype=torch.float64)
+    loss_sum, n_rows, n_batches = dist.sum(own).tolist()
     mean = loss_sum / n_rows if n_rows else math.nan
     squares = dist.sum((sums - mean * rows_of).square().sum()).item()
     error = None
@@ -63,10 +65,3 @@ def evaluate(
         error = math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows
     batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
     return Evaluation(mean, error, round(n_rows), batch_losses)
-
-
-def without_compiling(variant: Variant, device: torch.device) -> AbstractContextManager:
-    """On a CPU, evaluate uncompiled: another compilation takes longer than it saves."""
-    if variant.compiled and device.type == "cpu":
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()

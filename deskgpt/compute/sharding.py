@@ -115,7 +115,7 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str 
     return copy
 
 
-def is_sharded(model: GPT) -> bool:
+def is_sharded(model: torch.nn.Module) -> bool:
     return hasattr(model, "reshard")  # after a forward pass, parameters of the root's unit are no DTensors for a while
 
 

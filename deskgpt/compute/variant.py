@@ -7,7 +7,7 @@ Nothing is timed on the model, so two runs with the same settings on the same ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -46,10 +46,6 @@ class Variant:
             words.append("8-bit matmuls")
         return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
 
-    def saved(self, device: torch.device) -> dict[str, Any]:
-        """Return this for a checkpoint, from which saved_variant reads it."""
-        return asdict(self) | {"device": device.type}
-
 
 def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
     """Return how the run that saved a checkpoint computed, by Variant's fields, as far as it is known here.
@@ -60,8 +56,7 @@ def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
         return {}
     if isinstance(saved.get("attention"), str):  # as written until 2026-11-26
         saved = saved | {"cpu_kernels": saved["attention"] == "kernels"}
-    types = {f.name: type(f.default) for f in fields(Variant)}
-    found = {name: saved[name] for name, kind in types.items() if isinstance(saved.get(name), kind)}
+    found = {f.name: saved[f.name] for f in fields(Variant) if isinstance(saved.get(f.name), type(f.default))}
     if found.get("dtype", "float32") not in hardware.DTYPES:
         del found["dtype"]
     return found
@@ -95,11 +90,10 @@ def choose_variant(
     if not kernels:
         cpu_kernels.unload()
     if compile == "auto":
-        compile = earlier.get("compiled", "auto")
-        if compile == "auto":
-            compile = device.type == "cuda" and hardware.has_triton(device)
-            compile = compile and predicted_s(dtype) >= COMPILE_FROM_S
-        compile = dist.all(bool(compile))
+        compile = earlier.get("compiled")
+        if compile is None:
+            compile = device.type == "cuda" and hardware.has_triton(device) and predicted_s(dtype) >= COMPILE_FROM_S
+        compile = dist.all(compile)
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"

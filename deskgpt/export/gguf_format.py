@@ -207,10 +207,6 @@ class Llama:
         except OSError as e:
             raise ValueError(f"llama.cpp does not run the file: {e}; nothing was exported") from None
 
-    def hidden_states(self, tokens: list[int]) -> list[list[float]]:
-        """Return what follows the final norm, for each of the tokens (T, C)."""
-        return self.ask("embedding", content=tokens, embd_normalize=-1)[0]["embedding"]
-
     def next_tokens(self, tokens: list[int]) -> dict[int, float]:
         """Return log-probabilities of the likeliest tokens after the last one, by their ids."""
         # Token 33 is drawn, a letter or a sign: llama.cpp answers with whole characters only.
@@ -231,8 +227,11 @@ def compare(path: Path, ours: GPT, tokens: Tensor) -> str:
     logits = ours(tokens)[0]
     assert logits is not None
     limit = TOLERANCE["float32"].logits if ours.config.activation == "relu2" else SAME_WITH_GELU
-    check_same("llama.cpp", ours.logits(torch.tensor([llama.hidden_states(tokens[0].tolist())])), logits, limit)
-    found = llama.next_tokens(tokens[0].tolist())
+    ids = tokens[0].tolist()
+    (reply,) = llama.ask("embedding", content=ids, embd_normalize=-1)
+    hidden_states = torch.tensor([reply["embedding"]])  # (1, T, C), which follow the final norm
+    check_same("llama.cpp", ours.logits(hidden_states), logits, limit)
+    found = llama.next_tokens(ids)
     likeliest = torch.tensor(list(found.values()))
     expected = logits[0, -1, list(found)]
     check_same("llama.cpp", likeliest - likeliest.mean(), expected - expected.mean(), limit)

@@ -12,6 +12,7 @@ from torch import Tensor
 from deskgpt.export import hugging_face
 from deskgpt.export.hugging_face import OUR_KEY, is_conv1d
 from deskgpt.system.files import read_small
+from deskgpt.system.terminal import reason
 from model import GPTConfig
 
 JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
@@ -35,20 +36,26 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     The folder holds config.json and model.safetensors, as Hugging Face or export.py writes them. Raises ValueError if
     the weights cannot be had, or are neither a GPT-2 nor a model that was exported.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).exists()]
+    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).is_file()]  # a pipe would make it wait
     if lacking:
         raise ValueError(
             f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
             f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with config.json and {WEIGHTS}"
         )
-    exported = exported_model_args(name)
-    args = gpt2_model_args(folder, name) if exported is None else exported
+    args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as e:
+        raise ValueError(f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again") from None
     state = {}
-    for key, w in read_weights(folder / WEIGHTS, name).items():
+    for key, w in weights.items():
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
         if key.endswith(".bias") and not config.bias and not w.any():
@@ -64,19 +71,6 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 'if they were trained so, write "tie_word_embeddings": false there'
             )
     return args, state
-
-
-def read_weights(path: Path, name: str) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors. Raises ValueError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():  # opening a pipe would wait
-        raise ValueError(f"init_from={name}: {path} is not a plain file but a pipe, a device or a folder")
-    try:
-        return load_file(path)
-    except SafetensorError as e:
-        raise ValueError(f"init_from={name}: {path} is damaged ({e}); fetch it again") from None
 
 
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
@@ -141,6 +135,5 @@ def download_gpt2(name: str) -> Path:
     try:
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS]))
     except Exception as e:  # errors of the hub, of its HTTP client and of the network share no class
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"
-        raise ValueError(f"init_from={name}: {reason[:160]}; {remedy}") from None
+        raise ValueError(f"init_from={name}: {reason(e)}; {remedy}") from None

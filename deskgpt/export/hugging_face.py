@@ -75,8 +75,10 @@ def is_conv1d(key: str, w: Tensor) -> bool:
     return w.dim() == 2 and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
-def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of our state_dict as the class has them."""
+def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
+    """Write our state_dict as the class has it. Raises OSError if the disk fails."""
+    from safetensors.torch import save
+
     found: dict[str, Tensor] = {}
     for key, w in state.items():
         if key == "lm_head.weight" and c.tie_weights:
@@ -87,14 +89,7 @@ def to_hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> dict[str, Tensor]
         of_block = key.startswith(("transformer.h.", "transformer.ln_f.")) and key.endswith(".weight")
         if is_gpt2(c) and not c.bias and of_block:
             found[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(0))  # which its class always has
-    return found
-
-
-def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
-    """Write our state_dict as the class's. Raises OSError if the disk fails."""
-    from safetensors.torch import save
-
-    path.write_bytes(save(to_hugging_face(c, state), metadata={"format": "pt"}))
+    path.write_bytes(save(found, metadata={"format": "pt"}))
 
 
 # ---- what it computes ----------------------------------------------------------------------------------------

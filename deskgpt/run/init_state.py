@@ -179,17 +179,16 @@ def initial_state(config: Config, data: Dataset, dist: DistContext) -> InitState
     given = RESUMED_SETTINGS
     reads = dist.is_first or sharding.shards_of(config.dp_shard, dist.world) == 1  # other ranks get theirs from rank 0
     if is_resumed:
-        saved = store.resume(source, dist.print0, dist, checksums=reads)
+        saved = store.resume(source, dist, checksums=reads)
     elif store.is_checkpoint(source):
-        trained = store.load(source, dist=dist, checksums=reads)
+        trained = store.load(source, dist.print0, dist, checksums=reads)
         saved = Checkpoint(trained.model, trained.model_args, tokenizer=trained.tokenizer)
     else:
         from deskgpt.export.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
 
         model_args, weights = load_gpt2(source)
         saved = Checkpoint(weights, model_args, tokenizer=tokenizer_of(source))
-        if exported_model_args(source) is None:  # a folder of GPT-2's does not have all settings
-            given = MODERN_CHOICES
+        given = RESUMED_SETTINGS if exported_model_args(source) else MODERN_CHOICES  # GPT-2's folder lacks the others
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
     init = InitState(source, model_config, saved)
     if is_resumed:

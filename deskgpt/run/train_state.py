@@ -102,7 +102,7 @@ class TrainState:
             scaler=self.scaler.state_dict(),
             tokenizer=self.data.tokenizer,
             chat=self.data.chat,
-            variant=self.variant.saved(self.dist.device),
+            variant=asdict(self.variant) | {"device": self.dist.device.type},  # as saved_variant reads it
             wandb_run_id=wandb_run_id,
             progress={
                 "skipped_batches": self.skipped_batches,

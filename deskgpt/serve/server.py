@@ -56,7 +56,7 @@ def make_app(routes: Sequence[BaseRoute]) -> Starlette:
             Middleware(TrustedHostMiddleware, allowed_hosts=TRUSTED_HOSTS, www_redirect=False),
             Middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES),
         ],
-        exception_handlers={HTTPException: http_error, ValueError: value_error},
+        exception_handlers={HTTPException: error_reply, ValueError: error_reply},
     )
 
 
@@ -154,12 +154,9 @@ def error_of(status: int, line: str) -> dict[str, Any]:
     return {"error": {"message": line, "type": kind, "param": None, "code": None}}
 
 
-async def http_error(request: Request, e: Exception) -> Response:
-    assert isinstance(e, HTTPException)
-    return JSONResponse(error_of(e.status_code, e.detail), e.status_code, e.headers)
-
-
-async def value_error(request: Request, e: Exception) -> Response:
+async def error_reply(request: Request, e: Exception) -> Response:
+    if isinstance(e, HTTPException):
+        return JSONResponse(error_of(e.status_code, e.detail), e.status_code, e.headers)
     if not raised_in_our_code(e):
         raise e
     return JSONResponse(error_of(400, str(e)), 400)

@@ -12,7 +12,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 
@@ -182,27 +182,23 @@ def is_local(dataset: Any) -> bool:
 RESTART_S = 100.0  # a file server keeps the lock of a host that is gone for so long; NFS has 90 seconds
 
 
-@contextmanager
-def only_run_in(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+def only_run_in(folder: Path, wait_s: float = 0.0) -> AbstractContextManager[None]:
     """Make the folder if need be, and keep other runs out of it during the block.
 
     wait_s: how long another run may take to leave it. Raises ValueError if one stays, OSError if the folder cannot be
     written.
     """
-    with if_free(folder, wait_s=wait_s) as is_free:
-        if not is_free:
-            raise ValueError(
-                f"out_dir={folder} is in use by another run: wait for it, stop it, or choose another --out_dir"
-            )
-        yield
+    in_use = f"out_dir={folder} is in use by another run: wait for it, stop it, or choose another --out_dir"
+    return locked_folder(folder, in_use, wait_s=wait_s)
 
 
 @contextmanager
-def if_free(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[bool]:
-    """Make the folder if need be. Yield True and hold the folder's lock of this name, or False if another has it.
+def locked_folder(folder: Path, in_use: str, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
+    """Make the folder if need be, and hold its lock of this name during the block.
 
     The lock is the system's and ends with its process. wait_s: how long another process may take to leave. Raises
-    OSError if the folder cannot be written. On a file system without locks a note says so once.
+    ValueError(in_use) if one stays, OSError if the folder cannot be written. On a file system without locks a note says
+    so once.
     """
     from filelock import FileLock, Timeout  # tasks.py reads this file before any package is installed
 
@@ -214,12 +210,11 @@ def if_free(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[bool]
         else:
             note_once(f"the file system of {folder} has no locks: see to it that only one run is there")
     except Timeout:
-        yield False
-        return
+        raise ValueError(in_use) from None
     except OSError as e:
         raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
     try:
-        yield True
+        yield
     finally:
         with suppress(OSError):  # the folder may have gone; Windows removes no open file
             os.unlink(lock.lock_file)

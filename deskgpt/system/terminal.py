@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
@@ -80,6 +79,7 @@ def safe_output(lasts: bool = False) -> Iterator[None]:
 # ---- numbers and times ---------------------------------------------------------------------------------------
 
 LONGEST_VALUE = 100  # characters of a value in a message
+LONGEST_REASON = 200  # of a library's error
 DAY_S = 24 * 60 * 60
 
 
@@ -109,8 +109,9 @@ def clock(seconds: float) -> str:
 
 
 def reason(e: Exception) -> str:
-    """Return the message of a library's error, short enough for a part of a line."""
-    return textwrap.shorten(str(e), 200, placeholder=" ...")
+    """Return the message of a library's error, short enough for a part of a line; its class if it has none."""
+    text = " ".join(str(e).split()) or type(e).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
 
 
 def shortened(value: Any) -> str:
