@@ -107,9 +107,7 @@ def take_over(out_dir: Path, print0: Callable[[str], None], has_best: bool = Tru
     """
     remove_leftovers(out_dir, NAME, BEST)
     for path in candidates(out_dir):
-        try:
-            read(path, numbers=False)
-        except ValueError as damage:
+        if damage := damage_of(path):
             print0(f"{path} {damage}: it is now in {set_aside(out_dir, (path.name,))}")
     last = out_dir / NAME
     best = out_dir / BEST
@@ -252,6 +250,20 @@ OPTIONAL = ("optimizer", "scaler", "tokenizer", "variant", "progress", "metadata
 CONTENT |= dict.fromkeys(OPTIONAL, lambda value: isinstance(value, dict | None))
 CONTENT |= dict.fromkeys(("chat", "wandb_run_id"), lambda value: isinstance(value, str | None))
 CONTENT |= {"best_val_loss": lambda x: not math.isnan(x), "iter_num": lambda x: is_number(x) and x < MOST_STEPS}
+
+
+def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
+    """Return the weights of a loaded checkpoint, on the CPU."""
+    return saved.model
+
+
+def damage_of(path: Path) -> str | None:
+    """Return why no good checkpoint is at path, in words that follow its name, numbers that are not finite left out."""
+    try:
+        read(path, numbers=False)
+    except ValueError as e:
+        return str(e)
+    return None
 
 
 def read(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:

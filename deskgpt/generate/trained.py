@@ -54,7 +54,7 @@ def load(init_from: str, out_dir: str, device: torch.device) -> Trained:
     source = out_dir if init_from == "resume" else init_from
     if init_from == "resume" or store.is_checkpoint(init_from):
         saved = store.load(source, functools.partial(print, file=sys.stderr))
-        model_args, weights = saved.model_args, saved.model
+        model_args, weights = saved.model_args, store.weights_of(saved)
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
         model_args, weights = load_gpt2(source)
