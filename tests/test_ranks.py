@@ -240,8 +240,6 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd)
     assert store.load(tmp_path).iter_num >= 2
 
 
-# ---- torchrun on two hosts, which are one here ---------------------------------------------------------------
-
 ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "dropout": 0.1, "max_iters": 60}
 
 
@@ -276,8 +274,6 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, char
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))
     assert sum(terminal.read_text().count("resuming ") for terminal in terminals) == 1
 
-
-# ---- SLURM, with made-up commands --------------------------------------------------------------------------------
 
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
 # srun starts its command on each node, and ends with the worst of their exit statuses.

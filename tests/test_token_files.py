@@ -346,9 +346,6 @@ def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_traine
     loader.close()
 
 
-# ---- the loader -----------------------------------------------------------------------------------------------
-
-
 def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeypatch):
     split = make(tmp_path, [5000])
     made: list[int] = []
