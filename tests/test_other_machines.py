@@ -97,9 +97,11 @@ def test_flex_attention_takes_the_steps_that_a_mask_takes_within_documents(chars
 IN_CI = "finite or out_of_memory or predicted or halved or False-float16 or compiled_run and none-gpt2"
 
 
-@pytest.mark.parametrize("card", DTYPES)
+CHOSEN = [pytest.param(card, IN_CI, marks=pytest.mark.slow) for card in ("T4", "RTX 4070")]
+
+
 @pytest.mark.parametrize(
-    "chosen", [pytest.param(IN_CI, marks=pytest.mark.slow), pytest.param("test", marks=pytest.mark.nightly)]
+    ("card", "chosen"), CHOSEN + [pytest.param(card, "test", marks=pytest.mark.nightly) for card in DTYPES]
 )
 def test_the_cards_own_tests_pass_on_it(card, chosen, on_card):
     out = on_card(card, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-k", chosen, "tests/test_gpu.py")
@@ -121,7 +123,7 @@ def test_kernels_compile_for_all_cards_and_memory_is_as_predicted(monkeypatch):
     with_fp8 = [card for card in pretend_card.CARDS.values() if card.capability >= CAPABILITY]
     assert len(gib) == len(pretend_card.CARDS) * (len(check_cards.CONFIGS) - 1) + len(with_fp8)
     for counted, predicted in gib:
-        assert 0.98 * float(counted) <= float(predicted) <= 1.25 * float(counted)  # as estimate/fit.py expects
+        assert 0.97 * float(counted) <= float(predicted) <= 1.25 * float(counted)  # as estimate/fit.py expects
 
 
 # ---- lesser processors ---------------------------------------------------------------------------------------

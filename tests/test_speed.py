@@ -107,9 +107,9 @@ def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script):
     text = page.read_text()
     assert done.code == 0, text
     assert "## facts: passed" in text
-    assert "6 passed" in text  # three dtypes, two models
+    assert "8 passed" in text  # four dtypes, two models
     assert "## tests: not run" in text
     done = script(*ours, "--minutes=0")
     assert done.code == 1
-    assert "no time was left for first, tests" in done.out
+    assert "no time was left for first, speed" in done.out
     assert page.read_text() == text
