@@ -67,7 +67,8 @@ class Dataset:
         """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
         T = min(block_size, SHORT)
         try:
-            x, y = Split(self.folder, "val", T, vocab_size).eval_batch(np.arange(2), 2)
+            val = Split(self.folder, "val", T, vocab_size)
+            x, y = val.eval_batch(np.arange(2), 2)
         except (ValueError, OSError):
             tokens = np.random.default_rng(0).integers(0, vocab_size, (2, T + 1))
             x, y = tokens[:, :-1], tokens[:, 1:]

@@ -29,9 +29,9 @@ from model import GPT, GPTConfig
 Config = Any  # a TrainConfig of train.py, which is above this room: naming it here would be a circle
 
 # Tokens/s of one card that trains GPT-2's 124M at a context of 1,024 in 16 bits: the slowest and the fastest run that
-# others report. docs/figures.md has the sources.
+# others report, or the only one. docs/figures.md has the sources.
 REPORTED = {
-    "GeForce RTX 4070": (56_100, 56_100),
+    "GeForce RTX 4070": (56_100,),
     "GeForce RTX 4090": (106_000, 110_000),
     "A100-SXM4": (109_000, 230_000),
     "H100 HBM3": (270_000, 460_000),
@@ -98,12 +98,11 @@ def usual_mfu(card: peaks.Card | None) -> tuple[float, float, str]:
 
     GeForce cards, whose 16-bit peak is only twice that of float32, are fed well by their memory; others less.
     """
-    cards = [peaks.find_card(name) for name in REPORTED]
-    low, high = REPORTED.get(card.name, (0, 0)) if card else (0, 0)
-    if card and low < high:
+    if card is not None and len(REPORTED.get(card.name, ())) > 1:
         cards = [card]
     else:
-        cards = [each for each in cards if is_geforce(each) == (card is not None and is_geforce(card))]
+        kind = card is not None and is_geforce(card)
+        cards = [each for each in map(peaks.find_card, REPORTED) if is_geforce(each) == kind]
     flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
     shares = [flops * speed / each.flops["float16"] for each in cards for speed in REPORTED[each.name]]
     return min(shares), max(shares), f"others' runs on {' and '.join(each.name for each in cards)}"
@@ -119,8 +118,7 @@ def reported_speed(config: GPTConfig, device_name: str) -> str:
     if any(getattr(config, name) != getattr(REPORTED_MODEL, name) for name in ("n_layer", "n_embd", "block_size")):
         return ""
     with suppress(ValueError):
-        low, high = REPORTED.get(peaks.find_card(device_name).name, (0, 0))
-        return f"{low:,} to {high:,}" if low < high else f"{low:,}" if low else ""
+        return " to ".join(f"{speed:,}" for speed in REPORTED.get(peaks.find_card(device_name).name, ()))
     return ""
 
 

@@ -47,7 +47,7 @@ def has_fp8(device: torch.device) -> bool:
 def use_fp8(model: nn.Module, device: torch.device) -> None:
     """Set `fp8` of the blocks' Linear layers whose sizes are multiples of 16. Other layers stay in the run's dtype.
 
-    So does the head: rounding a chunk of logits and the head's matrix costs what its matmuls gain.
+    So does the head: rounding the gradient of its logits costs more than its matmuls gain.
 
     Raises ValueError if the device has no such matmuls, or no layer such sizes.
     """
