@@ -256,8 +256,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it; nothing of this step has changed the state
                 optimizer.zero_grad(set_to_none=True)
-                dropped = [graph.drop("memory runs out") for graph in (micro_batch, eval_batch)]
-                if not any(dropped):  # without the memory of a graph it may fit
+                if not micro_batch.drop("memory runs out"):  # without the graphs' memory it may fit
                     may_halve = bool(config.auto_batch) and dist.world == 1
                     state.batching = halved_batch(dist.device, may_halve, state.batching)
                     report.smaller_batch(state.batching)
@@ -363,20 +362,18 @@ def cuda_graphs(
     The first two steps run without a graph: they compile, and allocate the optimizer's state. Both graphs use the same
     memory, one after the other.
     """
-    pool = torch.cuda.graph_pool_handle() if variant.cuda_graph else None
     train = CudaGraph(
         functools.partial(forward_backward, net, scaler, variant),
         model,
         enabled=variant.cuda_graph,
         eager_calls=2 * batching.micro_steps,
-        pool=pool,
         on_refusal=lambda why: warn([f"no CUDA graph: {why}"]),
     )
     evaluation = CudaGraph(
         functools.partial(evaluation_loss, model, variant),
         model,
         enabled=variant.cuda_graph,
-        pool=pool,
+        shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
     if variant.cuda_graph and getattr(net, "modules_buffers", None):  # which DDP broadcasts in some passes

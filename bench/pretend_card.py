@@ -186,7 +186,6 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "Event": Queue,
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
-        "graph_pool_handle": always((0, 0)),
         "device_count": always(1),
         "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0) or including_emulation,
         "get_device_properties": always(properties),

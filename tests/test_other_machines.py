@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, assert_same_run, copy_of_repository, events, flags, shell
+from conftest import ROOT, TINY, assert_same_run, copy_of_repository, events, flags, shell
 from tiny_models import MODERN_SETTINGS
 
 from bench import check_cards, pretend_card
@@ -92,6 +92,28 @@ def test_flex_attention_takes_the_steps_that_a_mask_takes_within_documents(chars
         on_card("H100", "train.py", *settings, *more, "--out_dir=out", cwd=folder)
         losses.append([e["loss"] for e in events(folder / "out", "iter")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+PATCHES = sorted(path.stem for path in (ROOT / "docs" / "hacks").glob("*.patch"))
+SETTINGS_OF_PATCH: dict[str, dict[str, Any]] = {
+    "lion": {"learning_rate": 1e-4},
+    "muon_momentum_warmup": {"optimizer": "muon"},
+    "query_gain": {"qk_norm": True},
+    "rope_base": {"position": "rope"},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(name, chars, tmp_path, on_card):
+    folder = copy_of_repository(tmp_path)
+    shell("git", "apply", f"docs/hacks/{name}.patch", cwd=folder, check=True)
+    settings = RUN | {"dataset": chars, "compile": False} | SETTINGS_OF_PATCH.get(name, {})
+    for graph in (False, True):
+        on_card("H100", "train.py", *flags(**settings, cuda_graph=graph, out_dir=f"out-{graph}"), cwd=folder)
+    assert_same_run(folder / "out-False", folder / "out-True")
+    start = events(folder / "out-True", "start")[0]
+    assert start["cuda_graph"]
 
 
 IN_CI = "finite or out_of_memory or predicted or halved or False-float16 or compiled_run and none-gpt2"
