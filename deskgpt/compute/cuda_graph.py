@@ -76,7 +76,7 @@ class CudaGraph:
         self.model = model
         self.enabled = enabled
         self.on_refusal = on_refusal
-        self.sharing = shares_memory_with.sharing if shares_memory_with else []  # passes that use the same memory
+        self.sharing: list[CudaGraph] = shares_memory_with.sharing if shares_memory_with else []  # of memory
         self.sharing.append(self)
         self.recordings = 0
         self.drops = 0  # recordings that this pass has made worthless
