@@ -16,7 +16,6 @@ from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import shards_of
 from deskgpt.kernels import cpu_kernels
-from deskgpt.kernels.fp8 import use_fp8
 from deskgpt.system import hardware, peaks
 from model import GPT
 
@@ -34,7 +33,6 @@ class Variant:
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
-    fp8: bool = False  # linear layers in 8 bits while they train
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -42,8 +40,6 @@ class Variant:
             words.append(f"residual stream in {self.residual_dtype}")
         if self.cpu_kernels:
             words.append("C++ kernels")
-        if self.fp8:
-            words.append("8-bit matmuls")
         return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
 
 
@@ -97,7 +93,7 @@ def choose_variant(
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
-    return Variant(dtype, bool(compile), bool(kernels), config.activation_checkpoint, residual_dtype, config.fp8)
+    return Variant(dtype, bool(compile), bool(kernels), config.activation_checkpoint, residual_dtype)
 
 
 def load_kernels(dist: DistContext) -> bool:
@@ -120,8 +116,6 @@ def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
-    if variant.fp8:
-        use_fp8(model.transformer.h, device)
     if variant.compiled:
         compiling.prepare(device)
         if device.type == "cuda" and ranks == 1 and variant.recompute == "none":
