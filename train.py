@@ -84,7 +84,7 @@ MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
-    retired: ClassVar[set[str]] = RETIRED  # settings of earlier versions, which old config files may have
+    retired: ClassVar[dict[str, str]] = RETIRED  # settings of earlier versions, which old config files may have
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -127,7 +127,6 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    fp8: bool = False  # training's linear layers in 8 bits, on RTX 40, H100 and later; measure before you use it
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     deterministic: bool = False  # True: a card computes the same bits in each run, 8% slower on an H200
     compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes

@@ -36,7 +36,6 @@ import train
 from bench import output
 from bench.speed import ROOT, write_data
 from configurator import build, read_settings
-from deskgpt.kernels.fp8 import has_fp8
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import OneLineParser, one_line_errors
@@ -95,13 +94,12 @@ def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
     quick = " and not compiled and not True" if s.is_toy else ""  # True: a test's parameter `compiled`
     others = [f"--peer=ours:{flag}" for flag in ("--compile=False", "--dtype=float32", "--activation_checkpoint=full")]
     grid = f"--grid=batch_size={2 if s.is_toy else '16,32,64'}"
-    fp8 = [] if s.is_toy or not has_fp8(s.device) else ["--peer=ours:--fp8=True"]
     function = ["bench/qualify.py", f"--device={s.device}", "--function"]
     return {
         "facts": (60, [*function, "facts"]),
         "first": (190, ["train.py", *first, f"--out_dir={s.tokens}/first"]),  # what an owner of a card does first
         "check": (150, [*pytest, f"every_variant{quick}"]),
-        "speed": (240, s.speed(CONFIG, 1, grid, *s.peer, *fp8)),
+        "speed": (240, s.speed(CONFIG, 1, grid, *s.peer)),
         "predicted": (40, ["train.py", *s.settings(), f"--dataset={s.tokens}", "--dry_run=True"]),
         "sampling": (60, [*function, "sampling"]),
         "tests": (300, [*pytest, f"not every_variant{quick}"]),

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from data.batching import Batching
@@ -70,9 +69,6 @@ class Report:
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
         self.print0(f"device: {self.dist.world} x {name}, {variant}{shards}")
-        if variant.fp8:
-            in_8_bits = [getattr(m, "fp8", False) for m in state.model.modules() if isinstance(m, nn.Linear)]
-            self.print0(f"8-bit matmuls in {sum(in_8_bits)} of {len(in_8_bits)} linear layers")
         self.warm_up_s = time.perf_counter() - started
         limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
         self._ends_at = started + min(filter(None, limits_s), default=math.inf)
