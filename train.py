@@ -271,12 +271,16 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             optimizer.zero_grad(set_to_none=True)
 
             # ---- log -----------------------------------------------------------------------------------------
+            report.deferred.run()  # the line of the step before: a card has this one to do meanwhile
             health.record(step, losses["loss"], grad_norms, grad_norm)
             report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
             state.step = step + 1
             state.schedule = budget.replan(state.schedule, step + 1, report.timer)
     except (DataError, BatchTooLargeError) as e:  # the state is that of the last whole step
         stops.fail(e)
+        health.flush()
+    finally:
+        report.deferred.run()  # also if the run ends with an error
     return finish(state, saver, report, health, loader, net, stops)
 
 

@@ -115,7 +115,7 @@ def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(name, ch
     assert start["cuda_graph"]
 
 
-IN_CI = "finite or out_of_memory or predicted or halved or False-float16 or compiled_run and none-gpt2"
+IN_CI = "waits or finite or out_of_memory or predicted or halved or False-float16 or compiled_run and none-gpt2"
 
 
 CHOSEN = [pytest.param(card, IN_CI, marks=pytest.mark.slow) for card in ("T4", "RTX 4070")]
