@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +181,7 @@ def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_ne
         def call(*args, **kwargs):
             torch.cuda.set_sync_debug_mode(reads)  # what a copy from the card does that waits for it, from here on
             happened.append(what)
+            time.sleep(0.02 * (what == "step"))
             return function(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)
@@ -193,8 +195,7 @@ def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_ne
     assert found[:11] == [*["step", "event", "iter"] * 3, "event", "iter"]
     queued = [happened[:at].count("step") for at, what in enumerate(happened) if what == "iter"]
     assert queued == [2, 5, 8, 8]  # when the lines of steps 0, 3, 6 and 7 are printed
-    times = [e["time_ms"] for e in events(tmp_path, "iter")]
-    assert min(times) > 0.05 * max(times)  # although the last two lines came at once
+    assert min(e["time_ms"] for e in events(tmp_path, "iter")) > 19  # although the last two come at once
 
 
 @cuda_only
