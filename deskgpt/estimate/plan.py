@@ -48,7 +48,8 @@ MFU_ON_CPU = (0.40, 0.85)
 WORKSPACES_ON_CPU = 0.45
 # Times as long as a step takes with activation_checkpoint=full: 4 layers of 384 on a CPU (docs/training.md), and 12 of
 # 768 on an H200 (bench/results/2026-11-27-h200.md).
-TIME_OF_RECOMPUTING = {"cpu": 1.26, "cuda": 1.69}
+RECOMPUTING_ON_CPU = 1.26
+RECOMPUTING_ON_GPU = 1.69
 
 
 def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
@@ -99,7 +100,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         dist.print0("time: n/a, because this micro-batch does not fit")
         return False
     if config.activation_checkpoint == "full":
-        flops_per_step *= TIME_OF_RECOMPUTING.get(device_type, 1.0)
+        flops_per_step *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
     print_time(config, batching, flops_per_step, peak, usual_mfu(card, device_type), dist)
     return True
 
@@ -113,13 +114,11 @@ def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float,
     if device_type == "cpu" and card is None:
         return (*MFU_ON_CPU, "known runs on CPUs")
     known = [peaks.find_card(name) for name in REPORTED]
-    cards = [each for each in known if each == card and len(REPORTED[each.name]) > 1]
-    if card is not None:
-        cards = cards or [each for each in known if kind_of(each) == kind_of(card)]
-    basis = f"known runs on {' and '.join(each.name for each in cards)}"
-    if not cards:
-        cards = known
-        basis = "known runs on other kinds of cards, as none is known on this one"
+    own = [each for each in known if each == card and len(REPORTED[each.name]) > 1]
+    alike = [each for each in known if card and kind_of(each) == kind_of(card)]
+    cards = own or alike or known
+    names = " and ".join(each.name for each in own or alike)
+    basis = f"known runs on {names or 'other kinds of cards, as none is known on this one'}"
     flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
     shares = [flops * speed / each.flops["float16"] for each in cards for speed in REPORTED[each.name]]
     return min(shares), max(shares), basis

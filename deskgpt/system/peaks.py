@@ -91,10 +91,10 @@ def find_card(name: str) -> Card:
     """
     key = name_key(MEMORY_SIZE.sub("", name))
     if key not in table():
-        similar = difflib.get_close_matches(key, table(), n=5, cutoff=0.4) or table()
-        names = dict.fromkeys(table()[each].name for each in similar)
+        similar = difflib.get_close_matches(key, table(), n=5, cutoff=0.4)
+        names = ", ".join(dict.fromkeys(table()[each].name for each in similar))
         raise ValueError(
-            f"{name!r} is not a known card; did you mean one of {', '.join(names)}? "
+            f"{name!r} is not a known card; did you mean one of {names or 'those in deskgpt/system/cards.txt'}? "
             "On a machine that has it, --dry_run=True measures it"
         )
     return table()[key]
