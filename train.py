@@ -70,7 +70,6 @@ from deskgpt.run.saver import Saver
 from deskgpt.run.schedule import Schedule, TimeBudget
 from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
-from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
 from deskgpt.system.hardware import autocast, make_reproducible, seed_all
@@ -337,15 +336,10 @@ def random_stream(seed: int, *numbers: int) -> int:
 
 
 def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
-    """Return the run's optimizer. dtype: of the model's matmuls.
-
-    Muon uses it on a CPU, and the GPU's fastest dtype elsewhere.
-    """
-    device = next(model.parameters()).device
-    muon_dtype = dtype if device.type == "cpu" else peaks.fast_dtype(device)
+    """Return the run's optimizer. dtype: of the model's matmuls, and of Muon's: the same on all ranks."""
     betas = (config.beta1, config.beta2)
     return optimizers.make_optimizer(
-        model, config.optimizer, config.weight_decay, config.learning_rate, betas, config.momentum, muon_dtype
+        model, config.optimizer, config.weight_decay, config.learning_rate, betas, config.momentum, dtype
     )
 
 

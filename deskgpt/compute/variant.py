@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deskgpt.compute import compiling
-from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.distributed import DistContext, agree
 from deskgpt.compute.sharding import shards_of
 from deskgpt.kernels import cpu_kernels
 from deskgpt.system import hardware, peaks
@@ -65,26 +65,31 @@ def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
 def choose_variant(
     config: Any, dist: DistContext, predicted_s: Callable[[str], float], earlier: dict[str, Any]
 ) -> Variant:
-    """Return what the settings of train.py and this machine ask for; "auto" is decided here. All ranks get the same.
+    """Return what the settings of train.py and this machine ask for; "auto" is decided here.
+
+    All ranks get the same: what a rank derives from its own device goes through `agree`.
 
     predicted_s: the seconds that the run takes in a dtype, not compiled. earlier: of the run that is resumed
     (saved_variant), which is kept, so that it continues bit for bit. Raises ValueError if what a setting names cannot
-    be had.
+    be had, and if some ranks have a GPU and others have not.
     """
     dtype = config.dtype
     kernels = config.cpu_kernels
     compile = config.compile
     device = dist.device
+    types = dist.gather(device.type)
+    if len({*types}) > 1:
+        found = ", ".join(f"rank {rank} {type}" for rank, type in enumerate(types))
+        raise ValueError(f"device={config.device}: {found}; all ranks need the same kind, such as --device=cpu")
     if dtype == "auto":
         dtype = earlier.get("dtype") or peaks.fast_dtype(device)
     is_sharded = shards_of(config.dp_shard, dist.world) > 1
     if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
         dtype = "float32"
-    if not dist.all(dtype == dist.gather(dtype)[0]):
-        dtype = "float32"
+    dtype = agree(dist, dtype, "float32")
     if kernels == "auto":
         may_exist = device.type == "cpu" and cpu_kernels.may_exist()  # not on every host, where hosts differ
-        kernels = dist.all(may_exist and earlier.get("cpu_kernels", True)) and load_kernels(dist)
+        kernels = agree(dist, may_exist and earlier.get("cpu_kernels", True)) and load_kernels(dist)
     elif kernels and not load_kernels(dist):
         raise ValueError("cpu_kernels=True is not possible here, see above; try --cpu_kernels=auto")
     if not kernels:
@@ -93,7 +98,7 @@ def choose_variant(
         compile = earlier.get("compiled")
         if compile is None:
             compile = device.type == "cuda" and hardware.has_triton(device) and predicted_s(dtype) >= COMPILE_FROM_S
-        compile = dist.all(compile)
+        compile = agree(dist, compile)
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"

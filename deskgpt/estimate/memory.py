@@ -24,6 +24,7 @@ class Step:
     variant: Variant
     device_type: str
     shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
+    ddp: bool = False  # each of several ranks has a copy of its own
 
     @property
     def tokens(self) -> int:
@@ -46,7 +47,7 @@ def memory(step: Step) -> dict[str, int]:
     activations are what the forward pass keeps for the backward pass. logits are what the loss adds, or what the
     backward pass adds for the block that it computes again, whichever is larger. gradients count in full, although a
     step of one micro-batch has all of them only when most activations are gone. Of a model that several ranks share,
-    gathered are the full weights that a rank holds at one time.
+    gathered are the full weights that a rank holds at one time. buckets are DDP's copies of the gradients, to send.
     """
     model = GPT.without_storage(step.config)
     weights = sum(p.nbytes for p in model.parameters())
@@ -65,7 +66,7 @@ def memory(step: Step) -> dict[str, int]:
         "logits": max(loss_bytes(step), computed_again),
     }
     if step.shards == 1:
-        return parts
+        return parts | {"buckets": weights} if step.ddp else parts
     for name in ("weights", "gradients", "optimizer"):
         parts[name] //= step.shards
     # FSDP gathers embedding and head in float32, and two blocks at a time in the dtype of the run.

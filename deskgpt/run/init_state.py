@@ -16,7 +16,7 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.check import check_model
-from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.distributed import DistContext, agree
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
 from deskgpt.run.schedule import EXPECTED_MFU, Config, Schedule
@@ -96,10 +96,11 @@ class InitState:
         return choose_variant(config, dist, predicted_s, saved_variant(self.checkpoint.variant, dist.device))
 
     def fitting_batch(self, config: Config, variant: Variant, dist: DistContext) -> Batching:
-        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
+        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, a larger one that fits.
 
-        A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
-        a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
+        All ranks have the same micro-batch, which the smallest card can hold. A resumed run keeps its own. Masks of
+        dropout belong to a micro-batch, so with dropout the size changes only for a user who asks for it. Raises
+        ValueError if a CPU surely lacks the memory.
         """
         batching = Batching.of(config, dist.rank, dist.world)
         if not config.eval_only:
@@ -109,10 +110,11 @@ class InitState:
         is_resumed = self.earlier is not None
         if not wanted or config.eval_only or is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
-        larger = larger_batch(self.model_config, dist.device, batching, variant)
-        if larger != batching:
-            dist.print0(f"auto_batch: using {larger.flags()} (predicted to fit; the same tokens per step)")
-        return larger
+        batch_size = agree(dist, larger_batch(self.model_config, dist.device, batching, variant))
+        if batch_size > batching.batch_size:
+            batching = batching.with_batch_size(batch_size)
+            dist.print0(f"auto_batch: using {batching.flags()} (predicted to fit; the same tokens per step)")
+        return batching
 
     def build_model(self, config: Config, variant: Variant, dist: DistContext) -> GPT:
         """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.
