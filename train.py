@@ -174,8 +174,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init.check_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------------------
-    variant = init.choose_variant(config, dist)
-    batching = init.fitting_batch(config, variant, dist)
+    chosen = init.choose_variant(config, dist)
+    batching = init.fitting_batch(config, chosen, dist)
+    variant = init.with_loss_chunks(config, chosen, batching, dist)
     model = init.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
     net = data_parallel(model, dist)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -35,6 +35,7 @@ class Variant:
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     fp8: bool = False  # linear layers in 8 bits while they train
+    loss_chunks: int = 1  # in which a card computes the loss of a micro-batch: the fewest that fit
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -44,6 +45,8 @@ class Variant:
             words.append("C++ kernels")
         if self.fp8:
             words.append("8-bit matmuls")
+        if self.loss_chunks > 1:
+            words.append(f"loss in {self.loss_chunks} chunks")
         return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
 
 
@@ -120,6 +123,7 @@ def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
+    model.loss_chunks = variant.loss_chunks
     if variant.fp8:
         use_fp8(model.transformer.h, device)
     if variant.compiled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from deskgpt.compute import sharding
 from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
+from deskgpt.estimate.fit import larger_batch, loss_chunks, refuse_beyond_memory, refuse_large_batch
 from deskgpt.run.schedule import EXPECTED_MFU, Config, Schedule
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
@@ -113,6 +113,13 @@ class InitState:
         if larger != batching:
             dist.print0(f"auto_batch: using {larger.flags()} (predicted to fit; the same tokens per step)")
         return larger
+
+    def with_loss_chunks(self, config: Config, variant: Variant, batching: Batching, dist: DistContext) -> Variant:
+        """Return the variant with the fewest chunks of the loss that fit on each rank, or those of a resumed run."""
+        shards = sharding.shards_of(config.dp_shard, dist.world)
+        fewest = loss_chunks(self.model_config, dist.device, batching.batch_size, variant, shards)
+        earlier = saved_variant(self.checkpoint.variant, dist.device).get("loss_chunks", 1)
+        return replace(variant, loss_chunks=int(dist.max(max(fewest, earlier))))
 
     def build_model(self, config: Config, variant: Variant, dist: DistContext) -> GPT:
         """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.
