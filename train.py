@@ -128,7 +128,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     deterministic: bool = False  # True: a card computes the same bits in each run, 8% slower on an H200
-    compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
+    compile: Literal["auto", True, False] = "auto"  # torch.compile: slow start, faster steps; auto: on CUDA
     cuda_graph: Literal["auto", True, False] = "auto"  # queue a micro-batch's kernels by one call; auto: on CUDA
     activation_checkpoint: Literal["none", "full"] = "none"  # full: compute activations again, which takes less memory
     seed: int = 1337  # of initial weights, batch order and dropout
@@ -178,8 +178,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init.check_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------------------
-    variant = init.choose_variant(config, dist)
-    batching = init.fitting_batch(config, variant, dist)
+    chosen = init.choose_variant(config, dist)
+    batching = init.fitting_batch(config, chosen, dist)
+    variant = init.with_loss_chunks(config, chosen, batching, dist)
     model = init.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
     net = data_parallel(model, dist)
     parameters = [p for p in model.parameters() if p.requires_grad]

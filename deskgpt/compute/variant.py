@@ -1,12 +1,11 @@
 """How a model computes on this machine: dtype, kernels, compiled or not. Chosen by rule, printed, and applied.
 
-The choice follows from the settings, the kind of machine and, for compiling, from the predicted length of the run.
-Nothing is timed on the model, so two runs with the same settings on the same machine compute the same.
+The choice follows from the settings and the kind of machine alone: a short trial computes what the long run does, and
+two runs with the same settings on the same machine compute the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,10 +18,6 @@ from deskgpt.kernels import cpu_kernels
 from deskgpt.system import hardware, peaks
 from model import GPT
 
-# A run that is predicted to be shorter than this is not compiled. On an H200, with a graph for each block, the first
-# step came after 17 to 31 s in place of 10, and a step took 140 ms in place of 187.
-COMPILE_FROM_S = 300.0
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -34,6 +29,7 @@ class Variant:
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (cuda_graph.py)
+    loss_chunks: int = 1  # in which a card computes the loss of a micro-batch: the fewest that fit
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -44,6 +40,8 @@ class Variant:
         words.append("compiled" if self.compiled else "not compiled")
         if self.cuda_graph:
             words.append("CUDA graph")
+        if self.loss_chunks > 1:
+            words.append(f"loss in {self.loss_chunks} chunks")
         return ", ".join(words)
 
 
@@ -62,14 +60,12 @@ def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def choose_variant(
-    config: Any, dist: DistContext, predicted_s: Callable[[str], float], earlier: dict[str, Any]
-) -> Variant:
+def choose_variant(config: Any, dist: DistContext, earlier: dict[str, Any]) -> Variant:
     """Return what the settings of train.py and this machine ask for; "auto" is decided here.
 
     All ranks get the same: what a rank derives from its own device goes through `agree`.
 
-    predicted_s: the seconds that the run takes in a dtype, not compiled. earlier: of the run that is resumed
+    earlier: of the run that is resumed
     (saved_variant), which is kept, so that it continues bit for bit. Raises ValueError if what a setting names cannot
     be had, and if some ranks have a GPU and others have not.
     """
@@ -97,7 +93,7 @@ def choose_variant(
     if compile == "auto":
         compile = earlier.get("compiled")
         if compile is None:
-            compile = device.type == "cuda" and hardware.has_triton(device) and predicted_s(dtype) >= COMPILE_FROM_S
+            compile = device.type == "cuda" and hardware.has_triton(device)
         compile = agree(dist, compile)
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
@@ -138,6 +134,7 @@ def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
+    model.loss_chunks = variant.loss_chunks
     if variant.compiled:
         compiling.prepare(device)
         if device.type == "cuda" and ranks == 1 and variant.recompute == "none":

@@ -8,7 +8,7 @@ import torch
 
 from data.batching import Batching
 from deskgpt.compute.variant import Variant
-from deskgpt.estimate.memory import Step, memory
+from deskgpt.estimate.memory import Step, memory, with_fewest_chunks
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
@@ -117,8 +117,23 @@ def larger_batch(config: GPTConfig, device: torch.device, batching: Batching, va
 
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
-    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0."""
+    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0.
+
+    It may need the loss in chunks: a larger micro-batch saves more than they cost.
+    """
     for n in range(step.batch_size, 0, -1):
-        if sequences % n == 0 and sum(memory(replace(step, batch_size=n)).values()) <= limit_bytes:
+        if sequences % n:
+            continue
+        smallest = with_fewest_chunks(replace(step, batch_size=n), limit_bytes)
+        if sum(memory(smallest).values()) <= limit_bytes:
             return n
     return 0
+
+
+def loss_chunks(config: GPTConfig, device: torch.device, batch_size: int, variant: Variant, shards: int) -> int:
+    """Return the fewest chunks of the loss with which a micro-batch is predicted to fit into the device's memory.
+
+    As above the limit is all memory, so the same run takes the same chunks each time.
+    """
+    step = Step(config, batch_size, variant, device.type, shards)
+    return with_fewest_chunks(step, USABLE_SHARE * hardware.memory_bytes(device)).variant.loss_chunks

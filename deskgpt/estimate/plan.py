@@ -21,7 +21,7 @@ from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import describe_shards, shards_of
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.fit import USABLE_SHARE, largest_batch
-from deskgpt.estimate.memory import Step, memory
+from deskgpt.estimate.memory import Step, memory, with_fewest_chunks
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import clock, in_gib, millions
 from model import GPT, GPTConfig
@@ -81,6 +81,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
     variant = Variant(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
     step = Step(model_config, batching.batch_size, variant, device_type, shards_of(config.dp_shard, ranks), ranks > 1)
+    step = with_fewest_chunks(step, USABLE_SHARE * total_bytes)
     parts = memory(step)
     if device_type == "cpu":
         parts["workspaces"] = round(WORKSPACES_ON_CPU * sum(parts.values()))
