@@ -159,9 +159,7 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
     parts = r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB"
     assert sum(numbers(parts, done.out)) == pytest.approx(total_gib(done.out), abs=0.03)
-    assert total_gib(done.out) == pytest.approx(
-        5.90, rel=0.05
-    )  # bench/check_cards.py counts it
+    assert total_gib(done.out) == pytest.approx(5.90, rel=0.05)  # bench/check_cards.py counts it
     fastest, slowest = numbers(r": (\S+) to (\S+)s per step", done.out)
     assert fastest == pytest.approx(9.34, rel=0.02)
     assert slowest < 1.6 * fastest
