@@ -4,15 +4,14 @@
     python export.py --out_dir=out/ckpt_best.pt --to=my-model.gguf
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
-(how to load it), and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with transformers or
-llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on text. If they
-differ, as after a change of model.py, nothing is exported.
+(how to load it), and your model.py with what it needs, if the model is not a GPT-2. The result is loaded again with
+transformers or llama.cpp (the package xllamacpp), and its logits are compared with model.py's on text. If they differ,
+nothing is exported. Without that package the exit status is 3: exported, and not compared.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ from torch import Tensor
 from configurator import configure
 from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt.export import gguf_format, hugging_face
-from deskgpt.export.hugging_face import MODELING_FILE
+from deskgpt.export import carry, gguf_format, hugging_face
 from deskgpt.generate.trained import Trained, load
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import cannot_write, check_unused, new_folder, replacing
@@ -37,6 +35,7 @@ from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.terminal import millions
 from model import GPT
 
+NOT_COMPARED = 3  # the exit status without the program that would read the export
 CARD = Path(hugging_face.__file__).with_name("card.md")
 
 
@@ -52,60 +51,85 @@ class ExportConfig:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
 
 
-def main(c: ExportConfig) -> None:
-    """Write c.to. Raises ValueError and OSError; nothing half-written is left."""
+def main(c: ExportConfig) -> bool:
+    """Write c.to; return whether it was compared. Raises ValueError and OSError; nothing half-written is left."""
     to = Path(c.to)
     check_unused(to)
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
-    model = without_embedding_norm(trained.model)
+    trained.model.eval()
     write = write_gguf if to.suffix.lower() == ".gguf" else write_folder
-    loaded_by, compared = write(trained, model, to)
+    loaded_by, compared = write(trained, to)
     size = millions(sum(p.numel() for p in trained.model.parameters()))
     print(f"{to}: {size} parameters, tokenizer {trained.tokenizer.meta()['name']}, {loaded_by}")
-    print(compared)
+    program, package = ("llama.cpp", "xllamacpp") if write is write_gguf else ("transformers", "transformers")
+    if compared:
+        print(f"{program} computes the same logits as model.py after each token of a text")
+    else:
+        print(f"nothing was compared with model.py: that needs {program} (pip install {package})", file=sys.stderr)
+    return compared
 
 
-def write_folder(trained: Trained, model: GPT, to: Path) -> tuple[str, str]:
-    """Write the folder; return the class that computes it, and a sentence about the comparison.
+def write_folder(trained: Trained, to: Path) -> tuple[str, bool]:
+    """Write the folder; return the class that computes it, and whether that was compared.
 
-    model: trained's, without embedding_norm. Raises ValueError and OSError; then nothing is left.
+    Raises ValueError and OSError; then nothing is left.
     """
-    config = model.config
+    if hugging_face.is_gpt2(trained.model.config):
+        try:
+            return write_folder_for("GPT2LMHeadModel", trained, without_embedding_norm(trained.model), to)
+        except hugging_face.Differs:
+            pass  # model.py was changed
+    return write_folder_for("DeskGPTForCausalLM, with model.py itself", trained, trained.model, to)
+
+
+def write_folder_for(computed_by: str, trained: Trained, model: GPT, to: Path) -> tuple[str, bool]:
+    """Write the folder for one of transformers' classes or ours, as write_folder does."""
+    gpt2 = computed_by == "GPT2LMHeadModel"
+    prompt = trained.tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
+    card = CARD.read_text(encoding="utf-8").format(name=to.resolve().name, class_name=computed_by, prompt=prompt)
+    texts = {"README.md": card} if gpt2 else {"README.md": card} | carry.sources()
+    with new_folder(to) as folder:
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8", newline="\n")
+        hugging_face.write_weights(folder / "model.safetensors", model.config, model.state_dict(), gpt2)
+        use_cache = not model.config.token_shift
+        write_records(folder, trained, model, gpt2, use_cache)
+        with_cache = hugging_face.compare(folder, trained.model, text_to_compare(trained))
+        if use_cache and with_cache is False:
+            write_records(folder, trained, model, gpt2, use_cache=False)
+    return computed_by, with_cache is not None
+
+
+def write_records(folder: Path, trained: Trained, model: GPT, gpt2: bool, use_cache: bool) -> None:
     tokenizer = trained.tokenizer
-    class_name = hugging_face.class_name(config)
-    prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
-    card = CARD.read_text(encoding="utf-8").format(name=to.resolve().name, class_name=class_name, prompt=prompt)
-    end_of_text = tokenizer.end_of_text
+    config = model.config
     chat_template = template.JINJA if trained.saw_chat else None
     records = {
-        "config.json": hugging_face.config_json(config, end_of_text),
-        "generation_config.json": hugging_face.generation_config_json(config, tokenizer.vocab_size, end_of_text),
+        "config.json": hugging_face.config_json(config, tokenizer.end_of_text, gpt2, use_cache),
+        "generation_config.json": hugging_face.generation_config_json(
+            config, tokenizer.vocab_size, tokenizer.end_of_text, use_cache
+        ),
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
     }
-    with new_folder(to) as folder:
-        for file, record in records.items():
-            text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-            (folder / file).write_text(text, encoding="utf-8", newline="\n")
-        if not hugging_face.is_gpt2(config):
-            shutil.copy(CARD.with_name(MODELING_FILE), folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        hugging_face.write_weights(folder / "model.safetensors", config, model.state_dict())
-        return class_name, hugging_face.compare(folder, trained.model.eval(), text_to_compare(trained))
+    for file, record in records.items():
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        (folder / file).write_text(text, encoding="utf-8", newline="\n")
 
 
-def write_gguf(trained: Trained, model: GPT, to: Path) -> tuple[str, str]:
-    """Write the GGUF file; return the architecture that computes it, and a sentence about the comparison.
+def write_gguf(trained: Trained, to: Path) -> tuple[str, bool]:
+    """Write the GGUF file; return the architecture that computes it, and whether that was compared.
 
-    model: trained's, without embedding_norm. Raises ValueError and OSError; then nothing is left.
+    Raises ValueError and OSError; then nothing is left.
     """
+    model = without_embedding_norm(trained.model)
     chat_template = template.JINJA if trained.saw_chat else None
     tokenizer = tokenizer_json(trained.tokenizer)
     try:
         with replacing(to) as file:
             path = Path(file.name)
             gguf_format.write(path, model.config, model.state_dict(), tokenizer, chat_template)
-            compared = gguf_format.compare(path, trained.model.eval(), text_to_compare(trained))
+            compared = gguf_format.compare(path, trained.model, text_to_compare(trained))
     except OSError as e:
         raise cannot_write(to, e) from None
     return f"llama.cpp's {gguf_format.architecture_of(model.config)}", compared
@@ -136,4 +160,5 @@ def text_to_compare(trained: Trained) -> Tensor:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what is half written is removed
     with one_line_errors("take a machine with four times the model's memory"):
-        main(configure(ExportConfig, sys.argv[1:]))
+        if not main(configure(ExportConfig, sys.argv[1:])):
+            sys.exit(NOT_COMPARED)
