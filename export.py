@@ -70,51 +70,47 @@ def main(c: ExportConfig) -> bool:
 
 
 def write_folder(trained: Trained, to: Path) -> tuple[str, bool]:
-    """Write the folder; return the class that computes it, and whether that was compared.
+    """Write the folder; return what computes it, and whether that was compared.
 
     Raises ValueError and OSError; then nothing is left.
     """
+    ways = [(False, True), (False, False)]  # for GPT-2's class or ours, with a cache or without
     if hugging_face.is_gpt2(trained.model.config):
+        ways.insert(0, (True, True))
+    for gpt2, use_cache in ways:  # the first that computes what model.py does
         try:
-            return write_folder_for("GPT2LMHeadModel", trained, without_embedding_norm(trained.model), to)
-        except hugging_face.Differs:
-            pass  # model.py was changed
-    return write_folder_for("DeskGPTForCausalLM, with model.py itself", trained, trained.model, to)
+            return write_folder_for(gpt2, use_cache, trained, to)
+        except hugging_face.Differs as e:
+            error = e
+    raise error
 
 
-def write_folder_for(computed_by: str, trained: Trained, model: GPT, to: Path) -> tuple[str, bool]:
-    """Write the folder for one of transformers' classes or ours, as write_folder does."""
-    gpt2 = computed_by == "GPT2LMHeadModel"
-    prompt = trained.tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
-    card = CARD.read_text(encoding="utf-8").format(name=to.resolve().name, class_name=computed_by, prompt=prompt)
-    texts = {"README.md": card} if gpt2 else {"README.md": card} | carry.sources()
-    with new_folder(to) as folder:
-        for file, text in texts.items():
-            (folder / file).write_text(text, encoding="utf-8", newline="\n")
-        hugging_face.write_weights(folder / "model.safetensors", model.config, model.state_dict(), gpt2)
-        use_cache = not model.config.token_shift
-        write_records(folder, trained, model, gpt2, use_cache)
-        with_cache = hugging_face.compare(folder, trained.model, text_to_compare(trained))
-        if use_cache and with_cache is False:
-            write_records(folder, trained, model, gpt2, use_cache=False)
-    return computed_by, with_cache is not None
-
-
-def write_records(folder: Path, trained: Trained, model: GPT, gpt2: bool, use_cache: bool) -> None:
-    tokenizer = trained.tokenizer
+def write_folder_for(gpt2: bool, use_cache: bool, trained: Trained, to: Path) -> tuple[str, bool]:
+    model = without_embedding_norm(trained.model) if gpt2 else trained.model
     config = model.config
+    tokenizer = trained.tokenizer
+    computed_by = "GPT2LMHeadModel" if gpt2 else "DeskGPTForCausalLM with model.py"
+    prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
+    end_of_text = tokenizer.end_of_text
     chat_template = template.JINJA if trained.saw_chat else None
     records = {
-        "config.json": hugging_face.config_json(config, tokenizer.end_of_text, gpt2, use_cache),
+        "config.json": hugging_face.config_json(config, end_of_text, gpt2, use_cache),
         "generation_config.json": hugging_face.generation_config_json(
-            config, tokenizer.vocab_size, tokenizer.end_of_text, use_cache
+            config, tokenizer.vocab_size, end_of_text, use_cache
         ),
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
     }
-    for file, record in records.items():
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        (folder / file).write_text(text, encoding="utf-8", newline="\n")
+    texts = {name: json.dumps(record, indent=1, ensure_ascii=False) + "\n" for name, record in records.items()}
+    card = CARD.read_text(encoding="utf-8")
+    texts["README.md"] = card.format(name=to.resolve().name, class_name=computed_by, prompt=prompt)
+    if not gpt2:
+        texts |= carry.sources()
+    with new_folder(to) as folder:
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8", newline="\n")
+        hugging_face.write_weights(folder / "model.safetensors", config, model.state_dict(), gpt2)
+        return computed_by, hugging_face.compare(folder, trained.model, text_to_compare(trained))
 
 
 def write_gguf(trained: Trained, to: Path) -> tuple[str, bool]:

@@ -1,7 +1,13 @@
-"""What model.py imports from deskgpt, in plain torch: for folders that are used without deskgpt (carry.py)."""
+"""What model.py and its wrapper for transformers need of deskgpt, in plain torch: export.py copies this file.
+
+Imports of these names from deskgpt are rewritten to come from here (carry.py).
+
+Shape legend: B batch, T time, S time with what is cached, C channels.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+# ---- what model.py imports -----------------------------------------------------------------------------------
+
 Linear = nn.Linear
 AtLeast1 = int
 Fraction = float
 
 
-class Range:
-    """The range of a setting, of which deskgpt checked the value."""
-
-    def __init__(self, low: float = 0, high: float = 0, below: float = 0) -> None:
-        pass
+def Range(*limits: float, **further: float) -> None:
+    """Stand for the range of a setting, whose value was checked before it was exported."""
 
 
 def check_fields(config: Any) -> None:
-    pass
+    """Leave a configuration as it is."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    if q.device.type == "mps":  # in 16 bits it lets tokens see later ones without a mask (pytorch issue 195910)
-        T = q.size(2)
-        return masked_attention(q, k, v, torch.ones(T, T, dtype=torch.bool, device=q.device).tril(), dropout)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    T = q.size(2)
+    # A mask, not is_causal: with that, tokens see later ones in 16 bits on MPS (pytorch issue 195910).
+    return masked_attention(q, k, v, torch.ones(T, T, dtype=torch.bool, device=q.device).tril(), dropout)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
@@ -54,3 +58,61 @@ def recomputed(block: nn.Module, x: Tensor, context: Any) -> Tensor:
 def chunked_cross_entropy(logits: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *chunks: Any) -> Tensor:
     total = F.cross_entropy(logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum")
     return total / (targets != -1).sum().clamp(min=1)
+
+
+# ---- transformers' padding and caches ------------------------------------------------------------------------
+
+
+class CachesOfRows(dict[tuple[bool, ...], Any]):
+    """model.py's caches, each for the rows that it names; a copy of transformers' cache begins with none."""
+
+    def __deepcopy__(self, memo: Any) -> CachesOfRows:
+        return CachesOfRows()
+
+
+def hidden_states(
+    transformer: Callable[..., Tensor],
+    idx: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Any,
+    new_cache: Callable[[], Any],
+) -> Tensor:
+    """Return what transformer makes (B, T, C) of tokens idx (B, T), which follow those in the cache.
+
+    The tokens of a row are put together first: transformer sees none of the padding, whatever it computes.
+
+    mask (B, S): 0 for padding, also of the tokens in the cache. cache: transformers'; it keeps tokens only, and model.py's
+    caches beside it know whether they are of these tokens. None: nothing is kept. new_cache makes one of model.py's.
+
+    Raises ValueError for other position_ids than those of the mask, and for a cache of a fixed size.
+    """
+    T = idx.size(1)
+    if cache is not None:
+        if cache.is_compileable:
+            raise ValueError("this model has dynamic caches only: leave cache_implementation out")
+        idx = cache.update(idx[:, None, :, None], idx[:, None, :, None], 0)[0][:, 0, :, 0]  # (B, S)
+    seen = torch.ones_like(idx).bool() if mask is None else mask.bool()
+    new = seen.clone()
+    new[:, :-T] = False
+    if position_ids is not None and ((position_ids != seen.cumsum(1)[:, -T:] - 1) & new[:, -T:]).any():
+        raise ValueError("this model counts positions by attention_mask: leave position_ids out")
+    if cache is None:
+        order = (~seen).int().argsort(dim=1, stable=True)  # padding last: no token looks at later ones
+        x = transformer(idx.gather(1, order))
+        return torch.zeros_like(x).scatter(1, order[:, :, None].expand_as(x), x)
+
+    caches = vars(cache).setdefault("of_rows", CachesOfRows())
+    counts = torch.stack((seen.sum(1), new.sum(1)), 1)  # (B, 2)
+    parts = []
+    for count in counts.unique(dim=0):  # rows with as many tokens are a pass of their own
+        n, n_new = count.tolist()
+        rows = (counts == count).all(1)
+        if n_new:
+            kept = caches.setdefault(tuple(rows.tolist()), new_cache())
+            x = kept.run(functools.partial(transformer, cache=kept), idx[rows][seen[rows]].view(-1, n))
+            parts.append((new & rows[:, None], x[:, -n_new:]))
+    found = x.new_zeros(*idx.shape, x.size(2))
+    for where, x in parts:
+        found[where] = x.flatten(0, 1)
+    return found[:, -T:]

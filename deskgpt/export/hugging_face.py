@@ -30,10 +30,12 @@ def is_gpt2(c: GPTConfig) -> bool:
 
 def config_json(c: GPTConfig, end_of_text: int | None, gpt2: bool, use_cache: bool) -> dict[str, Any]:
     """Return config.json of a model, which GPT-2's class computes, or ours; end_of_text: that token's id, if any."""
-    common = {
+    config = {
         "n_layer": c.n_layer,
         "n_head": c.n_head,
         "n_embd": c.n_embd,
+        "n_positions": c.block_size,
+        "n_ctx": c.block_size,  # the same, for llama.cpp
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tie_weights,
         "bos_token_id": end_of_text,
@@ -42,24 +44,19 @@ def config_json(c: GPTConfig, end_of_text: int | None, gpt2: bool, use_cache: bo
         "dtype": "float32",
         OUR_KEY: {"model_args": asdict(c), "use_cache": use_cache},
     }
-    if not gpt2:
-        auto_map = {"AutoConfig": "DeskGPTConfig", "AutoModelForCausalLM": "DeskGPTForCausalLM"}
-        return common | {
-            "model_type": "deskgpt",
-            "architectures": ["DeskGPTForCausalLM"],
-            "auto_map": {name: f"modeling_deskgpt.{ours}" for name, ours in auto_map.items()},
-            "block_size": c.block_size,
+    if gpt2:
+        return config | {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": ACTIVATIONS[c.activation],
+            "layer_norm_epsilon": 1e-5,
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
         }
-    return common | {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_positions": c.block_size,
-        "n_ctx": c.block_size,  # the same, for llama.cpp
-        "activation_function": ACTIVATIONS[c.activation],
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": c.dropout,
-        "attn_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
+    classes = {"AutoConfig": "DeskGPTConfig", "AutoModelForCausalLM": "DeskGPTForCausalLM"}
+    return config | {
+        "model_type": "deskgpt",
+        "architectures": ["DeskGPTForCausalLM"],
+        "auto_map": {name: f"modeling_deskgpt.{ours}" for name, ours in classes.items()},
     }
 
 
@@ -102,14 +99,13 @@ class Differs(ValueError):
 
 
 @torch.inference_mode()
-def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool | None:
-    """Compare transformers' logits after each of the tokens (1, T) with model.py's.
+def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool:
+    """Compare transformers' logits after each of the tokens (1, T) with model.py's; our class's with padding, too.
 
-    Return whether our class computes the same with a cache, too; True for GPT-2's; None if transformers is missing.
-    Raises Differs.
+    Raises Differs. Return False if transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
-        return None
+        return False
     with tempfile.TemporaryDirectory() as copies:
         os.environ.setdefault("HF_MODULES_CACHE", copies)  # of the folder's Python files, which transformers makes
         from transformers import AutoModelForCausalLM
@@ -118,34 +114,24 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool | None:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # a table of what does not fit would hide our one line
         # What the class lacks, or has in another shape, is left out, and then its logits differ.
-        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "trust_remote_code": True}
+        options: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "trust_remote_code": True}
         theirs = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    name = type(theirs).__name__
-    T = tokens.size(1)
-    expected = ours(tokens)[0]
-    check_same(name, theirs(tokens, use_cache=False).logits, expected)
-    if T < 3 or "DeskGPT" not in name:
+    if theirs.config.model_type == "gpt2":
+        check_same("GPT2LMHeadModel", theirs(tokens).logits, ours(tokens)[0])
         return True
 
-    n = T // 2 + 1
-    rows = torch.cat((tokens, tokens.roll(T - n, 1)))  # the second one ends with the first n tokens
+    half = tokens.size(1) // 2
+    rows = tokens.repeat(2, 1)
     mask = torch.ones_like(rows)
-    mask[1, : T - n] = 0
-    expected = torch.cat((expected[0], ours(tokens[:, :n])[0][0]))  # (T + n, V)
-    found = theirs(rows, attention_mask=mask, use_cache=False).logits
-    check_same(f"{name} with padding", found[mask.bool()], expected)
-    if not theirs.config.deskgpt["use_cache"]:
-        return False
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=theirs.config)
-    try:
-        steps = []
-        for end, new in ((T - 2, rows[:, :-2]), (T - 1, rows[:, -2:-1]), (T, rows[:, -1:])):
-            steps.append(theirs(new, attention_mask=mask[:, :end], past_key_values=cache).logits)
-        check_same(f"{name} with a cache", torch.cat(steps, 1)[mask.bool()], expected)
-    except (ValueError, IndexError):  # it keeps something that transformers' cache does not
-        return False
+    mask[1, :half] = 0
+    first = theirs(rows[:, :-1], attention_mask=mask[:, :-1]) if half and theirs.config.deskgpt["use_cache"] else None
+    if first is None:
+        found = theirs(rows, attention_mask=mask, use_cache=False).logits
+    else:
+        last = theirs(rows[:, -1:], attention_mask=mask, past_key_values=first.past_key_values)
+        found = torch.cat((first.logits, last.logits), 1)
+    expected = torch.cat([ours(x)[0][0] for x in (tokens, tokens[:, half:])])
+    check_same("transformers with this model.py", found[mask.bool()], expected)
     return True
 
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, GPT2Config, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deskgpt.export.padding import hidden_states
+from deskgpt.export.deskgpt_ops import hidden_states
+from deskgpt.kernels.kv_cache import KVCache
 from model import GPT, GPTConfig
 
 
-class DeskGPTConfig(PretrainedConfig):
+class DeskGPTConfig(GPT2Config):
+    """GPT-2's names for sizes, and `deskgpt`: model.py's settings, and whether it generates with a cache."""
+
     model_type = "deskgpt"
-    keys_to_ignore_at_inference = ("past_key_values",)
-    attribute_map = {  # noqa: RUF012 (the base class has it so)
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "block_size",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    }
 
 
 class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = DeskGPTConfig
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class has these)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _tied_weights_keys = {"gpt.lm_head.weight": "gpt.transformer.wte.weight"}  # noqa: RUF012
@@ -75,7 +72,8 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and not self.config.deskgpt["use_cache"]:
             raise ValueError("this model computes something else with a cache: use_cache=False")
         cache = (past_key_values if past_key_values is not None else DynamicCache()) if use_cache else None
-        x = hidden_states(self.gpt.transformer, input_ids, attention_mask, position_ids, cache)
+        new_cache = partial(KVCache, self.gpt.config.block_size)
+        x = hidden_states(self.gpt.transformer, input_ids, attention_mask, position_ids, cache, new_cache)
         logits = self.gpt.logits(x[:, -logits_to_keep:])  # (B, T, V)
         loss = None
         if labels is not None:
