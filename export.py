@@ -61,11 +61,9 @@ def main(c: ExportConfig) -> bool:
     loaded_by, compared = write(trained, to)
     size = millions(sum(p.numel() for p in trained.model.parameters()))
     print(f"{to}: {size} parameters, tokenizer {trained.tokenizer.meta()['name']}, {loaded_by}")
-    program, package = ("llama.cpp", "xllamacpp") if write is write_gguf else ("transformers", "transformers")
-    if compared:
-        print(f"{program} computes the same logits as model.py after each token of a text")
-    else:
-        print(f"nothing was compared with model.py: that needs {program} (pip install {package})", file=sys.stderr)
+    program = "llama.cpp (xllamacpp)" if write is write_gguf else "transformers"
+    same = "computes the same logits as model.py after each token of a text"
+    print(program, same if compared else "is not installed: nothing was compared with model.py")
     return compared
 
 
@@ -91,13 +89,8 @@ def write_folder_for(gpt2: bool, use_cache: bool, trained: Trained, to: Path) ->
     tokenizer = trained.tokenizer
     computed_by = "GPT2LMHeadModel" if gpt2 else "DeskGPTForCausalLM with model.py"
     prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
-    end_of_text = tokenizer.end_of_text
     chat_template = template.JINJA if trained.saw_chat else None
-    records = {
-        "config.json": hugging_face.config_json(config, end_of_text, gpt2, use_cache),
-        "generation_config.json": hugging_face.generation_config_json(
-            config, tokenizer.vocab_size, end_of_text, use_cache
-        ),
+    records = hugging_face.configs(config, tokenizer.vocab_size, tokenizer.end_of_text, gpt2, use_cache) | {
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
     }

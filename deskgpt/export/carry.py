@@ -6,13 +6,11 @@ Imports of ours are rewritten: names that deskgpt_ops.py has come from there, ot
 from __future__ import annotations
 
 import ast
-import inspect
 from pathlib import Path
 
 from deskgpt.export import deskgpt_ops
-from model import GPT
+from deskgpt.system.errors import ROOT
 
-ROOT = Path(inspect.getfile(GPT)).parent
 WRAPPER = f"{__package__}.modeling_deskgpt"
 
 
@@ -39,7 +37,6 @@ def carried(module: str, modules: list[str]) -> str:
     """
     text = file_of(module).read_text(encoding="utf-8")
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    is_deep = module.startswith("deskgpt.") and module != WRAPPER
     statements = {ast.get_source_segment(text, node) or "": node for node in nodes}
     for statement in sorted(statements, key=len, reverse=True):  # one may be the beginning of another
         node = statements[statement]
@@ -50,11 +47,10 @@ def carried(module: str, modules: list[str]) -> str:
                 continue  # of Python or another project
             if source.startswith("deskgpt.") and hasattr(deskgpt_ops, alias.name):
                 source = deskgpt_ops.__name__
-            elif isinstance(node, ast.Import) or not file_of(source).exists() or is_deep:
+            elif isinstance(node, ast.Import) or not file_of(source).exists():
                 raise ValueError(
-                    f"{file_of(module)}, line {node.lineno}: `{statement}` cannot leave the checkout: only `from FILE "
-                    "import NAMES` can, of files that need nothing else of deskgpt; nothing was exported. Write what "
-                    "model.py needs of it there"
+                    f"{file_of(module)}, line {node.lineno}: `{statement}` cannot go into an exported folder: "
+                    "only `from FILE import NAMES` can; nothing was exported. Write what model.py needs of it there"
                 )
             if source not in modules:
                 modules.append(source)

@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 # ---- what model.py imports -----------------------------------------------------------------------------------
 
@@ -52,7 +51,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 def recomputed(block: nn.Module, x: Tensor, context: Any) -> Tensor:
-    return checkpoint(block, x, context, use_reentrant=False)
+    return block(x, context)
 
 
 def chunked_cross_entropy(logits: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *chunks: Any) -> Tensor:
@@ -63,7 +62,7 @@ def chunked_cross_entropy(logits: Callable[[Tensor], Tensor], x: Tensor, targets
 # ---- transformers' padding and caches ------------------------------------------------------------------------
 
 
-class CachesOfRows(dict[tuple[bool, ...], Any]):
+class CachesOfRows(dict[str, Any]):
     """model.py's caches, each for the rows that it names; a copy of transformers' cache begins with none."""
 
     def __deepcopy__(self, memo: Any) -> CachesOfRows:
@@ -82,8 +81,8 @@ def hidden_states(
 
     The tokens of a row are put together first: transformer sees none of the padding, whatever it computes.
 
-    mask (B, S): 0 for padding, also of the tokens in the cache. cache: transformers'; it keeps tokens only, and model.py's
-    caches beside it know whether they are of these tokens. None: nothing is kept. new_cache makes one of model.py's.
+    mask (B, S): 0 for padding, also of the tokens in the cache. cache: transformers'; it keeps the tokens only, and
+    beside it are model.py's caches, which know of which tokens they are. None: nothing is kept. new_cache makes one.
 
     Raises ValueError for other position_ids than those of the mask, and for a cache of a fixed size.
     """
@@ -93,9 +92,8 @@ def hidden_states(
             raise ValueError("this model has dynamic caches only: leave cache_implementation out")
         idx = cache.update(idx[:, None, :, None], idx[:, None, :, None], 0)[0][:, 0, :, 0]  # (B, S)
     seen = torch.ones_like(idx).bool() if mask is None else mask.bool()
-    new = seen.clone()
-    new[:, :-T] = False
-    if position_ids is not None and ((position_ids != seen.cumsum(1)[:, -T:] - 1) & new[:, -T:]).any():
+    new = seen[:, -T:]
+    if position_ids is not None and ((position_ids != seen.cumsum(1)[:, -T:] - 1) & new).any():
         raise ValueError("this model counts positions by attention_mask: leave position_ids out")
     if cache is None:
         order = (~seen).int().argsort(dim=1, stable=True)  # padding last: no token looks at later ones
@@ -103,16 +101,18 @@ def hidden_states(
         return torch.zeros_like(x).scatter(1, order[:, :, None].expand_as(x), x)
 
     caches = vars(cache).setdefault("of_rows", CachesOfRows())
-    counts = torch.stack((seen.sum(1), new.sum(1)), 1)  # (B, 2)
+    counts = torch.stack((seen[:, :-T].sum(1), seen.sum(1)), 1)  # (B, 2)
     parts = []
     for count in counts.unique(dim=0):  # rows with as many tokens are a pass of their own
-        n, n_new = count.tolist()
-        rows = (counts == count).all(1)
-        if n_new:
-            kept = caches.setdefault(tuple(rows.tolist()), new_cache())
-            x = kept.run(functools.partial(transformer, cache=kept), idx[rows][seen[rows]].view(-1, n))
-            parts.append((new & rows[:, None], x[:, -n_new:]))
-    found = x.new_zeros(*idx.shape, x.size(2))
+        past, n = count.tolist()
+        rows = (counts == count).all(1, keepdim=True)  # (B, 1)
+        kept = caches.setdefault(str(rows.tolist()), new_cache())
+        if kept.length > past:  # tokens were taken back
+            kept.clear()
+        if n > past:
+            x = kept.run(functools.partial(transformer, cache=kept), idx[seen & rows].view(-1, n))
+            parts.append((new & rows, x[:, past - n :]))
+    found = x.new_zeros(*new.shape, x.size(2))
     for where, x in parts:
         found[where] = x.flatten(0, 1)
-    return found[:, -T:]
+    return found

@@ -54,10 +54,9 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         weights = load_file(folder / WEIGHTS)
     except SafetensorError as e:
         raise ValueError(f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again") from None
-    own = read_json(folder / "config.json", name).get("model_type") == "deskgpt"
     state = {}
     for key, w in weights.items():
-        if own:
+        if key.startswith("gpt."):
             state[key.removeprefix("gpt.")] = w
             continue
         if key.endswith((".attn.bias", ".attn.masked_bias")):
@@ -65,7 +64,7 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if key.endswith(".bias") and not config.bias and not w.any():
             continue  # it was exported as zeros
         ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
-        state[ours] = w.t().contiguous() if is_conv1d(key, w) else w
+        state[ours] = w.t().contiguous() if hugging_face.is_gpt2(config) and is_conv1d(key, w) else w
     embedding = state.get("transformer.wte.weight")
     if config.tie_weights and embedding is not None:
         head = state.setdefault("lm_head.weight", embedding)

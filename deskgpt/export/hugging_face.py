@@ -28,9 +28,16 @@ def is_gpt2(c: GPTConfig) -> bool:
     return (c.position, c.norm, c.qk_norm, c.token_shift) == ("learned", "layer", False, False)
 
 
-def config_json(c: GPTConfig, end_of_text: int | None, gpt2: bool, use_cache: bool) -> dict[str, Any]:
-    """Return config.json of a model, which GPT-2's class computes, or ours; end_of_text: that token's id, if any."""
-    config = {
+def configs(
+    c: GPTConfig, vocab_size: int, end_of_text: int | None, gpt2: bool, use_cache: bool
+) -> dict[str, dict[str, Any]]:
+    """Return config.json and generation_config.json of a model that GPT-2's class computes, or ours.
+
+    vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn. end_of_text: that token's id, if any.
+    """
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    config = ids | {
+        "pad_token_id": None,  # an id here would get no gradient if somebody trains on
         "n_layer": c.n_layer,
         "n_head": c.n_head,
         "n_embd": c.n_embd,
@@ -38,34 +45,29 @@ def config_json(c: GPTConfig, end_of_text: int | None, gpt2: bool, use_cache: bo
         "n_ctx": c.block_size,  # the same, for llama.cpp
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tie_weights,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "pad_token_id": None,  # an id here would get no gradient if somebody trains on
         "dtype": "float32",
         OUR_KEY: {"model_args": asdict(c), "use_cache": use_cache},
     }
     if gpt2:
-        return config | {
+        config |= {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             "activation_function": ACTIVATIONS[c.activation],
             "layer_norm_epsilon": 1e-5,
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
         }
-    classes = {"AutoConfig": "DeskGPTConfig", "AutoModelForCausalLM": "DeskGPTForCausalLM"}
-    return config | {
-        "model_type": "deskgpt",
-        "architectures": ["DeskGPTForCausalLM"],
-        "auto_map": {name: f"modeling_deskgpt.{ours}" for name, ours in classes.items()},
-    }
-
-
-def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | None, use_cache: bool) -> dict[str, Any]:
-    """Return generation_config.json; vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn."""
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    else:
+        classes = {"AutoConfig": "DeskGPTConfig", "AutoModelForCausalLM": "DeskGPTForCausalLM"}
+        config |= {
+            "model_type": "deskgpt",
+            "architectures": ["DeskGPTForCausalLM"],
+            "auto_map": {name: f"modeling_deskgpt.{ours}" for name, ours in classes.items()},
+        }
+    generation = ids | {"use_cache": use_cache}
     padding = list(range(vocab_size, c.vocab_size))
-    found = ids | {"use_cache": use_cache}
-    return found | {"suppress_tokens": padding} if padding else found
+    if padding:
+        generation["suppress_tokens"] = padding
+    return {"config.json": config, "generation_config.json": generation}
 
 
 def is_conv1d(key: str, w: Tensor) -> bool:
@@ -124,12 +126,12 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool:
     rows = tokens.repeat(2, 1)
     mask = torch.ones_like(rows)
     mask[1, :half] = 0
-    first = theirs(rows[:, :-1], attention_mask=mask[:, :-1]) if half and theirs.config.deskgpt["use_cache"] else None
-    if first is None:
-        found = theirs(rows, attention_mask=mask, use_cache=False).logits
-    else:
-        last = theirs(rows[:, -1:], attention_mask=mask, past_key_values=first.past_key_values)
-        found = torch.cat((first.logits, last.logits), 1)
+    end = max(1, rows.size(1) - 1) if theirs.config.deskgpt["use_cache"] else rows.size(1)
+    out = theirs(rows[:, :end], attention_mask=mask[:, :end])
+    found = out.logits
+    if end < rows.size(1):
+        last = theirs(rows[:, end:], attention_mask=mask, past_key_values=out.past_key_values)
+        found = torch.cat((found, last.logits), 1)
     expected = torch.cat([ours(x)[0][0] for x in (tokens, tokens[:, half:])])
     check_same("transformers with this model.py", found[mask.bool()], expected)
     return True

@@ -24,7 +24,6 @@ class DeskGPTConfig(GPT2Config):
 class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = DeskGPTConfig
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class has these)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _tied_weights_keys = {"gpt.lm_head.weight": "gpt.transformer.wte.weight"}  # noqa: RUF012
 
