@@ -172,8 +172,6 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
     for row, new, n in zip(rows, together, lengths, strict=True):
         alone = list(model.generate(row[None, -n:], 20, temperature=0, vocab_size=65))
         assert new.tolist() == torch.cat(alone).tolist()
-    padded = rows * mask + 3 * (1 - mask)  # other tokens in the padding change nothing
-    assert torch.equal(theirs.generate(padded, attention_mask=mask, **greedy)[:, 9:], together)
 
 
 @pytest.mark.slow
@@ -245,12 +243,8 @@ choices = {"position": "rope"} if sys.argv[1] == "rope_base" else {}
 model, folder = exported(Path("tried").absolute(), replace(SMALL, block_size=160, **choices))
 theirs = loaded(folder)
 x = tokens(2, 150, vocab=65)
-mask = torch.ones_like(x)
-mask[1, :100] = 0
 with torch.inference_mode():
-    found = theirs(x, attention_mask=mask).logits[mask.bool()]
-    expected = torch.cat([model(row)[0][0] for row in (x[:1], x[1:, 100:])])
-    assert (found - expected).abs().max() <= 1e-5
+    assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
 greedy = {"max_new_tokens": 9, "do_sample": False}
 expected = torch.cat(list(model.generate(x[:1], 9, temperature=0, vocab_size=65)))
 assert theirs.generate(x[:1], **greedy)[0, 150:].tolist() == expected.tolist()

@@ -16,6 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from deskgpt.kernels.kv_cache import KVCache as ModelCache
+
 # ---- what model.py imports -----------------------------------------------------------------------------------
 
 Linear = nn.Linear
@@ -69,20 +71,13 @@ class CachesOfRows(dict[str, Any]):
         return CachesOfRows()
 
 
-def hidden_states(
-    transformer: Callable[..., Tensor],
-    idx: Tensor,
-    mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: Any,
-    new_cache: Callable[[], Any],
-) -> Tensor:
-    """Return what transformer makes (B, T, C) of tokens idx (B, T), which follow those in the cache.
+def hidden_states(gpt: Any, idx: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Tensor:
+    """Return final hidden states (B, T, C) of tokens idx (B, T), which follow those in the cache.
 
-    The tokens of a row are put together first: transformer sees none of the padding, whatever it computes.
+    The tokens of a row are put together first: the model sees none of the padding, whatever it computes.
 
     mask (B, S): 0 for padding, also of the tokens in the cache. cache: transformers'; it keeps the tokens only, and
-    beside it are model.py's caches, which know of which tokens they are. None: nothing is kept. new_cache makes one.
+    beside it are model.py's caches, which know of which tokens they are. None: nothing is kept.
 
     Raises ValueError for other position_ids than those of the mask, and for a cache of a fixed size.
     """
@@ -97,7 +92,7 @@ def hidden_states(
         raise ValueError("this model counts positions by attention_mask: leave position_ids out")
     if cache is None:
         order = (~seen).int().argsort(dim=1, stable=True)  # padding last: no token looks at later ones
-        x = transformer(idx.gather(1, order))
+        x = gpt.transformer(idx.gather(1, order))
         return torch.zeros_like(x).scatter(1, order[:, :, None].expand_as(x), x)
 
     caches = vars(cache).setdefault("of_rows", CachesOfRows())
@@ -106,11 +101,11 @@ def hidden_states(
     for count in counts.unique(dim=0):  # rows with as many tokens are a pass of their own
         past, n = count.tolist()
         rows = (counts == count).all(1, keepdim=True)  # (B, 1)
-        kept = caches.setdefault(str(rows.tolist()), new_cache())
+        kept = caches.setdefault(str(rows.tolist()), ModelCache(gpt.config.block_size))
         if kept.length > past:  # tokens were taken back
             kept.clear()
         if n > past:
-            x = kept.run(functools.partial(transformer, cache=kept), idx[seen & rows].view(-1, n))
+            x = kept.run(functools.partial(gpt.transformer, cache=kept), idx[seen & rows].view(-1, n))
             parts.append((new & rows, x[:, past - n :]))
     found = x.new_zeros(*new.shape, x.size(2))
     for where, x in parts:

@@ -57,11 +57,13 @@ def configs(
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
         }
     else:
-        classes = {"AutoConfig": "DeskGPTConfig", "AutoModelForCausalLM": "DeskGPTForCausalLM"}
         config |= {
             "model_type": "deskgpt",
             "architectures": ["DeskGPTForCausalLM"],
-            "auto_map": {name: f"modeling_deskgpt.{ours}" for name, ours in classes.items()},
+            "auto_map": {
+                "AutoConfig": "modeling_deskgpt.DeskGPTConfig",
+                "AutoModelForCausalLM": "modeling_deskgpt.DeskGPTForCausalLM",
+            },
         }
     generation = ids | {"use_cache": use_cache}
     padding = list(range(vocab_size, c.vocab_size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from transformers import DynamicCache, GenerationMixin, GPT2Config, PreTrainedMo
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deskgpt.export.deskgpt_ops import hidden_states
-from deskgpt.kernels.kv_cache import KVCache
 from model import GPT, GPTConfig
 
 
@@ -71,8 +69,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and not self.config.deskgpt["use_cache"]:
             raise ValueError("this model computes something else with a cache: use_cache=False")
         cache = (past_key_values if past_key_values is not None else DynamicCache()) if use_cache else None
-        new_cache = partial(KVCache, self.gpt.config.block_size)
-        x = hidden_states(self.gpt.transformer, input_ids, attention_mask, position_ids, cache, new_cache)
+        x = hidden_states(self.gpt, input_ids, attention_mask, position_ids, cache)
         logits = self.gpt.logits(x[:, -logits_to_keep:])  # (B, T, V)
         loss = None
         if labels is not None:
