@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import TINY, assert_refused, flags, until
+from conftest import ROOT, TINY, assert_refused, flags, until
 
 from bench import qualify, speed
 from bench.speed import Contestant
@@ -21,7 +23,8 @@ data = next(a for a in sys.argv if a.startswith("--dataset=")).split("=")[1]
 assert os.path.exists(os.path.join(data, "meta.pkl")) and os.getcwd() == os.path.dirname(os.path.abspath(__file__))
 time.sleep(0.3)
 for i in range(1000):
-    print(f"iter {i}: loss 4.2000, time {500 if i == 0 else 20}.00ms, mfu -100.00%")
+    print(f"iter {i}: loss 4.2000, time 0.50ms, mfu -100.00%")  # as if its clock stopped before the step has ended
+    time.sleep(0.2)
 """
 
 
@@ -37,7 +40,8 @@ def test_settings_and_peers_are_timed_on_the_same_work(tmp_path, script):
     rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in done.out.splitlines() if line.startswith("|")}
     cells = [f"--batch_size={n} --gradient_accumulation_steps={4 // n}" for n in (4, 2)]
     assert list(rows) == ["", "---", *cells, "nanoGPT", "--n_layer=1"]
-    assert [cell.strip() for cell in rows["nanoGPT"][:4]] == ["float32", "no", "64", "20 (20, 20)"]
+    assert [cell.strip() for cell in rows["nanoGPT"][:3]] == ["float32", "no", "64"]
+    assert float(rows["nanoGPT"][3].split()[0]) == pytest.approx(200, rel=0.2)  # by the clock, not as it prints
     assert rows[cells[1]][2].strip() == "64"  # with twice the accumulation
     assert "1.00 (1.00 to 1.00)" in rows[cells[0]][-2]
     seconds = [float(rows[name][-3].split()[0]) for name in (cells[0], "nanoGPT")]
@@ -81,6 +85,20 @@ def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monke
     out = capsys.readouterr().out
     assert "    why\n    no such file" in out  # its own output
     assert out.count("failed: no such file") == 1  # it is not tried again
+
+
+@pytest.mark.slow
+def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
+    (tmp_path / "train.py").write_text(NANOGPT)
+    options = [*flags(**SMALL), f"--peer=nanogpt:{tmp_path}", "--vocab_size=65", "--steps=3"]
+    command = [sys.executable, "-u", "bench/speed.py", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline(), process.stdout.readline()]  # two more rounds follow
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert [line.split(":")[0] for line in sorted(lines)] == ["round 1, deskGPT", "round 1, nanoGPT"]
+    assert "| nanoGPT | float32 | no | 64 |" in rest
 
 
 # ---- qualify.py ----------------------------------------------------------------------------------------------
