@@ -23,10 +23,12 @@ if __name__ == "__main__":
     open_standard_files()
     signal_handler.install()  # before torch is imported, which takes seconds
 
+import functools
 import math
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -37,6 +39,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from configurator import HELP, build, read_settings
+from data.batching import Batching
 from data.dataset import Dataset
 from data.loader import Loader, eval_batches
 from data.splits import mix
@@ -44,6 +47,7 @@ from data.token_files import dataset_folder
 from deskgpt.checkpoint import store
 from deskgpt.compute import optimizer as optimizers
 from deskgpt.compute.compiling import explained
+from deskgpt.compute.cuda_graph import CudaGraph
 from deskgpt.compute.distributed import (
     DistContext,
     data_parallel,
@@ -53,9 +57,10 @@ from deskgpt.compute.distributed import (
     init_distributed,
     leave_ranks,
 )
-from deskgpt.compute.evaluation import evaluate
+from deskgpt.compute.evaluation import evaluate, evaluation_loss
 from deskgpt.compute.optimizer import step_if_finite
-from deskgpt.estimate.fit import halved_batch
+from deskgpt.compute.variant import Variant
+from deskgpt.estimate.fit import BatchTooLargeError, halved_batch
 from deskgpt.generate.training_samples import sampler_for
 from deskgpt.run.health import Health
 from deskgpt.run.init_state import InitState, initial_state
@@ -126,6 +131,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     deterministic: bool = False  # True: a card computes the same bits in each run, 8% slower on an H200
     compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
+    cuda_graph: Literal["auto", True, False] = "auto"  # queue a micro-batch's kernels by one call; auto: on CUDA
     activation_checkpoint: Literal["none", "full"] = "none"  # full: compute activations again, which takes less memory
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
@@ -193,6 +199,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     stops = StopController(dist, started, config.max_hours, config.save_minutes, config.patience)
     sampler = sampler_for(0 if config.eval_only else config.sample_interval, model, variant, dist, data.tokenizer)
     loader = Loader(data.train, batching, dist.device, state.position, report.timer.add_wait)
+    micro_batch, eval_batch = cuda_graphs(net, model, scaler, variant, batching, report.warn)
     report.start(started)
     evaluated_at = -1
 
@@ -213,9 +220,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     report.warn(data.changes())
                     with report.timer.spent_on("evaluation"):
                         train_batches = eval_batches(data.train, state.batching, dist.device)
-                        train = evaluate(model, variant, stops.until_signal(train_batches), dist)
+                        train = evaluate(model, variant, stops.until_signal(train_batches), dist, eval_batch)
                         val_batches = eval_batches(data.val, state.batching, dist.device)
-                        val = evaluate(model, variant, stops.until_signal(val_batches), dist)
+                        val = evaluate(model, variant, stops.until_signal(val_batches), dist, eval_batch)
                         number = step // config.eval_interval
                         texts = sampler.texts_at(number, is_last, signal_handler.has_signal) if sampler else []
                     if not stops.is_interrupted():
@@ -243,21 +250,18 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     # Each micro-batch has its own random stream, on whichever rank: no generator state is saved.
                     seed_all(random_stream(config.seed, step, batch.number), dist.device)
                     with gradients_exchanged(net, now=batch.is_last):
-                        with autocast(dist.device, variant.dtype, cached=variant.recompute == "none"):
-                            parts = named_losses(*net(batch.x, batch.y))
-                            total: Any = sum(parts.values()) * batch.weight
-                        scaler.scale(total).backward()
+                        parts = micro_batch(batch.x, batch.y, batch.weight)  # forward_backward, or its CUDA graph
                     for name, part in parts.items():
-                        losses[name] += part.detach() * batch.weight
+                        losses[name] += part
                     tokens += batch.x.numel() * dist.world
-            except torch.OutOfMemoryError:  # only cards raise it
-                is_early = step <= state.first_step + 1  # only the second step has the optimizer's states
-                may_halve = bool(config.auto_batch) and dist.world == 1 and is_early
-                state.batching = halved_batch(dist.device, may_halve, state.batching)
-                loader.seek(state.position, state.batching)
+            except torch.OutOfMemoryError:  # only cards raise it; nothing of this step has changed the state
                 optimizer.zero_grad(set_to_none=True)
-                parts = {}  # as total, it held the activations of the pass that failed
-                total = 0.0
+                dropped = [graph.drop("memory runs out") for graph in (micro_batch, eval_batch)]
+                if not any(dropped):  # without the memory of a graph it may fit
+                    may_halve = bool(config.auto_batch) and dist.world == 1
+                    state.batching = halved_batch(dist.device, may_halve, state.batching)
+                    report.smaller_batch(state.batching)
+                loader.seek(state.position, state.batching)
                 continue
             seed_all(random_stream(config.seed, step), dist.device)  # from here on, the same on all ranks
 
@@ -273,9 +277,23 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
             state.step = step + 1
             state.schedule = budget.replan(state.schedule, step + 1, report.timer)
-    except DataError as e:  # a damaged token file: the state is that of the last whole step
+    except (DataError, BatchTooLargeError) as e:  # the state is that of the last whole step
         stops.fail(e)
     return finish(state, saver, report, health, loader, net, stops)
+
+
+def forward_backward(
+    model: nn.Module, scaler: torch.amp.GradScaler, variant: Variant, x: Tensor, y: Tensor, weight: float | Tensor
+) -> dict[str, Tensor]:
+    """Add the gradients of a micro-batch to those of the step; return its losses by name, times its weight.
+
+    This is all that a CUDA graph records of a step: code in here may change nothing but tensors.
+    """
+    with autocast(x.device, variant.dtype, cached=variant.recompute == "none"):
+        losses = named_losses(*model(x, y))
+        loss: Any = sum(losses.values()) * weight
+    scaler.scale(loss).backward()
+    return {name: value.detach() * weight for name, value in losses.items()}
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
@@ -330,6 +348,38 @@ def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> 
 
 
 # ---- set-up and end ------------------------------------------------------------------------------------------
+
+
+def cuda_graphs(
+    net: nn.Module,
+    model: GPT,
+    scaler: torch.amp.GradScaler,
+    variant: Variant,
+    batching: Batching,
+    warn: Callable[[list[str]], None],
+) -> tuple[CudaGraph, CudaGraph]:
+    """Return forward_backward and evaluation_loss, to be called as they are. On CUDA they are replayed later on.
+
+    The first two steps run without a graph: they compile, and allocate the optimizer's state. Both graphs use the same
+    memory, one after the other.
+    """
+    pool = torch.cuda.graph_pool_handle() if variant.cuda_graph else None
+    train = CudaGraph(
+        functools.partial(forward_backward, net, scaler, variant),
+        model,
+        enabled=variant.cuda_graph,
+        eager_calls=2 * batching.micro_steps,
+        pool=pool,
+        on_refusal=lambda why: warn([f"no CUDA graph: {why}"]),
+    )
+    evaluation = CudaGraph(
+        functools.partial(evaluation_loss, model, variant),
+        model,
+        enabled=variant.cuda_graph,
+        pool=pool,
+        on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
+    )
+    return train, evaluation
 
 
 def print_plan(config: TrainConfig, init: InitState, data: Dataset, dist: DistContext) -> float:

@@ -130,7 +130,21 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
             super().__init__()
             self.calls: list[tuple[Any, ...]] = []  # a function, its arguments and results
 
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            """Return True: what torch.compile has compiled runs within a graph as it is."""
+            return True
+
+        def pool(self) -> tuple[int, int]:
+            return (0, 0)
+
+        def __enter__(self) -> Any:
+            self.random_state = get_state()
+            return super().__enter__()
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                raise RuntimeError("operation not permitted when stream is capturing")
             aliases = [argument.alias_info for argument in func._schema.arguments]
             written = [x for x, alias in zip(args, aliases, strict=False) if alias and alias.is_write]
             before = [x.clone() for x in written]
@@ -143,18 +157,21 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
             for *_, written, before in reversed(self.calls):
                 for x, value in zip(written, before, strict=True):
                     x.copy_(value)
+            set_state(self.random_state)
 
         def replay(self) -> None:
+            below_autograd = torch._C._AutoDispatchBelowAutograd()
             for func, args, kwargs, out, *_ in self.calls:
                 for was, now in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
                     if isinstance(was, torch.Tensor) and was.data_ptr() != now.data_ptr():
                         was.copy_(now)
+            del below_autograd
 
     set_fraction(1.0)
     # A function for each name: torch.compile has other rules for each.
     found = {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
     found |= {name: always(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
-    found |= {name: always(None) for name in ("set_device", "synchronize", "empty_cache", "_lazy_init")}
+    found |= {name: always(None) for name in ("set_device", "set_stream", "synchronize", "empty_cache", "_lazy_init")}
     for name in ("memory_allocated", "memory_reserved"):
         found[name] = lambda device=None: library.card_allocated()
         found[f"max_{name}"] = lambda device=None: library.card_peak()
@@ -166,6 +183,7 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "Event": Queue,
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
+        "graph_pool_handle": always((0, 0)),
         "device_count": always(1),
         "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0) or including_emulation,
         "get_device_properties": always(properties),
@@ -206,7 +224,8 @@ class Queue(Within):
 
     cuda_stream = stream_id = device_index = 0
     elapsed_time = always(0.0)
-    record = synchronize = wait_stream = always(None)
+    record = synchronize = wait_stream = wait_event = always(None)
+    record_event = lambda self, event=None: Queue()  # noqa: E731
 
 
 def set_internals(torch: Any) -> None:

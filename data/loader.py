@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Loader:
         self.waited = waited
         self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._n_learned = functools.lru_cache(AHEAD)(split.n_learned)
-        self._ahead: deque[Future[MicroBatch]] = deque()
+        self._ahead: deque[Future[tuple[MicroBatch, Any]]] = deque()
         self.seek(position, batching)
 
     def seek(self, position: int, batching: Batching) -> None:
@@ -95,8 +95,13 @@ class Loader:
         """
         for _ in range(self.batching.micro_steps):
             t0 = time.perf_counter()
-            batch = self._ahead.popleft().result()
+            batch, copied = self._ahead.popleft().result()
             self.split.check()
+            if copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(copied)
+                batch.x.record_stream(stream)
+                batch.y.record_stream(stream)
             self.waited(time.perf_counter() - t0)
             self._submit()
             yield batch
@@ -109,7 +114,8 @@ class Loader:
         self._ahead.append(self._pool.submit(self._make, position, micro_step))
         self._next += 1
 
-    def _make(self, position: int, micro_step: int) -> MicroBatch:
+    def _make(self, position: int, micro_step: int) -> tuple[MicroBatch, Any]:
+        """Return a micro-batch; on CUDA also the event of its copy, which this thread queues on a stream of its own."""
         rows = self.batching.rows(micro_step)
         batch = self.split.train_batch(position, rows, self.batching.sequences)
         weight = 1 / self.batching.micro_steps
@@ -118,4 +124,6 @@ class Loader:
             weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
         x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps - 1
-        return MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
+        batch = MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
+        copied = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        return batch, copied

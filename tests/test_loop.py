@@ -180,11 +180,11 @@ def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(char
 
 
 # auto_batch, the micro-batch at which memory runs out, and whether a smaller one is tried.
-@pytest.mark.parametrize(("auto_batch", "fails_at", "halves"), [("auto", 0, True), (True, 2, False), (False, 0, False)])
-def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_trains_the_same(
+@pytest.mark.parametrize(("auto_batch", "fails_at", "halves"), [("auto", 0, True), (True, 2, True), (False, 2, False)])
+def test_memory_that_runs_out_halves_the_micro_batch_and_trains_the_same(
     auto_batch, fails_at, halves, chars, tmp_path, monkeypatch
 ):
-    """The third step or --auto_batch=False end the run and name the settings."""
+    """The log has the smaller one. --auto_batch=False saves the steps that are done, and names the settings."""
     c = tiny(chars, tmp_path / "short", auto_batch=auto_batch, max_iters=3, learning_rate=1e-3)
     named_losses = train.named_losses
     calls = itertools.count()
@@ -198,8 +198,10 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_micro_batch_and_train
     if not halves:
         with raises_one_line("out of memory", "batch_size=4", "--batch_size=2", "--gradient_accumulation_steps=2"):
             main(c)
+        assert store.load(tmp_path / "short").iter_num == fails_at
         return
     main(c)
+    assert [e["batch_size"] for e in events(tmp_path / "short", "out_of_memory")] == [2]
     main(replace(c, out_dir=str(tmp_path / "full")))
     for name, w in weights(tmp_path / "full").items():
         torch.testing.assert_close(weights(tmp_path / "short")[name], w, rtol=1e-4, atol=1e-6)

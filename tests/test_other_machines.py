@@ -98,13 +98,15 @@ IN_CI = "finite or out_of_memory or predicted or halved or False-float16 or comp
 
 
 CHOSEN = [pytest.param(card, IN_CI, marks=pytest.mark.slow) for card in ("T4", "RTX 4070")]
+CHOSEN.append(pytest.param("H100", "cuda_graph", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(
     ("card", "chosen"), CHOSEN + [pytest.param(card, "test", marks=pytest.mark.nightly) for card in DTYPES]
 )
 def test_the_cards_own_tests_pass_on_it(card, chosen, on_card):
-    out = on_card(card, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-k", chosen, "tests/test_gpu.py")
+    files = ("tests/test_gpu.py", "tests/test_cuda_graph.py")
+    out = on_card(card, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-k", chosen, *files)
     assert " passed" in out
 
 

@@ -132,6 +132,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     dist = DistContext(device, env.rank, env.world, env.distributed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be recorded as a graph
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux sends SIGTERM when torchrun is killed
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from deskgpt.compute import sharding
+from deskgpt.compute.cuda_graph import CudaGraph, Pass
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.variant import Variant
 from deskgpt.system import hardware
@@ -27,25 +30,40 @@ class Evaluation:
     batch_losses: tuple[float, ...] = ()  # the mean loss of each of this rank's batches, to compare runs in pairs
 
 
+def evaluation_loss(model: nn.Module, variant: Variant, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
+    with hardware.autocast(x.device, variant.dtype):
+        return {"loss": model(x, y)[1]}
+
+
 @torch.no_grad()
 def evaluate(
-    model: GPT, variant: Variant, batches: Iterable[tuple[Tensor, Tensor, float]], dist: DistContext
+    model: GPT,
+    variant: Variant,
+    batches: Iterable[tuple[Tensor, Tensor, float]],
+    dist: DistContext,
+    graph: CudaGraph | None = None,
 ) -> Evaluation:
     """Return the mean loss over the batches of all ranks, without dropout and without what training adds to the loss.
 
     batches: inputs (B, T), targets (B, T) and the number of rows that count; with a loss mask that is a fraction,
-    learned targets / block_size. The standard error comes from the spread of the batches' means.
+    learned targets / block_size. graph: of evaluation_loss. The standard error comes from the spread of the batches'
+    means.
     """
     losses = []
     counts = []
     # On a CPU, evaluate uncompiled: another compilation takes longer than it saves.
     is_eager = variant.compiled and dist.device.type == "cpu"
     stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
+    loss_of: Pass = graph or functools.partial(evaluation_loss, model, variant)
+    # Around all batches autocast casts each weight once. A graph has casts of its own.
+    keeps_casts = graph is None or not graph.enabled
+    casts = hardware.autocast(dist.device, variant.dtype) if keeps_casts else nullcontext()
     model.eval()
     try:
-        with stance, hardware.autocast(dist.device, variant.dtype):
+        with stance, casts:
             for x, y, rows in batches:
-                loss = model(x, y)[1]  # of padding too: ranks that share weights need each other
+                loss = loss_of(x, y)["loss"]  # of padding too: ranks that share weights need each other
                 if rows:
                     losses.append(loss * rows)
                     counts.append(rows)

@@ -35,6 +35,7 @@ class Variant:
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     fp8: bool = False  # linear layers in 8 bits while they train
+    cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (cuda_graph.py)
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -44,7 +45,10 @@ class Variant:
             words.append("C++ kernels")
         if self.fp8:
             words.append("8-bit matmuls")
-        return ", ".join([*words, "compiled" if self.compiled else "not compiled"])
+        words.append("compiled" if self.compiled else "not compiled")
+        if self.cuda_graph:
+            words.append("CUDA graph")
+        return ", ".join(words)
 
 
 def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
@@ -97,7 +101,18 @@ def choose_variant(
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
-    return Variant(dtype, bool(compile), bool(kernels), config.activation_checkpoint, residual_dtype, config.fp8)
+    may_record = device.type == "cuda" and not is_sharded
+    if config.cuda_graph is True and not may_record:
+        raise ValueError("cuda_graph=True is for CUDA devices, without dp_shard; try --cuda_graph=auto")
+    return Variant(
+        dtype=dtype,
+        compiled=bool(compile),
+        cpu_kernels=bool(kernels),
+        recompute=config.activation_checkpoint,
+        residual_dtype=residual_dtype,
+        fp8=config.fp8,
+        cuda_graph=may_record and bool(config.cuda_graph),
+    )
 
 
 def load_kernels(dist: DistContext) -> bool:

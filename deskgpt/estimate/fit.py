@@ -64,25 +64,28 @@ def refuse_large_batch(
         halved_batch(device, False, batching)
 
 
-def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> Batching:
-    """Return the same training in half the micro-batch, after `batching` did not fit, and print it.
+class BatchTooLargeError(ValueError):
+    """Memory does not suffice for a micro-batch. The message has the remedy."""
 
-    Raises ValueError, naming the settings, unless it may be halved, and at a micro-batch of one sequence.
+
+def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> Batching:
+    """Return the same training in half the micro-batch, after `batching` did not fit.
+
+    Raises BatchTooLargeError, naming the settings, unless it may be halved, and at a micro-batch of one sequence.
     """
     n = batching.batch_size
     if n == 1:
         half = max(1, batching.block_size // 2)
-        raise ValueError(
+        raise BatchTooLargeError(
             f"out of memory: not even batch_size=1 fits; {described(device)}; "
             f"try --block_size={half} or a smaller model"
         )
     same = batching.with_batch_size(1 if n % 2 else n // 2)
     if not may_halve:
-        raise ValueError(
+        raise BatchTooLargeError(
             f"out of memory: batch_size={n} does not fit into memory ({described(device)}); try {same.flags()}, which "
             "is the same training"
         )
-    print(f"out of memory: continuing with {same.flags()}, which is the same training", flush=True)
     return same
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from data.batching import Batching
 from deskgpt.checkpoint import store
 from deskgpt.compute import compiling, sharding
 from deskgpt.compute.evaluation import Evaluation
@@ -191,6 +192,11 @@ class Report:
         """Print a line and log an event of this kind, such as a spike."""
         self.print0(text)
         self.log.write(kind, **fields)
+
+    def smaller_batch(self, batching: Batching) -> None:
+        """Print and log that the run goes on in smaller micro-batches, because memory ran out."""
+        line = f"out of memory: continuing with {batching.flags()}, which is the same training"
+        self.event("out_of_memory", line, iter=self.state.step, **batching.settings())
 
     # ---- evaluations and saves ---------------------------------------------------------------------------
 

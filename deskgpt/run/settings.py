@@ -29,7 +29,7 @@ START = {"init_from", "resume_changed", "dry_run", "plan_for"}
 END = {"max_hours", "max_minutes", "patience", "on_spike"}
 SPLIT = {"batch_size", "gradient_accumulation_steps", "auto_batch"}  # the sequences per step are compared apart
 MACHINE = {"device", "dtype", "fp8", "cpu_kernels", "compile", "activation_checkpoint"}
-MACHINE |= {"deterministic", "backend", "dp_shard", "dist_timeout_s"}
+MACHINE |= {"cuda_graph", "deterministic", "backend", "dp_shard", "dist_timeout_s"}
 DATA = {"dataset"}  # a path; what is in it is compared apart
 NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | DATA)
 # Of learning too, but compared by the rates of the steps so far: with the same past, it is the same experiment.

@@ -1,0 +1,342 @@
+"""A CUDA graph of a pass: its kernels are recorded once, and from then on queued by one call.
+
+On a fast card the CPU needs longer to queue the kernels of a small model than the card needs to run them. A graph takes
+that time away. It replays the same kernels on the same memory, so it is for a pass whose Python code changes nothing
+and reads nothing that changes:
+
+- The first passes run without a graph, and are observed. Where one changes an attribute of a module or a global of
+  model.py, draws from a generator on the CPU or calls hooks, no graph is recorded, and one line says why.
+- The pass that is recorded is one of the run: its Python code runs once, and so do its kernels, in a first replay.
+- Before each replay, what the recorded pass may have read is compared: attributes, globals, training mode, which
+  parameters are trained, shapes. After a change a pass runs without a graph, and the next one is recorded anew.
+
+Random numbers go on: torch hands the seed of its CUDA generator to each replay.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from deskgpt.system.terminal import reason
+
+Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
+
+MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
+MAX_ITEMS = 1000  # of a container that are compared
+MAX_DEPTH = 4  # of containers and objects in each other
+# What stays the same as long as it is the same object. The attributes of a class are facts of their own.
+STABLE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+STABLE += (type, ModuleType, nn.Module, FunctionType, BuiltinFunctionType)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that torch keeps for itself
+DRAWS = "the model draws random numbers on the CPU, from Python's, NumPy's or torch's generator"
+REPLACES = "each pass replaces gradients"
+STDLIB = sysconfig.get_path("stdlib")
+
+
+class CudaGraph:
+    """A pass that is replayed where it can be. Call it as the pass itself."""
+
+    def __init__(
+        self,
+        run: Pass,
+        model: nn.Module,
+        *,
+        enabled: bool,
+        eager_calls: int = 2,
+        pool: Any = None,
+        on_refusal: Callable[[str], object] = print,
+    ) -> None:
+        """run takes tensors, and numbers, which a replay hands over as tensors; it returns tensors by name, without a
+        graph of autograd, which are overwritten by the next call. It may add to the gradients of the model.
+
+        eager_calls: before the recording, for what torch sets up at first. pool: the memory of another graph, whose
+        results are no longer needed when this one runs. on_refusal is told why there is no graph any more.
+        """
+        self.run = run
+        self.model = model
+        self.enabled = enabled
+        self.pool = pool
+        self.on_refusal = on_refusal
+        self.recordings = 0
+        self._eager_calls = eager_calls  # to come before the next recording
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Any] = []  # what the graph reads, in the order of the arguments
+        self._outputs: dict[str, Tensor] = {}
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # a parameter, and the memory to which the graph adds
+        self._facts: list[Fact] = []  # what the recorded pass may have read
+
+    def __call__(self, *args: Any) -> dict[str, Tensor]:
+        if not self.enabled or exchanges_gradients(self.run):
+            return self.run(*args)
+        if self._graph is not None:
+            change = self._change(args)
+            if not change:
+                return self._replay(args)
+            self.drop(f"{change} changes")
+        if self._eager_calls or not self.enabled:
+            return self._observed(args)
+        return self._record(args)
+
+    def drop(self, why: str) -> bool:
+        """Free the graph and its memory, to be recorded anew a few times; return whether there was one."""
+        if self._graph is None:
+            return False
+        self._graph = None
+        self._inputs = []
+        self._outputs = {}
+        self._gradients = []
+        self._facts = []
+        self._eager_calls = 1  # what has changed may be compiled anew, which cannot be recorded
+        torch.cuda.empty_cache()
+        if self.enabled and self.recordings == MAX_RECORDINGS:
+            self.refuse(f"{why} again and again")
+        return True
+
+    def refuse(self, why: str) -> None:
+        """Go on without a graph, and say why."""
+        self.enabled = False
+        self.drop(why)
+        self.on_refusal(why)
+
+    # ---- without a graph ---------------------------------------------------------------------------------
+
+    def _observed(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Run the pass, and refuse a graph if its Python code changes what a replay would not change."""
+        if not self.enabled:
+            return self.run(*args)
+        self._eager_calls -= 1
+        facts = facts_of(self.run, self.model)
+        drawn = generator_states()
+        gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        outputs = self.run(*args)
+
+        changed = first_change(facts)
+        if changed:
+            self.refuse(f"each pass changes {changed}")
+        elif hooks := hooks_of(self.model):
+            self.refuse(f"{hooks[0]} has a hook, whose Python code runs in each pass")
+        elif generator_states() != drawn:
+            self.refuse(DRAWS)
+        elif any(p.grad is not gradient for p, gradient in gradients):
+            self.refuse(REPLACES)
+        return outputs
+
+    # ---- with a graph ------------------------------------------------------------------------------------
+
+    def _record(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Record the pass, and replay it once: so it has run. If it cannot be recorded, run it without a graph."""
+        device = next(self.model.parameters()).device
+        facts = facts_of(self.run, self.model)
+        inputs = [static_input(value, device) for value in args]
+        gradients = []
+        if torch.is_grad_enabled():
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            gradients = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
+            for p, gradient in gradients:
+                p.grad = gradient
+        versions = [gradient._version for _, gradient in gradients]
+        drawn = generator_states()
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state(device)
+
+        graph = torch.cuda.CUDAGraph()
+        why = ""
+        try:
+            # The threads of the loader go on meanwhile: the mode says that their calls are none of the recording's.
+            stream = torch.cuda.current_stream(device)
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+                outputs = self.run(*inputs)
+            if any(p.grad is not gradient for p, gradient in gradients):
+                why = REPLACES
+        except torch.OutOfMemoryError:
+            why = "it does not fit into memory"
+        except RuntimeError as e:  # it waits for the card, or copies from the CPU
+            why = f"the pass cannot be recorded ({reason(e)})"
+        if why:
+            del graph
+            for p, gradient in gradients:
+                p.grad = gradient
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+            torch.cuda.set_rng_state(states[3], device)
+            self.refuse(why)
+            return self.run(*args)
+
+        for (p, gradient), version in zip(gradients, versions, strict=True):
+            if gradient._version == version:  # the loss does not depend on it
+                p.grad = None
+        self._gradients = [(p, gradient) for p, gradient in gradients if p.grad is not None]
+        self._graph, self._inputs, self._outputs, self._facts = graph, inputs, outputs, facts
+        self.recordings += 1
+        graph.replay()
+        if changed := first_change(facts) or (generator_states() != drawn and DRAWS):
+            # This replay was right: its numbers are those of the pass that has just been recorded.
+            outputs = {name: value.clone() for name, value in outputs.items()}
+            self.refuse(changed if changed == DRAWS else f"each pass changes {changed}")
+        return outputs
+
+    def _replay(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        fresh = []
+        for p, gradient in self._gradients:
+            if p.grad is gradient:
+                continue
+            if p.grad is None:  # as after optimizer.zero_grad()
+                fresh.append(gradient)
+            else:
+                gradient.copy_(p.grad)
+            p.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
+        for static, value in zip(self._inputs, args, strict=True):
+            if isinstance(value, Tensor):
+                static.copy_(value)
+            elif isinstance(static, Tensor):
+                static.fill_(value)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._outputs
+
+    def _change(self, args: tuple[Any, ...]) -> str:
+        """Return the name of something that the recorded pass may have read and that differs now, or ""."""
+        if len(args) != len(self._inputs):
+            return "the number of arguments"
+        for i, (static, value) in enumerate(zip(self._inputs, args, strict=True)):
+            if isinstance(value, Tensor):
+                is_same = isinstance(static, Tensor) and (static.shape, static.dtype) == (value.shape, value.dtype)
+            else:
+                is_same = isinstance(value, float) or static == value
+            if not is_same:
+                return f"the shape of argument {i + 1}" if isinstance(value, Tensor) else f"argument {i + 1}"
+        return first_change(self._facts)
+
+
+def static_input(value: Any, device: torch.device) -> Any:
+    """Return the memory from which a graph reads an argument: of a tensor, or of a float; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return torch.tensor(value, dtype=torch.float32, device=device) if isinstance(value, float) else value
+
+
+def exchanges_gradients(run: Pass) -> bool:
+    """Return whether DDP would exchange gradients among ranks in this pass, which no graph records."""
+    args = run.args if isinstance(run, functools.partial) else ()
+    return any(getattr(arg, "require_backward_grad_sync", False) for arg in args)
+
+
+# ---- what a pass reads and changes ---------------------------------------------------------------------------
+
+
+class Fact:
+    """A value under a name, as it was when this was made; without a key, how many names a namespace has."""
+
+    __slots__ = ("key", "name", "namespace", "seen", "value")
+
+    def __init__(self, name: str, namespace: Mapping[str, Any], key: str | None) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.key = key
+        self.value = self._now()
+        self.seen = snapshot(self.value)
+
+    def _now(self) -> Any:
+        return len(self.namespace) if self.key is None else self.namespace.get(self.key)
+
+    def has_changed(self) -> bool:
+        value = self._now()
+        if value is self.value and isinstance(value, STABLE):
+            return False
+        return snapshot(value) != self.seen
+
+
+def first_change(facts: list[Fact]) -> str:
+    """Return the name of the first fact that has changed, or ""."""
+    return next((fact.name for fact in facts if fact.has_changed()), "")
+
+
+def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return something that differs once a value, or what it holds, has changed. A tensor may change in place."""
+    if isinstance(value, Tensor):
+        return id(value), value.data_ptr(), value.shape, value.requires_grad, has_hook(value)
+    if isinstance(value, STABLE):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+        return pickle.dumps(value)
+    if isinstance(value, Iterator):
+        return object()  # it cannot be looked at, and equals nothing
+    if depth == 0:
+        return id(value)
+    if isinstance(value, Mapping):
+        return id(value), [(key, snapshot(item, depth - 1)) for key, item in islice(value.items(), MAX_ITEMS)]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return type(value), len(value), [snapshot(item, depth - 1) for item in islice(value, MAX_ITEMS)]
+    return id(value), snapshot(getattr(value, "__dict__", None), depth - 1)
+
+
+def facts_of(run: Pass, model: nn.Module) -> list[Fact]:
+    """Return what the Python code of a pass may read and write: attributes, globals, hooks, constant arguments."""
+    facts = []
+    sources = {run.func.__module__ if isinstance(run, functools.partial) else run.__module__}
+    for path, module in model.named_modules():
+        attributes = vars(module)
+        prefix = f"{path}." if path else ""
+        facts += [Fact(f"{prefix}{hook[1:]}", attributes[hook], None) for hook in HOOKS]
+        for namespace in (attributes["_parameters"], attributes["_buffers"], attributes["_modules"], attributes):
+            names = [name for name in namespace if namespace is not attributes or name not in INTERNAL]
+            facts += [Fact(prefix + name, namespace, name) for name in names]
+            facts.append(Fact(f"{prefix}attributes", namespace, None))
+        sources |= {cls.__module__ for cls in type(module).__mro__}
+    for name in sorted(sources):
+        source = sys.modules[name]
+        if is_library(source):
+            continue
+        spaces = {source.__name__: vars(source)}
+        for value in vars(source).values():
+            if isinstance(value, type) and value.__module__ == name:
+                spaces[f"{source.__name__}.{value.__qualname__}"] = vars(value)
+        for prefix, namespace in spaces.items():
+            facts += [Fact(f"{prefix}.{key}", namespace, key) for key in namespace if not key.startswith("__")]
+    return facts
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Return the names of modules and parameters that have hooks."""
+    modules = [name or "the model" for name, m in model.named_modules() if any(vars(m)[hook] for hook in HOOKS)]
+    return modules + [name for name, p in model.named_parameters() if has_hook(p)]
+
+
+def has_hook(tensor: Tensor) -> bool:
+    """Return whether autograd calls Python code for a gradient of this tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def is_library(module: ModuleType) -> bool:
+    """Return whether a module is not a user's own code, which has globals that change."""
+    path = getattr(module, "__file__", None)
+    if path is None or "site-packages" in path or path.startswith(STDLIB):
+        return True
+    return module.__name__.partition(".")[0] in ("deskgpt", "data")
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the generators on the CPU: Python's, NumPy's and torch's."""
+    _, keys, position, *_ = np.random.get_state()
+    return random.getstate(), (keys.tobytes(), position), torch.default_generator.get_state().numpy().tobytes()
