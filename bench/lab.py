@@ -5,12 +5,12 @@
 
 Settings are those of train.py. A micro-batch is forward pass, loss and backward pass, and adds to the gradients; its
 tokens are random and on the device already. All contestants live in one process and take turns for --rounds rounds, in
-another order each. Prints a line for each of them after each round, with medians so far:
+another order each. Prints a line for each of them after each round, with medians so far, and at the end with a profile:
 
     wall       ms of a micro-batch in a row, without a wait in between
     alone      ms of one with a wait before and after
     queueing   ms until the CPU has queued one
-    busy       ms in which the device runs kernels, in all and by class, from a profile
+    busy       ms in which the device runs kernels, in all and by class
     gaps       ms between kernels, in which it waits for the CPU: of at most 5 us, at most 50 us, longer ones
 
 Wall less busy is what faster queueing can gain. A profile needs CUDA: n/a elsewhere. Exit status: 1 if one has failed.
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
@@ -50,7 +50,6 @@ from configurator import build, read_settings
 from deskgpt.compute.cuda_graph import CudaGraph
 from deskgpt.compute.distributed import DistContext, init_distributed
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant
-from deskgpt.kernels import loss as chunked_loss
 from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.terminal import reason
@@ -61,7 +60,7 @@ PROFILED = 3  # passes, of which the first does not count
 GAPS_US = (5.0, 50.0, math.inf)  # the longest of each class
 # Classes of kernels, by a pattern of their names; the first that matches counts.
 CLASSES = {"attention": "fmha|flash|sdpa|attention", "matmul": "gemm|nvjet|cutlass|xmma|splitk", "triton": "^triton"}
-OTHER_CHUNKS = 4096  # tokens of the loss
+LOSS_CHUNKS = 4  # of a model that is there to be compared
 Kernel = tuple[float, float, str]  # when it begins and ends in us, and its name
 
 
@@ -121,6 +120,7 @@ class Contestant:
 # ---- contestants ---------------------------------------------------------------------------------------------
 
 Run = Callable[[], Tensor]  # a micro-batch; returns its loss
+Computed = tuple[Callable[..., Any], nn.Module, Variant]  # what is called, the model, how it is computed
 
 
 def contestants(
@@ -128,7 +128,7 @@ def contestants(
 ) -> dict[str, Callable[[], Run]]:
     """Return functions by the contestants' names, each of which makes a micro-batch of the settings c to be run.
 
-    Ours share one model, as nanoGPT's do. more: those that are worth their time at one size.
+    Those of a program share its model. more: also those that are worth their time at one size only.
     """
     config = GPTConfig.from_settings(c, vocab_size)
     hardware.seed_all(c.seed, device)
@@ -136,21 +136,24 @@ def contestants(
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / c.gradient_accumulation_steps
 
     @functools.cache
-    def ours() -> tuple[nn.Module, nn.Module, Variant]:
+    def ours(loss_chunks: int = 0) -> Computed:
         variant = choose_variant(c, DistContext(device), lambda dtype: math.inf, {})  # as for a long run
+        print(f"ours: {variant}")
         model = GPT(config).to(device)
         apply_variant(model, variant)
+        if loss_chunks:
+            model.loss_chunks = loss_chunks
         return model, model, variant
 
     @functools.cache
-    def nanogpts() -> tuple[nn.Module, nn.Module, Variant]:
+    def nanogpts() -> Computed:
         assert nanogpt is not None
         model = nanogpts_model(nanogpt, config).to(device)
         if device.type == "cpu":  # as bench/speed.py runs it
             return model, model, Variant()
         return torch.compile(model), model, Variant("bfloat16")
 
-    def micro_batch(make: Callable[[], tuple[nn.Module, nn.Module, Variant]], graph: bool) -> Run:
+    def micro_batch(make: Callable[[], Computed], graph: bool) -> Run:
         net, model, variant = make()
         scaler = torch.amp.GradScaler(device.type, enabled=variant.dtype == "float16")
         forward_backward = functools.partial(train.forward_backward, net, scaler, variant)
@@ -167,7 +170,8 @@ def contestants(
     if device.type == "cuda":
         found["ours + graph"] = lambda: micro_batch(ours, True)
         if more:
-            found["ours + graph, other chunks"] = lambda: in_other_chunks(micro_batch(ours, True), vocab_size)
+            chunked = functools.partial(ours, LOSS_CHUNKS)
+            found[f"ours + graph, loss in {LOSS_CHUNKS} chunks"] = lambda: micro_batch(chunked, True)
         if more and nanogpt:
             found["nanoGPT + graph"] = lambda: micro_batch(nanogpts, True)
     return found
@@ -176,20 +180,6 @@ def contestants(
 def refuse(why: str) -> NoReturn:
     """Raise RuntimeError: what should be a graph is none."""
     raise RuntimeError(why)
-
-
-def in_other_chunks(run: Run, vocab_size: int) -> Run:
-    """Return run with a loss in chunks of OTHER_CHUNKS tokens."""
-
-    def other() -> Tensor:
-        rule = chunked_loss.logits_on_gpu
-        chunked_loss.logits_on_gpu = lambda n_logits: OTHER_CHUNKS * vocab_size
-        try:
-            return run()
-        finally:
-            chunked_loss.logits_on_gpu = rule
-
-    return other
 
 
 def nanogpts_model(checkout: Path, config: GPTConfig) -> nn.Module:
@@ -267,17 +257,19 @@ def main() -> None:
                 loss = run().item()
             running.append(Contestant(name, run))
             print(f"{name}: loss {loss!r}, ready after {time.perf_counter() - t0:.1f} s", flush=True)
+    print(f"ms of a micro-batch of {c.batch_size} x {c.block_size}:")
     for number in range(a.rounds):
         # In another order each round, so that no drift of the machine favours one of them.
         for x in random.Random(number).sample(running, len(running)):
-            if x.name not in failed:
-                with caught(x.name, failed):
-                    x.measure(device, a.passes)
-                    if number == 0 and ProfilerActivity.CUDA in supported_activities():
-                        x.profile = profiled(x.run, device)
-        print(f"\nround {number + 1} of {a.rounds}, ms of a micro-batch of {c.batch_size} x {c.block_size}:")
+            with caught(x.name, failed):
+                x.measure(device, a.passes)
+        running = [x for x in running if x.name not in failed]
+        print(f"\nround {number + 1} of {a.rounds}", *[x.figures() for x in running], sep="\n", flush=True)
+    if ProfilerActivity.CUDA in supported_activities():  # at the end: a profiler may leave the CPU slower
+        print("\nwith profiles")
         for x in running:
-            if x.wall_ms:
+            with caught(x.name, failed):
+                x.profile = profiled(x.run, device)
                 print(x.figures(), flush=True)
     sys.exit(bool(failed))
 

@@ -93,6 +93,7 @@ def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
     options = [*flags(**SMALL), f"--peer=nanogpt:{tmp_path}", "--vocab_size=65", "--steps=3"]
     command = [sys.executable, "-u", "bench/speed.py", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         lines = [process.stdout.readline(), process.stdout.readline()]  # two more rounds follow
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
