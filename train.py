@@ -379,6 +379,8 @@ def cuda_graphs(
         pool=pool,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
+    if variant.cuda_graph and getattr(net, "modules_buffers", None):  # which DDP broadcasts in some passes
+        train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
     return train, evaluation
 
 

@@ -171,7 +171,10 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
     # A function for each name: torch.compile has other rules for each.
     found = {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
     found |= {name: always(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
-    found |= {name: always(None) for name in ("set_device", "set_stream", "synchronize", "empty_cache", "_lazy_init")}
+    found |= {
+        name: always(None)
+        for name in ("set_sync_debug_mode", "set_device", "set_stream", "synchronize", "empty_cache", "_lazy_init")
+    }
     for name in ("memory_allocated", "memory_reserved"):
         found[name] = lambda device=None: library.card_allocated()
         found[f"max_{name}"] = lambda device=None: library.card_peak()

@@ -124,6 +124,6 @@ class Loader:
             weight = self.batching.world * float(n_learned[rows].sum() / max(1, n_learned.sum()))
         x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps - 1
-        batch = MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
+        micro_batch = MicroBatch(x, y, weight, self.batching.number(micro_step), is_last)
         copied = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        return batch, copied
+        return micro_batch, copied

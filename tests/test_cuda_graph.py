@@ -6,6 +6,7 @@ python bench/pretend_card.py --card H100 -m pytest tests/test_cuda_graph.py
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import signal
@@ -63,9 +64,9 @@ def trained(data, out_dir, **settings):
         {"dtype": "bfloat16", "compile": True},
         {"dtype": "float32", "optimizer": "muon"},
         {"dtype": "float16", "gradient_accumulation_steps": 1},
-        {"dtype": "bfloat16", "deterministic": True, "activation_checkpoint": "full"},
+        {"dtype": "bfloat16", "deterministic": True},
     ],
-    ids=["compiled", "muon", "float16", "recompute"],
+    ids=["compiled", "muon", "float16", "deterministic"],
 )
 def test_run_with_graphs_is_the_run_without_bit_for_bit(settings, chars, tmp_path, replays):
     plain = trained(chars, tmp_path / "plain", cuda_graph=False, **settings)
@@ -302,9 +303,41 @@ def compared(monkeypatch, edit=None, prepare=lambda model: None, **options):
     return lines, recordings
 
 
-def test_plain_model_is_replayed(monkeypatch, replays):
+def test_plain_model_is_replayed_and_the_recorded_pass_is_one_of_the_run(monkeypatch, replays):
+    passes = []
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda *args: (passes.append(1), forward(*args))[1])
     assert compared(monkeypatch) == ([], 1)
     assert len(replays) == MICRO_BATCHES - 2
+    assert len(passes) == MICRO_BATCHES + 3  # of the plain loop; and two without a graph and the one that is recorded
+
+
+def test_passes_in_which_ranks_exchange_gradients_are_not_replayed(monkeypatch, replays):
+    """DDP says so by an attribute; its own exchange needs several cards."""
+    model = edited_model(monkeypatch)
+    net = torch.nn.Module()
+    net.require_backward_grad_sync = False
+    calls = []
+
+    def run(net, x):
+        calls.append(net.require_backward_grad_sync)
+        model(x, x)[1].backward()
+        return {}
+
+    micro_batch = CudaGraph(functools.partial(run, net), model, enabled=True)
+    for i in range(12):
+        net.require_backward_grad_sync = i % 3 == 2
+        micro_batch(tokens(2, 32, vocab=CONFIG.vocab_size).to(CUDA))
+    assert calls == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]  # two without a graph, one recorded, all that exchange
+    assert len(replays) == 8 - 2
 
 
 @pytest.mark.parametrize(("edit", "why"), STATEFUL.items(), ids=[edit.__name__ for edit in STATEFUL])

@@ -101,9 +101,12 @@ def choose_variant(
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
-    may_record = device.type == "cuda" and not is_sharded
+    # What is computed again reads the state of CUDA's generator, which a recording does not allow.
+    may_record = device.type == "cuda" and not is_sharded and config.activation_checkpoint == "none"
     if config.cuda_graph is True and not may_record:
-        raise ValueError("cuda_graph=True is for CUDA devices, without dp_shard; try --cuda_graph=auto")
+        raise ValueError(
+            "cuda_graph=True is for CUDA devices, without dp_shard and activation_checkpoint; try --cuda_graph=auto"
+        )
     return Variant(
         dtype=dtype,
         compiled=bool(compile),
