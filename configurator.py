@@ -5,7 +5,7 @@
 A config file is Python that runs in a namespace of its own, which starts with the values so far. The names that it
 assigns are settings. Names that start with `_`, modules, functions and classes are ignored. Each value is checked by
 deskgpt/system/settings.py, as the dataclass says. Settings of earlier versions, which the dataclass lists in a class
-attribute `retired`, have no effect, and one line says so.
+attribute `retired`, have no effect; one line says so, and what there is in their place.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
 
 def is_retired(name: str, cls: type) -> bool:
     """Return whether `cls` had this setting in an earlier version; then print that once."""
-    is_known = name in getattr(cls, "retired", ())
-    if is_known:
-        note_once(f"{name} is no longer used")
-    return is_known
+    retired: dict[str, str] = getattr(cls, "retired", {})
+    if name in retired:
+        note_once(": ".join(filter(None, (f"{name} is no longer used", retired[name]))))
+    return name in retired
 
 
 def read_argument(argument: str, cls: type) -> tuple[str, Any]:

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deskgpt.kernels import causal_attention, chunked_cross_entropy, gelu_tanh, masked_attention, recomputed, relu2
-from deskgpt.kernels.fp8 import Linear
 from deskgpt.kernels.kv_cache import KVCache
 from deskgpt.system.settings import AtLeast1, Fraction, Range, check_fields
 
@@ -167,8 +166,8 @@ class TokenShift(nn.Module):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head = config.n_head
         self.dropout = config.dropout
@@ -202,8 +201,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = config.activation
         self.shift = TokenShift() if config.token_shift else None
@@ -284,7 +283,7 @@ class GPT(nn.Module):
         self.config = config
         self.compile_loss = False  # the softmax of the loss as one graph of torch.compile; whoever compiles sets it
         self.transformer = Transformer(config)
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.transformer.wte.weight = self.lm_head.weight  # GPT-2, after Press & Wolf 2017
         for name, module in self.named_modules():

@@ -52,7 +52,7 @@ class SampleConfig(GenerationConfig):  # which has max_new_tokens, stop, tempera
     serve: bool = False  # instead of printing: a page to play with in this machine's browser, until Ctrl+C
     port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
-    retired: ClassVar[set[str]] = {"compile", "stream"}  # settings of earlier versions
+    retired: ClassVar[dict[str, str]] = {"compile": "", "stream": ""}  # settings of earlier versions
 
 
 def main(c: SampleConfig) -> list[str]:

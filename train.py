@@ -84,7 +84,7 @@ MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
-    retired: ClassVar[set[str]] = RETIRED  # settings of earlier versions, which old config files may have
+    retired: ClassVar[dict[str, str]] = RETIRED  # settings of earlier versions, which old config files may have
     # input and output
     out_dir: FilePath = "out"  # run folder: checkpoints and log.jsonl. To resume from one checkpoint, name the file
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -127,7 +127,6 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
-    fp8: bool = False  # training's linear layers in 8 bits, on RTX 40, H100 and later; measure before you use it
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     deterministic: bool = False  # True: a card computes the same bits in each run, 8% slower on an H200
     compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
@@ -256,8 +255,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     tokens += batch.x.numel() * dist.world
             except torch.OutOfMemoryError:  # only cards raise it; nothing of this step has changed the state
                 optimizer.zero_grad(set_to_none=True)
-                dropped = [graph.drop("memory runs out") for graph in (micro_batch, eval_batch)]
-                if not any(dropped):  # without the memory of a graph it may fit
+                if not micro_batch.drop("memory runs out"):  # without the graphs' memory it may fit
                     may_halve = bool(config.auto_batch) and dist.world == 1
                     state.batching = halved_batch(dist.device, may_halve, state.batching)
                     report.smaller_batch(state.batching)
@@ -273,12 +271,16 @@ def main(config: TrainConfig, started: float | None = None) -> float:
             optimizer.zero_grad(set_to_none=True)
 
             # ---- log -----------------------------------------------------------------------------------------
+            report.deferred.run()  # the line of the step before: a card has this one to do meanwhile
             health.record(step, losses["loss"], grad_norms, grad_norm)
             report.step(step, lr, tokens, grad_norm=grad_norm, **losses)
             state.step = step + 1
             state.schedule = budget.replan(state.schedule, step + 1, report.timer)
     except (DataError, BatchTooLargeError) as e:  # the state is that of the last whole step
         stops.fail(e)
+        health.flush()
+    finally:
+        report.deferred.run()  # also if the run ends with an error
     return finish(state, saver, report, health, loader, net, stops)
 
 
@@ -363,20 +365,18 @@ def cuda_graphs(
     The first two steps run without a graph: they compile, and allocate the optimizer's state. Both graphs use the same
     memory, one after the other.
     """
-    pool = torch.cuda.graph_pool_handle() if variant.cuda_graph else None
     train = CudaGraph(
         functools.partial(forward_backward, net, scaler, variant),
         model,
         enabled=variant.cuda_graph,
         eager_calls=2 * batching.micro_steps,
-        pool=pool,
         on_refusal=lambda why: warn([f"no CUDA graph: {why}"]),
     )
     evaluation = CudaGraph(
         functools.partial(evaluation_loss, model, variant),
         model,
         enabled=variant.cuda_graph,
-        pool=pool,
+        shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
     if variant.cuda_graph and getattr(net, "modules_buffers", None):  # which DDP broadcasts in some passes

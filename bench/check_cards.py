@@ -49,13 +49,11 @@ from configurator import build, read_settings
 from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.estimate.plan import is_geforce
-from deskgpt.kernels.fp8 import CAPABILITY
 from deskgpt.system import cache, hardware, peaks
 from deskgpt.system.errors import OneLineParser, one_line_errors
 from model import GPT, GPTConfig
 
-FP8 = "train_fineweb_125m --fp8=True"
-CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast", FP8)
+CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
 TRITON = "triton==3.7.1"  # which torch 2.13 requires
 
 # Shares of the published peaks that a step's matmuls and attention, and its other kernels, are taken to reach. An H200
@@ -211,7 +209,7 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
     config = GPTConfig.from_settings(c, 65 if "_char" in config_name else 50304)
     dtype = peaks.fast_dtype(device)
     residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype, fp8=c.fp8)
+    variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype)
     work = Work()
     kernels.run = work.run
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:
@@ -239,7 +237,6 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
     step = Step(config, c.batch_size, variant, "cuda")
     found = {
         "dtype": dtype,
-        "fp8": c.fp8,
         "bytes": moved,
         "peak_bytes": peak_bytes,
         "predicted_bytes": sum(memory(step).values()),
@@ -287,8 +284,8 @@ def row_of(name: str, found: dict[str, Any]) -> list[str]:
         f"{name} (sm_{card.capability[0]}{card.capability[1]}), {found['dtype']}",
         f"{found['kernels']}, {found['cubins']}",
         str(len(found["failed"])),
-        f"{found['bytes'] / 1e9:.1f}" + ("" if found["fp8"] else f" ({memory_s / (matmul_s + memory_s):.0%})"),
-        "n/a" if found["fp8"] else f"{found['tokens'] / (matmul_s + memory_s):,.0f}",
+        f"{found['bytes'] / 1e9:.1f} ({memory_s / (matmul_s + memory_s):.0%})",
+        f"{found['tokens'] / (matmul_s + memory_s):,.0f}",
         f"{found['peak_bytes'] / 2**30:.2f}, {found['predicted_bytes'] / 2**30:.2f}",
     ]
 
@@ -304,7 +301,7 @@ def main() -> None:
     problems = []
     for config in a.configs:
         rows = []
-        for card in [name for name in a.cards if config != FP8 or pretend_card.CARDS[name].capability >= CAPABILITY]:
+        for card in a.cards:
             found = checked(card, config)
             rows.append(row_of(card, found))
             problems += [f"{card}, {config}: {line}" for line in found["failed"]]

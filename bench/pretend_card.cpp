@@ -280,7 +280,18 @@ static at::Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optio
 
 static at::Tensor view(const at::Tensor& t, IntArrayRef size) { return at::native::view(t, size); }
 
-static at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool) {
+static std::atomic<int> sync_debug_mode{0};
+
+extern "C" void card_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }  // torch.cuda.set_sync_debug_mode
+
+// Says that the host would wait for a card here, as torch does.
+static void wait() {
+  TORCH_CHECK(sync_debug_mode != 2, "called a synchronizing CUDA operation (pretended card)");
+  if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (pretended card)");
+}
+
+static at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  if (!non_blocking && to.is_cuda() != from.is_cuda()) wait();
   at::NoGradGuard no_grad;
   auto target = on_cpu(to);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -288,7 +299,10 @@ static at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool) {
   return to;
 }
 
-static at::Scalar item(const at::Tensor& t) { return on_cpu(t).item(); }
+static at::Scalar item(const at::Tensor& t) {
+  wait();
+  return on_cpu(t).item();
+}
 
 static const at::Tensor& resize_(const at::Tensor& t, IntArrayRef size, std::optional<MemoryFormat>) {
   size_t bytes = (multiply_integers(size) + t.storage_offset()) * t.itemsize();

@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -81,7 +82,7 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
         for module in (torch.cuda.random, torch.cuda.memory):
             if hasattr(module, name):
                 setattr(module, name, value)
-    set_internals(torch)
+    set_internals(torch, library)
     torch.compile = functools.partial(torch.compile, backend=backend)
 
 
@@ -183,10 +184,9 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "graph": lambda graph, **kwargs: graph,
         "device": Within,
         "stream": Within,
-        "Event": Queue,
+        "Event": Event,
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
-        "graph_pool_handle": always((0, 0)),
         "device_count": always(1),
         "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0) or including_emulation,
         "get_device_properties": always(properties),
@@ -223,21 +223,36 @@ class Within:
 
 
 class Queue(Within):
-    """A stream, or an event."""
+    """A stream."""
 
     cuda_stream = stream_id = device_index = 0
-    elapsed_time = always(0.0)
-    record = synchronize = wait_stream = wait_event = always(None)
-    record_event = lambda self, event=None: Queue()  # noqa: E731
+    synchronize = wait_stream = wait_event = always(None)
+
+    def record_event(self, event: Any = None) -> Event:
+        found = Event()
+        found.record()
+        return found
 
 
-def set_internals(torch: Any) -> None:
+class Event(Within):
+    query = always(True)
+    synchronize = wait = always(None)
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def set_internals(torch: Any, library: ctypes.CDLL) -> None:
     """Answer what torch's own Python code asks its C++ about, which the CPU build lacks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for name in ("getDevice", "getCurrentRawStream", "exchangeDevice", "maybeExchangeDevice"):
         setattr(torch._C, f"_cuda_{name}", always(0))
     torch._C._cuda_getDeviceCount = always(1)
+    torch._C._cuda_set_sync_debug_mode = lambda mode: library.card_set_sync_debug_mode(mode)
     torch.backends.cuda.is_built = always(True)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = always(None)

@@ -60,6 +60,8 @@ def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no
         note_once.cache_clear()
         assert configure(TrainConfig, [argument, argument]) == TrainConfig()
         assert_one_line(capsys.readouterr().err, "attention", "no longer used")
+    configure(TrainConfig, ["--fp8=True"])
+    assert_one_line(capsys.readouterr().err, "fp8 is no longer used", "docs/hacks/fp8.patch")
 
 
 # A config file, or an argument, and what its error names.

@@ -20,17 +20,21 @@ import torch.nn.functional as F
 from conftest import TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, shell, tiny, weights
 from tiny_models import MODERN_SETTINGS, make, tokens
 
+import train
 from data.loader import Loader
 from deskgpt.checkpoint import store
 from deskgpt.compute.check import check_model, distance
+from deskgpt.compute.distributed import gradient_norms
 from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.generate.engine import InferenceEngine
 from deskgpt.kernels import chunked_cross_entropy, loss
-from deskgpt.kernels.fp8 import has_fp8
 from deskgpt.kernels.kv_cache import GraphedKVCache
+from deskgpt.run.log import read_events
+from deskgpt.run.report import Report
 from deskgpt.system import hardware
+from deskgpt.system.errors import DataError
 from model import GPT, GPTConfig
 from train import main
 
@@ -52,6 +56,8 @@ GPT2: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 
 def _full_float32():
     """A run allows TF32 in its process. Here its tests must not depend on which ran before."""
     torch.set_float32_matmul_precision("highest")
+    if ON_CUDA:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
@@ -107,12 +113,10 @@ def test_deterministic_runs_are_equal_bit_for_bit(compiled, settings, chars, tmp
 
 
 @each_model
-@pytest.mark.parametrize("dtype", [*hardware.DTYPES, "fp8"])
+@pytest.mark.parametrize("dtype", hardware.DTYPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_variant_computes_what_eager_float32_does(compiled, dtype, settings):
-    if dtype == "fp8" and ON_CUDA and not has_fp8(DEVICE):
-        pytest.skip("no 8-bit matmuls")
-    variant = Variant(dtype.replace("fp8", "bfloat16"), compiled, fp8=dtype == "fp8")
+    variant = Variant(dtype, compiled)
     if compiled and variant.dtype == "bfloat16":
         variant = replace(variant, residual_dtype="bfloat16")
     config = GPTConfig(**GPT2, **settings)
@@ -157,11 +161,58 @@ def test_run_that_runs_out_of_memory_says_so_in_one_line_and_resumes_closely(
     done = script("train.py", *settings)
     assert done.code == 1
     assert_one_line(done.err, "out of memory", "--batch_size")
+    assert [*losses(tmp_path / "halves")] == [0, 1, 2, 3]
     assert store.load(tmp_path / "halves").iter_num == 3
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert script("train.py", *settings, "--init_from=resume").code == 0
     assert losses(tmp_path / "halves") == pytest.approx(expected, rel=1e-4)
     assert store.load(tmp_path / "halves").scaler
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_next(dtype, chars, tmp_path, monkeypatch):
+    happened = []
+
+    def noted(module, name, what, reads="error"):
+        function = getattr(module, name)
+
+        def call(*args, **kwargs):
+            torch.cuda.set_sync_debug_mode(reads)  # what a copy from the card does that waits for it, from here on
+            happened.append(what)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(train, "step_if_finite", "step")
+    noted(torch.cuda.Event, "query", "event")
+    noted(torch.cuda, "synchronize", "wait", "default")  # before an evaluation
+    noted(Report, "_line", "iter")
+    trained(chars, tmp_path, dtype=dtype, log_interval=3, max_iters=8, eval_interval=8)
+    found = [what for what, _ in itertools.groupby(happened[happened.index("step") :])]  # of several in a row, one
+    assert found[:11] == [*["step", "event", "iter"] * 3, "event", "iter"]
+    queued = [happened[:at].count("step") for at, what in enumerate(happened) if what == "iter"]
+    assert queued == [2, 5, 8, 8]  # when the lines of steps 0, 3, 6 and 7 are printed
+    times = [e["time_ms"] for e in events(tmp_path, "iter")]
+    assert min(times) > 0.05 * max(times)  # although the last two lines came at once
+
+
+@cuda_only
+def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order_of_steps(chars, tmp_path, monkeypatch):
+    steps, step = itertools.count(), Loader.step
+
+    def damaged(loader):
+        if next(steps) == 5:
+            raise DataError("damaged")
+        yield from step(loader)
+
+    monkeypatch.setattr(Loader, "step", damaged)
+    monkeypatch.setattr(train, "gradient_norms", lambda parameters: gradient_norms(parameters) * math.nan)
+    with pytest.raises(DataError):
+        trained(chars, tmp_path, log_interval=3, eval_interval=4)
+    order = [("bad_step", 0), ("iter", 0), ("bad_step", 1), ("bad_step", 2), ("bad_step", 3), ("iter", 3), ("eval", 4)]
+    order = [("start", 0), ("eval", 0), *order, ("bad_step", 4), ("end", 5)]  # and no save
+    assert [(e["event"], e["iter"]) for e in read_events(tmp_path / "log.jsonl")] == order
 
 
 @cuda_only

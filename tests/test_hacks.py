@@ -6,6 +6,7 @@ This file is also the script that runs there: python test_hacks.py NAME DATASET 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -46,6 +47,7 @@ NUMBERS = {"z_loss": ["z_loss"], "weight_norms": ["weight_norm/0", "weight_norm/
 SETTINGS = {
     "embd_scale": ["--embd_scale=2"],
     "digits": ["--dataset=digits"],
+    "fp8": ["--learning_rate=1e-3"],  # a step of AdamW hides what its gradient lost by rounding
     "query_gain": ["--qk_norm=True"],
     "rope_base": ["--position=rope"],
     "muon_momentum_warmup": ["--optimizer=muon"],
@@ -65,6 +67,8 @@ TINY = [
     "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly) for name in PATCHES]
 )
 def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported_or_refused(name, python, chars, tmp_path):
+    if name == "fp8" and not importlib.util.find_spec("torchao"):
+        pytest.skip("pip install torchao")
     folder = copy_of_repository(tmp_path)
     subprocess.run(["git", "apply", "--allow-empty", "-"], input=PATCHES[name], cwd=folder, check=True, text=True)
     done = shell(python, __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
@@ -101,6 +105,32 @@ def smoothed_loss(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
     return -0.9 * log_p.gather(-1, targets[..., None]).mean() - 0.1 * log_p.mean()
 
 
+class MatmulsInFloat8(torch.autograd.Function):
+    """x (N, I) @ weight.T (I, O), and both gradients, of matrices that are rounded to 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = in_float8(x, torch.float8_e4m3fn), in_float8(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = in_float8(grad, torch.float8_e5m2)
+        return grad @ weight, grad.T @ x
+
+
+def in_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x rounded to an 8-bit dtype, whose largest number stands for x's."""
+    scale = torch.finfo(dtype).max / x.abs().amax()
+    return (x * scale).to(dtype).float() / scale
+
+
+def forward_in_float8(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    return MatmulsInFloat8.apply(x.flatten(0, -2), layer.weight).unflatten(0, x.shape[:-1])
+
+
 def lion_step(optimizer: Any, means: dict[Tensor, Tensor]) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -129,6 +159,10 @@ def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float],
     """Train as c says, in torch alone. Return the losses and the weights at the end."""
     torch.manual_seed(c.seed)
     model = GPT(GPTConfig.from_settings(c, vocab_size))
+    if name == "fp8":
+        for layer in model.transformer.h.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.forward = functools.partial(forward_in_float8, layer)  # type: ignore[method-assign]
     optimizer = plain_optimizer(name, c, model)
     means: dict[Tensor, Tensor] = {}
     last: list[dict[str, Tensor]] = []  # the weights that are averaged
@@ -229,11 +263,11 @@ def check(name: str, dataset: str, cache: str) -> None:
     # AdamW makes a whole step of a gradient that is mostly rounding: single weights may differ.
     found = weights(Path("whole"))
     a, b = (torch.cat([of_run[key].flatten() for key in expected_weights]) for of_run in (found, expected_weights))
-    assert (a - b).norm() <= 2e-3 * b.norm()
+    assert (a - b).norm() <= (5e-4 if name == "fp8" else 2e-3) * b.norm()  # without fp8, 1.6e-3 from it
 
     if name != "batch_ramp":  # it needs two micro-batches on each rank
         assert trained(words, "ranks", "--max_iters=2", ranks=2) == pytest.approx(losses[:2], rel=1e-3)
-    if "b/model.py" in PATCHES[name]:
+    if name == "fp8" or "b/model.py" in PATCHES[name]:
         # Compiling takes 20 s. Whether the blocks are graphs that compute the same is seen without that.
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
         compiled = trained(words, "compiled", "--compile=True", "--max_iters=2")

@@ -198,7 +198,9 @@ def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
 def test_commands_of_results_run_at_this_commit_or_are_history(page):
     scripts = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("data/*/prepare.py")]
     code = "".join(path.read_text(encoding="utf-8") for path in scripts)
-    options = {f.name for f in fields(TrainConfig)} | {*re.findall(r'add_argument\("--(\w+)"', code)}
+    options = (
+        {f.name for f in fields(TrainConfig)} | {*TrainConfig.retired} | {*re.findall(r'add_argument\("--(\w+)"', code)}
+    )
     commands = "".join([*blocks_of(page, "sh"), *blocks_of(page, "python")])
     if "\nHistory: " not in page.read_text(encoding="utf-8"):
         assert commands

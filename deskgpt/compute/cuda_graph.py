@@ -62,21 +62,24 @@ class CudaGraph:
         *,
         enabled: bool,
         eager_calls: int = 2,
-        pool: Any = None,
+        shares_memory_with: CudaGraph | None = None,
         on_refusal: Callable[[str], object] = print,
     ) -> None:
         """run takes tensors, and numbers, which a replay hands over as tensors; it returns tensors by name, without a
         graph of autograd, which are overwritten by the next call. It may add to the gradients of the model.
 
-        eager_calls: before the recording, for what torch sets up at first. pool: the memory of another graph, whose
-        results are no longer needed when this one runs. on_refusal is told why there is no graph any more.
+        eager_calls: before the recording, for what torch sets up at first. shares_memory_with: another pass, whose
+        results are no longer needed when this one runs; the memory of both is freed together. on_refusal is told why
+        there is no graph any more.
         """
         self.run = run
         self.model = model
         self.enabled = enabled
-        self.pool = pool
         self.on_refusal = on_refusal
+        self.sharing: list[CudaGraph] = shares_memory_with.sharing if shares_memory_with else []  # of memory
+        self.sharing.append(self)
         self.recordings = 0
+        self.drops = 0  # recordings that this pass has made worthless
         self._eager_calls = eager_calls  # to come before the next recording
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Any] = []  # what the graph reads, in the order of the arguments
@@ -98,21 +101,28 @@ class CudaGraph:
 
     def drop(self, why: str) -> bool:
         """Free the graph and its memory, to be recorded anew a few times; return whether there was one."""
-        if self._graph is None:
+        if all(other._graph is None for other in self.sharing):
             return False
+        for other in self.sharing:
+            other._free()
+        torch.cuda.empty_cache()
+        self.drops += 1
+        if self.drops == MAX_RECORDINGS:
+            self.refuse(f"{why} again and again")
+        return True
+
+    def _free(self) -> None:
         self._graph = None
         self._inputs = []
         self._outputs = {}
         self._gradients = []
         self._facts = None
-        self._eager_calls = 1  # what has changed may be compiled anew, which cannot be recorded
-        torch.cuda.empty_cache()
-        if self.enabled and self.recordings == MAX_RECORDINGS:
-            self.refuse(f"{why} again and again")
-        return True
+        self._eager_calls = max(self._eager_calls, 1)  # what has changed may be compiled anew, and cannot be recorded
 
     def refuse(self, why: str) -> None:
         """Go on without a graph, and say why."""
+        if not self.enabled:
+            return
         self.enabled = False
         self.drop(why)
         self.on_refusal(why)
@@ -166,7 +176,8 @@ class CudaGraph:
         try:
             # The threads of the loader go on meanwhile: the mode says that their calls are none of the recording's.
             stream = torch.cuda.current_stream(device)
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
+            pool = next((other._graph.pool() for other in self.sharing if other._graph is not None), None)
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = self.run(*inputs)
             if any(p.grad is not gradient for p, gradient in gradients):
                 why = REPLACES

@@ -16,7 +16,6 @@ from deskgpt.compute import compiling
 from deskgpt.compute.distributed import DistContext
 from deskgpt.compute.sharding import shards_of
 from deskgpt.kernels import cpu_kernels
-from deskgpt.kernels.fp8 import use_fp8
 from deskgpt.system import hardware, peaks
 from model import GPT
 
@@ -34,7 +33,6 @@ class Variant:
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
-    fp8: bool = False  # linear layers in 8 bits while they train
     cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (cuda_graph.py)
 
     def __str__(self) -> str:
@@ -43,8 +41,6 @@ class Variant:
             words.append(f"residual stream in {self.residual_dtype}")
         if self.cpu_kernels:
             words.append("C++ kernels")
-        if self.fp8:
-            words.append("8-bit matmuls")
         words.append("compiled" if self.compiled else "not compiled")
         if self.cuda_graph:
             words.append("CUDA graph")
@@ -113,7 +109,6 @@ def choose_variant(
         cpu_kernels=bool(kernels),
         recompute=config.activation_checkpoint,
         residual_dtype=residual_dtype,
-        fp8=config.fp8,
         cuda_graph=may_record and bool(config.cuda_graph),
     )
 
@@ -138,8 +133,6 @@ def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
-    if variant.fp8:
-        use_fp8(model.transformer.h, device)
     if variant.compiled:
         compiling.prepare(device)
         if device.type == "cuda" and ranks == 1 and variant.recompute == "none":

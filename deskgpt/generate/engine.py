@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deskgpt.compute.check import TOLERANCE, distance, precision_of
 from deskgpt.generate.text import GenerationConfig, Sample
-from deskgpt.kernels.fp8 import Linear
 from deskgpt.kernels.kv_cache import GraphedKVCache, KVCache
 from deskgpt.system import hardware
 from deskgpt.system.errors import is_out_of_memory
@@ -130,6 +129,6 @@ def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
     tied to the head stays float32, which is what is read of it.
     """
     for module in model.modules():
-        if type(module) in (nn.Linear, Linear):  # a class of the user's own may compute in float32
+        if type(module) is nn.Linear:  # a class of the user's own may compute in float32
             for name, p in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from deskgpt.compute.sharding import local
 from deskgpt.run.report import Report
 from deskgpt.run.saver import Saver
 from deskgpt.run.train_state import TrainState
+from deskgpt.system.hardware import copy_to_host
 
 KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 MAX_BAD_STEPS = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run
 
 
 class Health:
-    """Keeps the numbers of steps on the device and fetches them at log steps.
+    """Keeps the numbers of steps on the device and copies them to the host at log steps, on a CPU at each step.
 
-    All ranks call `record` and `flush` at the same steps. Both wait for the device at log steps, and on a CPU always.
+    It looks at them as report.deferred does: at once, on CUDA when the next step is queued. All ranks call `record` and
+    `flush` at the same steps.
     """
 
     def __init__(self, state: TrainState, report: Report, saver: Saver, on_spike: str) -> None:
@@ -31,11 +34,12 @@ class Health:
         self.saver = saver
         self.on_spike = on_spike
         self.dist = state.dist
+        self.has_scale = state.scaler.is_enabled()  # in float16
         self.parameters = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
         self.good_norms: deque[float] = deque(maxlen=4)  # the last ones, of all gradients
         self.bad_in_a_row: list[tuple[int, str]] = []  # the last steps, and which of their gradients were not finite
-        # On the device: (step, may overflow, (2 + parameters,): loss, norm of all gradients, norm of each)
-        self._pending: list[tuple[int, bool, Tensor]] = []
+        # On the device: (step, (3 + parameters,): loss, norm of all gradients, loss scale if any, norm of each)
+        self._pending: list[tuple[int, Tensor]] = []
 
     # ---- steps -------------------------------------------------------------------------------------------
 
@@ -44,28 +48,40 @@ class Health:
 
         Raises ValueError after MAX_BAD_STEPS bad ones in a row, and after a spike, if on_spike is stop.
         """
-        scaler = self.state.scaler
-        # Above a scale of 1, float16 gradients that overflow are the scaler's normal way of finding the right scale. By
-        # now it has halved the scale of such a step.
-        may_overflow = scaler.is_enabled() and scaler.get_scale() >= 0.5
-        self._pending.append((step, may_overflow, torch.cat([torch.stack([loss, grad_norm]), grad_norms])))
+        numbers: list[Any] = [loss, grad_norm]
+        if self.has_scale:
+            numbers.append(self.state.scaler._scale)  # a tensor: get_scale() would wait for the device
+        self._pending.append((step, torch.cat([torch.stack(numbers), grad_norms])))
         if self.dist.device.type == "cpu" or len(self._pending) >= KEPT_STEPS or self.report.is_due(step):
-            self.flush()
+            self._fetch()
 
     def flush(self) -> None:
-        """Report the steps since the last call. Raises ValueError if they end the run."""
-        pending, self._pending = self._pending, []
-        if pending:
-            rows = torch.stack([numbers for *_, numbers in pending])
+        """Report all steps so far, and print their lines. Raises ValueError if they end the run."""
+        self._fetch()
+        self.report.deferred.run()
+
+    def _fetch(self) -> None:
+        """Copy the numbers of the pending steps to the host, to look at them there."""
+        if self._pending:
+            steps, numbers = zip(*self._pending, strict=True)
+            self._pending.clear()
+            rows = torch.stack(numbers)
             rows[:, 0] = self.dist.sum(rows[:, 0]) / self.dist.world
-            for (step, may_overflow, _), (loss, grad_norm, *norms) in zip(pending, rows.tolist(), strict=True):
-                if math.isfinite(grad_norm):
-                    self.bad_in_a_row.clear()
-                    self.good_norms.append(grad_norm)
-                elif not may_overflow:
-                    self._add_bad_step(step, loss, norms)
-                    continue
-                self._add_loss(step, loss)
+            self.report.deferred.add(partial(self._look_at, steps, copy_to_host(rows)))
+
+    def _look_at(self, steps: tuple[int, ...], rows: Tensor) -> None:
+        """Report bad steps and spikes. Raises ValueError if they end the run."""
+        for step, (loss, grad_norm, *norms) in zip(steps, rows.tolist(), strict=True):
+            scale = norms.pop(0) if self.has_scale else None
+            if math.isfinite(grad_norm):
+                self.bad_in_a_row.clear()
+                self.good_norms.append(grad_norm)
+            # Above a scale of 1, float16 gradients that overflow are the scaler's normal way of finding the right
+            # scale. It has then halved the scale of such a step.
+            elif not scale or scale < 0.5:
+                self._add_bad_step(step, loss, norms, scale)
+                continue
+            self._add_loss(step, loss)
         n = len(self.bad_in_a_row)
         if n >= MAX_BAD_STEPS:
             first, which = self.bad_in_a_row[0]
@@ -74,13 +90,12 @@ class Health:
                 f"{self.evidence(first)}"
             )
 
-    def _add_bad_step(self, step: int, loss: float, norms: list[float]) -> None:
+    def _add_bad_step(self, step: int, loss: float, norms: list[float], scale: float | None) -> None:
         """Report how many gradients are not finite, and the first of them in the order of the forward pass."""
         bad = [name for name, norm in zip(self.parameters, norms, strict=True) if not math.isfinite(norm)]
         first = f", {bad[0]} first" if bad else ""  # each can be finite where their norm is not
         which = f"{len(bad)} of {len(norms)} parameters{first}"
         self.bad_in_a_row.append((step, which))
-        scale = self.state.scaler.get_scale() if self.state.scaler.is_enabled() else None
         text = f"gradients are not finite ({which}): no update"
         self._report("bad_step", step, loss, text, which=which, loss_scale=scale)
 

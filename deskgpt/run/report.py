@@ -7,10 +7,10 @@ import os
 import shlex
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from data.batching import Batching
@@ -25,6 +25,7 @@ from deskgpt.run.settings import sensitive
 from deskgpt.run.timer import StepTimer
 from deskgpt.run.train_state import TrainState
 from deskgpt.system import cache, hardware, peaks
+from deskgpt.system.hardware import copy_to_host
 from deskgpt.system.terminal import clock, in_gib, millions
 
 # What the log has of a step, beside the further losses of a model and a user's own numbers.
@@ -46,6 +47,7 @@ class Report:
         self.dist = state.dist
         self.print0 = state.dist.print0
         self.timer = StepTimer(self.dist.device, compiling.spent_s if state.variant.compiled else lambda: 0.0)
+        self.deferred = hardware.DeferredCalls(self.dist.device)  # what prints and logs numbers of the device
         self.log = open_log(config, state)
         self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
         self.warm_up_s = 0.0
@@ -70,9 +72,6 @@ class Report:
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
         self.print0(f"device: {self.dist.world} x {name}, {variant}{shards}")
-        if variant.fp8:
-            in_8_bits = [getattr(m, "fp8", False) for m in state.model.modules() if isinstance(m, nn.Linear)]
-            self.print0(f"8-bit matmuls in {sum(in_8_bits)} of {len(in_8_bits)} linear layers")
         self.warm_up_s = time.perf_counter() - started
         limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
         self._ends_at = started + min(filter(None, limits_s), default=math.inf)
@@ -131,7 +130,7 @@ class Report:
     def step(
         self, step: int, lr: float, tokens: int, loss: Tensor, grad_norm: Tensor, **numbers: Tensor | float
     ) -> None:
-        """Print and log the line of a step that is done, if it has one.
+        """Print and log the line of a step, if it has one: at once, on CUDA when `deferred` runs.
 
         tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are
         averaged over ranks.
@@ -140,23 +139,49 @@ class Report:
         self._grad_norms.append(grad_norm.detach())
         if not self.is_due(step):
             return
-        norms = torch.stack(self._grad_norms).tolist()
-        step_s, tokens_per_s, data_wait = self.timer.end_window(len(norms), self._tokens)
+        norms = copy_to_host(torch.stack(self._grad_norms))
+        means = {name: self._mean(value) for name, value in {"loss": loss, **numbers}.items()}
+        memory = hardware.peak_memory_bytes(self.dist.device)
+        spent_s = self.timer.spent_s()
+        self.deferred.add(partial(self._line, step, lr, self._tokens, memory, spent_s, norms, means))
         self._grad_norms.clear()
         self._tokens = 0
-        mean_loss = self._mean(loss)
+
+    def _mean(self, value: Tensor | float) -> Tensor | float:
+        """Return a tensor's mean over the ranks, on the host; a float as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        value = sharding.unsharded(value.detach())
+        if self.dist.world > 1:
+            value = self.dist.sum(value.double()) / self.dist.world
+        return copy_to_host(value)
+
+    def _line(
+        self,
+        step: int,
+        lr: float,
+        tokens: int,
+        memory: int | None,
+        spent_s: tuple[float, float],
+        grad_norms: Tensor,
+        means: dict[str, Any],
+    ) -> None:
+        """Print and log the line of a step that is done. tokens, grad_norms: since the last line; means: by name."""
+        norms = grad_norms.tolist()
+        step_s, tokens_per_s, data_wait = self.timer.end_window(len(norms), tokens, self.deferred.done_at, spent_s)
+        own = {name: float(value) for name, value in means.items()}
+        loss = own.pop("loss")
         limit = self.config.grad_clip
-        own = {name: self._mean(value) for name, value in numbers.items()}
         mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
         self.print0(
-            f"iter {step}: loss {mean_loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
+            f"iter {step}: loss {loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
             f"tok/s {tokens_per_s:,.0f}, eta {clock(self._left_s(step, step_s))}{more}"
         )
         self.log.write(
             "iter",
             iter=step,
-            loss=mean_loss,
+            loss=loss,
             time_ms=step_s * 1e3,
             mfu=mfu,
             tokens_per_s=tokens_per_s,
@@ -165,21 +190,14 @@ class Report:
             grad_norm=norms[-1],
             clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
             tokens=(step + 1) * self.state.batching.tokens_per_step,
-            train_s=self.timer.train_s(),
-            peak_memory_bytes=hardware.peak_memory_bytes(self.dist.device),
+            train_s=self.timer.window_ended_s,
+            peak_memory_bytes=memory,
             **own,
         )
         if mfu > 1 and self._is_mfu_possible:
             self._is_mfu_possible = False
             remedy = f"if it was measured, delete {cache.path_of('peaks')}, and the next run measures again"
             self.warn([f"mfu {mfu:.0%}: the peak is too low, or GPT.estimate_flops too high; {remedy}"])
-
-    def _mean(self, value: Tensor | float) -> float:
-        """Return a tensor's mean over the ranks; a float as it is."""
-        if not isinstance(value, Tensor):
-            return float(value)
-        value = sharding.unsharded(value.detach()).cpu().double()  # mps has no float64
-        return self.dist.sum(value).item() / self.dist.world
 
     def _left_s(self, step: int, step_s: float) -> float:
         end = self.state.schedule.max_iters

@@ -28,16 +28,19 @@ EVALUATION = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}  # how 
 START = {"init_from", "resume_changed", "dry_run", "plan_for"}
 END = {"max_hours", "max_minutes", "patience", "on_spike"}
 SPLIT = {"batch_size", "gradient_accumulation_steps", "auto_batch"}  # the sequences per step are compared apart
-MACHINE = {"device", "dtype", "fp8", "cpu_kernels", "compile", "activation_checkpoint"}
+MACHINE = {"device", "dtype", "cpu_kernels", "compile", "activation_checkpoint"}
 MACHINE |= {"cuda_graph", "deterministic", "backend", "dp_shard", "dist_timeout_s"}
 DATA = {"dataset"}  # a path; what is in it is compared apart
 NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | SPLIT | MACHINE | DATA)
 # Of learning too, but compared by the rates of the steps so far: with the same past, it is the same experiment.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
-# Settings of earlier versions, which old config files have.
-RETIRED = {"attention", "world", "sync_each_batch", "reshard_after_forward", "max_bad_steps", "cooldown_iters"}
-RETIRED |= {"save_interval", "save_async", "keep_checkpoints", "align_documents"}
+# Settings of earlier versions, which old config files have, and what there is in their place.
+RETIRED = dict.fromkeys(
+    ("attention", "world", "sync_each_batch", "reshard_after_forward", "max_bad_steps", "cooldown_iters"), ""
+)
+RETIRED |= dict.fromkeys(("save_interval", "save_async", "keep_checkpoints", "align_documents"), "")
+RETIRED["fp8"] = "docs/hacks/fp8.patch trains the blocks' linear layers in 8 bits"
 # Choices that settings of earlier versions had; a resumed run takes the default.
 RETIRED_CHOICES = (("activation_checkpoint", "selective"), ("on_spike", "rewind"))
 # What a resumed run takes from its checkpoint.

@@ -26,7 +26,7 @@ class StepTimer:
         self.total_s = {"evaluation": 0.0, "saving": 0.0}
         self.last_s = {"evaluation": 0.0, "saving": 0.0}
         self._started_at = self._now()
-        self._window_began_s = 0.0  # training time at the start of the window
+        self.window_ended_s = 0.0  # training time at the end of the last window
         self._window_wait_s = 0.0  # wait for data by then
 
     def start(self) -> None:
@@ -45,13 +45,23 @@ class StepTimer:
         """Add to the time that was spent waiting for data."""
         self.wait_s += seconds
 
-    def end_window(self, steps: int, tokens: int) -> tuple[float, float, float]:
-        """Return what the steps since the last call took: (seconds per step, tokens per second, share of waiting)."""
-        now_s = self.train_s()
-        window_s = now_s - self._window_began_s
-        wait_s = self.wait_s - self._window_wait_s
-        self._window_began_s = now_s
-        self._window_wait_s = self.wait_s
+    def spent_s(self) -> tuple[float, float]:
+        """Return the seconds of compiling and of waiting for data so far, for `end_window`."""
+        return self._compile_s(), self.wait_s
+
+    def end_window(
+        self, steps: int, tokens: int, done_at: float, spent_s: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        """Return what the steps since the last call took: (seconds per step, tokens per second, share of waiting).
+
+        done_at: when the device had done the last of them. spent_s: by the time that it was queued.
+        """
+        compile_s, total_wait_s = spent_s
+        now_s = done_at - compile_s - self._started_at - sum(self.total_s.values())
+        window_s = now_s - self.window_ended_s
+        wait_s = total_wait_s - self._window_wait_s
+        self.window_ended_s = now_s
+        self._window_wait_s = total_wait_s
         return window_s / steps, tokens / window_s, wait_s / window_s
 
     @contextmanager

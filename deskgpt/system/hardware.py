@@ -9,12 +9,15 @@ import platform
 import random
 import re
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 from deskgpt.system import wheels
 from deskgpt.system.limits import memory_limits, usable_cores
@@ -131,6 +134,52 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def copy_to_host(x: Tensor) -> Tensor:
+    """Return a copy of x in the host's memory; from CUDA without waiting for it: read it within DeferredCalls."""
+    return x.to("cpu", non_blocking=x.is_cuda, copy=True)  # which torch then makes in pinned memory
+
+
+class DeferredCalls:
+    """Calls functions of what was copied to the host: at once, but on CUDA only when `run` is called.
+
+    If that is after the next step is queued, the card has work while the host reads and prints. `done_at` is the
+    instant, of time.perf_counter, at which the device had done what was queued before the function was added.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._waiting: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
+        if device.type == "cuda":
+            self._done = self._event()
+            self._done.synchronize()
+        self.done_at = time.perf_counter()
+
+    def add(self, function: Callable[[], None]) -> None:
+        """Call the function when all that was queued so far is done."""
+        if self.device.type == "cuda":
+            self._waiting.append((self._event(), function))
+        else:
+            self.done_at = time.perf_counter()
+            function()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def run(self) -> None:
+        """Call the waiting functions, in order. What one of them raises drops those after it."""
+        waiting, self._waiting = self._waiting, []
+        for event, function in waiting:
+            if event.query():  # some time ago: queueing takes longer than the card's work
+                self.done_at += self._done.elapsed_time(event) / 1e3
+            else:
+                event.synchronize()  # waits for this event only, not for what was queued since
+                self.done_at = time.perf_counter()
+            self._done = event
+            function()
 
 
 def limit_threads() -> None:
