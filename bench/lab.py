@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
@@ -120,7 +120,7 @@ class Contestant:
 # ---- contestants ---------------------------------------------------------------------------------------------
 
 Run = Callable[[], Tensor]  # a micro-batch; returns its loss
-Computed = tuple[Callable[..., Any], nn.Module, Variant]  # what is called, the model, how it is computed
+Computed = tuple[nn.Module, Variant]  # a model, and how it is computed
 
 
 def contestants(
@@ -143,20 +143,21 @@ def contestants(
         apply_variant(model, variant)
         if loss_chunks:
             model.loss_chunks = loss_chunks
-        return model, model, variant
+        return model, variant
 
     @functools.cache
     def nanogpts() -> Computed:
         assert nanogpt is not None
         model = nanogpts_model(nanogpt, config).to(device)
         if device.type == "cpu":  # as bench/speed.py runs it
-            return model, model, Variant()
-        return torch.compile(model), model, Variant("bfloat16")
+            return model, Variant()
+        model.compile()
+        return model, Variant("bfloat16", compiled=True)
 
     def micro_batch(make: Callable[[], Computed], graph: bool) -> Run:
-        net, model, variant = make()
+        model, variant = make()
         scaler = torch.amp.GradScaler(device.type, enabled=variant.dtype == "float16")
-        forward_backward = functools.partial(train.forward_backward, net, scaler, variant)
+        forward_backward = functools.partial(train.forward_backward, model, scaler, variant)
         graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=refuse)
 
         def run() -> Tensor:
