@@ -5,7 +5,8 @@
     python bench/qualify.py --only check tests                         # these stages, also if they have passed
 
 Needs no data and no network. Each stage is a process of its own, whose output is kept as it comes in
-out-qualify/NAME/STAGE.txt, also if it fails or runs out of time; page.md has the end of each. A later call for the same
+out-qualify/NAME/STAGE.txt, also if it fails or runs out of time. page.md has what was measured beside what had been
+predicted, what explains it, and the end of each output; it is written anew after each stage. A later call for the same
 device, torch and commit (DESKGPT_COMMIT, if there is no git) continues with the stages that have not passed. Without a
 GPU everything runs on the CPU at toy sizes, and only shows that the code runs. Exit status: 1 if a stage has failed or
 ran out of time.
@@ -24,18 +25,20 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
 
 import psutil
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train
 from bench import output
 from bench.speed import ROOT, write_data
 from configurator import build, read_settings
+from deskgpt.compute.check import TOLERANCE, gradient_errors, loss_and_gradients
+from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.run.log import git_commit, versions
 from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import OneLineParser, one_line_errors
@@ -46,6 +49,7 @@ from deskgpt.system.wheels import answer
 from model import GPT, GPTConfig
 
 CONFIG = "config/train_fineweb_125m.py"
+CHAR = "config/train_shakespeare_char.py"
 TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 2, "gradient_accumulation_steps": 2}
 PASSED = "passed"  # the last line of a stage's output
 LEAST_S = 10.0  # with less time left, no stage begins
@@ -79,6 +83,11 @@ class Session:
             found |= TOY
         return [config, *(f"--{name}={value}" for name, value in found.items())]
 
+    def lab(self, config: str, *more: str) -> list[str]:
+        """Return a command of bench/lab.py."""
+        toy = [f"--vocab_size={self.vocab_size}", "--passes=3"] if self.is_toy else []
+        return ["bench/lab.py", *self.settings(config), *self.peer, *toy, *more]
+
     def speed(self, config: str, rounds: int, *more: str) -> list[str]:
         """Return a command of bench/speed.py."""
         n = 65 if config.endswith("_char.py") else self.vocab_size
@@ -87,25 +96,35 @@ class Session:
 
 
 def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
-    """Return the stages by name, the most valuable first: each one's share of the time, and its command."""
+    """Return the stages by name, the most valuable first: each one's share of the time, and its command.
+
+    The shares of those up to sampling are nine minutes.
+    """
     first = [*s.settings(), f"--dataset={s.tokens}", "--max_iters=8", "--eval_interval=8", "--eval_tokens=65536"]
     processes = 0 if s.is_toy else min(8, usable_cores() // 2)  # most of a test's time is compiling, on the host
-    pytest = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-rfEs", "--tb=long", f"-n={processes}", "-k"]
+    files = ["tests/test_gpu.py", "tests/test_cuda_graph.py"]
+    pytest = ["-m", "pytest", *files, "-vv", "-rfEs", "--tb=long", f"-n={processes}", "-k"]
     quick = " and not compiled and not True" if s.is_toy else ""  # True: a test's parameter `compiled`
     others = [f"--peer=ours:{flag}" for flag in ("--compile=False", "--dtype=float32", "--activation_checkpoint=full")]
-    grid = f"--grid=batch_size={2 if s.is_toy else '16,32,64'}"
+    others.append("--peer=ours:--cuda_graph=False")
     function = ["bench/qualify.py", f"--device={s.device}", "--function"]
+    sizes = (2, 4) if s.is_toy else (32, 64)
     return {
-        "facts": (60, [*function, "facts"]),
+        "facts": (15, [*function, "facts"]),
+        "right": (75, [*pytest, f"(every_variant or with_graphs){quick}"]),
+        "gradients": (20, [*function, "gradients"]),
+        "16x1024": (130, s.lab(CONFIG, "--more")),
+        "64x256": (55, s.lab(CHAR)),
+        "64x1024": (85, s.lab(CONFIG, f"--batch_size={sizes[1]}")),
+        "typed": (90, s.speed(CONFIG, 1, *s.peer)),
+        "typed-char": (40, s.speed(CHAR, 1, *s.peer)),
+        "sampling": (30, [*function, "sampling"]),
         "first": (190, ["train.py", *first, f"--out_dir={s.tokens}/first"]),  # what an owner of a card does first
-        "check": (150, [*pytest, f"every_variant{quick}"]),
-        "speed": (240, s.speed(CONFIG, 1, grid, *s.peer)),
         "predicted": (40, ["train.py", *s.settings(), f"--dataset={s.tokens}", "--dry_run=True"]),
-        "sampling": (60, [*function, "sampling"]),
-        "tests": (300, [*pytest, f"not every_variant{quick}"]),
+        "sizes": (120, s.speed(CONFIG, 1, f"--grid=batch_size={sizes[0]},{sizes[1]}")),
+        "tests": (300, [*pytest, f"not every_variant and not with_graphs{quick}"]),
         "fast": (120, s.speed("config/train_fineweb_125m_fast.py", 1)),
-        "variants": (180, s.speed(CONFIG, 1, *others)),
-        "char": (100, s.speed("config/train_shakespeare_char.py", 1, *s.peer)),
+        "settings": (220, s.speed(CONFIG, 1, *others)),
     }
 
 
@@ -120,13 +139,42 @@ def facts(s: Session) -> None:
         print(torch.cuda.get_device_properties(s.device), f"cuDNN {torch.backends.cudnn.version()}")
         print(answer("nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"))
     for name, dtype in hardware.DTYPES.items():
-        keys = torch.zeros(1, 2, 64, 64, device=s.device, dtype=dtype).requires_grad_()  # (B, H, T, D)
+        keys = torch.zeros(1, 2, 1024, 64, device=s.device, dtype=dtype).requires_grad_()  # (B, H, T, D)
         kernels = []
-        for n in (64, 1):
+        for n in (1024, 1):
             choice = torch._fused_sdp_choice(keys[:, :, :n], keys, keys, is_causal=n > 1)
             kernels.append(f"{SDPBackend(choice).name} for {n} queries")
         flops, source = peaks.peak_flops(s.device, name)
         print(f"{name}: {in_tera(flops)} TFLOP/s ({source}); attention: {', '.join(kernels)}")
+
+
+def gradients(s: Session) -> None:
+    """Compare the gradients of 64 x 1024 tokens with flash attention's. Raises ValueError if they differ.
+
+    Others report NaN of cuDNN's attention from 65,536 tokens on, which auto_batch takes on cards of 80 GB.
+    """
+    c = build(train.TrainConfig, read_settings(train.TrainConfig, s.settings()))
+    model = GPT(GPTConfig.from_settings(c, s.vocab_size)).to(s.device)
+    dtype = peaks.fast_dtype(s.device)
+    variant = Variant(dtype, residual_dtype="bfloat16" if dtype == "bfloat16" else "float32")  # as compiled, but faster
+    apply_variant(model, variant)
+    rows = 4 if s.is_toy else 64
+    tokens = torch.randint(s.vocab_size, (rows, c.block_size + 1)).to(s.device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    try:
+        loss, found = loss_and_gradients(model, variant, *batch)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            expected_loss, expected = loss_and_gradients(model, variant, *batch)
+    except torch.OutOfMemoryError:
+        print(f"{rows} x {c.block_size} does not fit into the memory of this card, so no run takes it")
+        return
+    errors = gradient_errors(found, expected)
+    worst = max(errors, key=errors.__getitem__)
+    line = f"{rows} x {c.block_size}, {dtype}: loss {loss!r}, with flash attention {expected_loss!r}; the gradient of "
+    line += f"{worst} differs most, by {errors[worst]:.2g}"
+    if not errors[worst] <= TOLERANCE[dtype].gradient:
+        raise ValueError(f"{line}, at most {TOLERANCE[dtype].gradient:g}")
+    print(line)
 
 
 def sampling(s: Session) -> None:
@@ -149,11 +197,140 @@ def sampling(s: Session) -> None:
             with mode(), hardware.autocast(s.device, engine.dtype):
                 next(tokens).tolist()
             times_ms.append((time.perf_counter() - t0) * 1e3)
-        ms = f"{statistics.median(times_ms[4:]):.2f} ms per token, longest {max(times_ms[4:]):.1f}"
+        ms = f"median {statistics.median(times_ms[4:]):.2f} ms per token, longest {max(times_ms[4:]):.1f}"
         print(f"{texts} texts, {engine.dtype}, {what}: {ms}", flush=True)
 
 
-FUNCTIONS = {"facts": facts, "sampling": sampling}
+FUNCTIONS = {"facts": facts, "gradients": gradients, "sampling": sampling}
+
+# ---- what had been predicted ---------------------------------------------------------------------------------
+
+Range = tuple[float, float]
+
+
+class Predicted(NamedTuple):
+    """A figure that a stage prints in a line, and what had been predicted of it, by card."""
+
+    stage: str
+    line: str  # it begins so, up to a colon
+    figure: str  # the word before it
+    by_card: dict[str, Range | str]
+
+
+# Predicted on 2026-11-28, before any card had run a graph: for an H200 by the bytes and launches that were counted and
+# by what it had shown the day before; for an H100 from that, at 0.95 of its speed of matmuls and 0.7 of its bandwidth.
+# ms; "16x1024" and "64x1024" are micro-batches of GPT-2's 124M, "64x256" of shakespeare_char.
+PREDICTED = [
+    Predicted("facts", "bfloat16", "attention:", {"H200": "CUDNN_ATTENTION", "H100": "CUDNN_ATTENTION"}),
+    Predicted("16x1024", "nanoGPT", "wall", {"H200": (26.6, 26.6), "H100": (31.0, 31.0)}),
+    Predicted("16x1024", "ours", "wall", {"H200": (25.0, 30.0), "H100": (29.0, 33.0)}),
+    Predicted("16x1024", "ours", "alone", {"H200": (28.5, 28.5)}),
+    Predicted("16x1024", "ours", "queueing", {"H200": (15.0, 18.0), "H100": (15.0, 18.0)}),
+    Predicted("16x1024", "ours", "busy", {"H200": (24.5, 26.0), "H100": (28.0, 30.0)}),
+    Predicted("16x1024", "ours", "kernels", {"H200": (560, 560), "H100": (560, 560)}),
+    # Below 24 with the loss's logits at once and weights that are cast once a step.
+    Predicted("16x1024", "ours + graph", "wall", {"H200": (24.0, 26.5), "H100": (28.0, 30.5)}),
+    Predicted("16x1024", "ours + graph", "gaps", {"H200": (0.3, 0.6), "H100": (0.3, 0.6)}),
+    Predicted("16x1024", "nanoGPT + graph", "wall", {"H200": (26.3, 26.3), "H100": (30.7, 30.7)}),
+    Predicted("64x256", "nanoGPT", "wall", {"H200": (7.0, 9.0), "H100": (7.0, 9.0)}),
+    Predicted("64x256", "ours", "wall", {"H200": (8.0, 8.8), "H100": (8.0, 8.8)}),
+    Predicted("64x256", "ours + graph", "wall", {"H200": (3.0, 3.4), "H100": (3.4, 4.0)}),
+    Predicted("64x256", "ours + graph", "busy", {"H200": (2.9, 3.2), "H100": (3.3, 3.7)}),
+    Predicted("64x1024", "nanoGPT", "wall", {"H200": (102.0, 105.0), "H100": (118.0, 122.0)}),
+    Predicted("64x1024", "ours", "wall", {"H200": (98.0, 103.0), "H100": (110.0, 116.0)}),
+    Predicted("64x1024", "ours + graph", "wall", {"H200": (96.0, 100.0), "H100": (108.0, 113.0)}),
+    Predicted("typed", "round 1, nanoGPT", "then", {"H200": (109.0, 109.0), "H100": (126.0, 128.0)}),
+    Predicted("typed", "round 1, deskGPT", "then", {"H200": (103.5, 106.0), "H100": (116.0, 122.0)}),
+    Predicted("typed", "round 1, deskGPT", "after", {"H200": (19.0, 19.0), "H100": (19.0, 19.0)}),
+    Predicted("typed-char", "round 1, nanoGPT", "then", {"H200": (9.5, 11.0), "H100": (9.5, 11.0)}),
+    Predicted("typed-char", "round 1, deskGPT", "then", {"H200": (3.6, 4.6), "H100": (4.0, 5.2)}),
+    Predicted("sampling", "1 texts, bfloat16, as sample.py", "median", {"H200": (1.7, 1.7), "H100": (1.7, 2.1)}),
+]
+# What is to be reached: times as fast as nanoGPT, by stage, and the lines of both.
+AIMS = {"16x1024": 1.15, "64x256": 2.0, "64x1024": 1.08}
+MAX_BUSY_MS = {"H200": 27.0}  # of ours at 16x1024: above it, kernels are what is slow
+MIN_IDLE_MS = 1.0  # a graph can gain no more than what the card idles without one
+
+
+def figure(text: str, line: str, name: str) -> str | None:
+    """Return the word after `name` in the last of the lines of a text that begin with `line` and a colon."""
+    found = re.findall(rf"^{re.escape(line)}: (?:.*\W)?{re.escape(name)} ([\w.]+)(?=[,; )]|$)", text, re.M)
+    return found[-1] if found else None
+
+
+def number(text: str, line: str, name: str) -> float | None:
+    found = figure(text, line, name)
+    return None if found is None else float(found)
+
+
+def comparison(texts: dict[str, str], card: str) -> str:
+    """Return a table of what stages printed (texts, by stage) beside what had been predicted for a card."""
+    rows = []
+    for stage, line, name, by_card in PREDICTED:
+        expected = by_card.get(card)
+        if expected is None:
+            continue
+        found = figure(texts[stage], line, name)
+        if isinstance(expected, str):
+            wanted, outcome = expected, "as predicted" if found == expected else "not as predicted"
+        else:
+            low, high = expected
+            wanted = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            outcome = "" if found is None else deviation(float(found), low, high)
+        rows.append([stage, line, name, found or "n/a", wanted, outcome if found else ""])
+    head = ["stage", "line", "figure", "measured", f"predicted, {card}", ""]
+    return output.markdown_table(head, rows, left_columns=3)
+
+
+def deviation(found: float, low: float, high: float) -> str:
+    """Return in words where a figure lies beside its range."""
+    if found < low:
+        return f"{1 - found / low:.0%} below"
+    return f"{found / high - 1:.0%} above" if found > high else "within"
+
+
+def explanations(texts: dict[str, str], card: str) -> list[str]:
+    """Return sentences: which explanation of the speed holds, by what the stages printed."""
+    said = []
+    for stage, aim in AIMS.items():
+        text = texts[stage]
+        wall, busy = number(text, "ours", "wall"), number(text, "ours", "busy")
+        graph, peer = number(text, "ours + graph", "wall"), number(text, "nanoGPT", "wall")
+        peer_busy = number(text, "nanoGPT", "busy")
+        losses = figure(text, "ours", "loss"), figure(text, "ours + graph", "loss")
+        if None not in losses and losses[0] != losses[1]:
+            said.append(f"{stage}: WRONG: the loss is {losses[0]} without and {losses[1]} with a graph.")
+        if wall is None:
+            said.append(f"{stage}: not measured.")
+            continue
+        if busy is None:
+            said.append(f"{stage}: no profile, so nothing tells an idle card from slow kernels.")
+        else:
+            idle = wall - busy
+            if stage == "16x1024" and busy > MAX_BUSY_MS.get(card, float("inf")):
+                said.append(
+                    f"{stage}: busy {busy:.1f} ms, above {MAX_BUSY_MS[card]:g}: kernels. Matmuls above 16.5 ms mean "
+                    "layout or clocks, Triton's above 4.5 ms those of the norms."
+                )
+            elif peer_busy is not None and busy > peer_busy:
+                said.append(f"{stage}: kernels: ours take {busy:.1f} ms, nanoGPT's {peer_busy:.1f}.")
+            if idle < MIN_IDLE_MS:
+                said.append(f"{stage}: wall less busy is {idle:.1f} ms without a graph: a graph gains nothing here.")
+            else:
+                said.append(f"{stage}: without a graph the card waits for the CPU, {idle:.1f} of {wall:.1f} ms.")
+        if graph is not None:
+            said.append(f"{stage}: a graph takes {wall - graph:.2f} of {wall:.2f} ms away.")
+        if peer is not None:
+            ratios = f"{peer / wall:.2f} times as fast without a graph"
+            if graph is not None:
+                ratios += f", {peer / graph:.2f} with one"
+            said.append(f"{stage}: beside nanoGPT {ratios}; the aim is {aim:g}.")
+    for stage in ("typed", "typed-char"):
+        ours, peer = (number(texts[stage], f"round 1, {name}", "then") for name in ("deskGPT", "nanoGPT"))
+        if ours is not None and peer is not None:
+            said.append(f"{stage}: a step is {peer / ours:.2f} times as fast as nanoGPT's.")
+    return said
+
 
 # ---- the command ---------------------------------------------------------------------------------------------
 
@@ -178,6 +355,23 @@ def run(command: list[str], path: Path, limit_s: float) -> str:
     with open(path, "a") as file:
         file.write(f"\n{outcome}\n")
     return outcome
+
+
+def page_of(files: dict[str, Path], about: dict[str, Any], is_toy: bool) -> str:
+    """Return the page about a card. files: by stage."""
+    texts = {name: path.read_text(errors="replace") if path.exists() else "" for name, path in files.items()}
+    card = "H100" if "H100" in about["device"] else "H200"
+    page = f"# {output.about(about)}\n\n## Measured and predicted\n\n"
+    if is_toy:
+        page += "A CPU computed toy sizes: nothing of this table says anything about a card.\n\n"
+    elif card not in about["device"]:
+        page += f"Nothing was predicted for this card; the {card}'s figures stand beside its own.\n\n"
+    page += comparison(texts, card) + "\n\n## What explains it\n\n"
+    page += "".join(f"- {sentence}\n" for sentence in explanations(texts, card))
+    for name, path in files.items():
+        *lines, outcome = lines_of(path)
+        page += "\n".join([f"\n## {name}: {outcome}", "", "```", *lines, "```", ""])
+    return page
 
 
 def lines_of(path: Path) -> list[str]:
@@ -212,19 +406,17 @@ def main() -> None:
         s.tokens = f"{tmp}/tokens"
         write_data(Path(s.tokens), s.vocab_size)
         todo = {name: stage for name, stage in stages(s).items() if name in due}
-        while todo and ends_at - time.monotonic() > LEAST_S:
-            name = next(iter(todo))
+        while True:
+            write_atomically(folder / "page.md", page_of(files, about, s.is_toy).encode())
             left_s = ends_at - time.monotonic()
+            if not todo or left_s <= LEAST_S:
+                break
+            name = next(iter(todo))
             # Its share of the time, or what it takes on a fast card if that is more.
             share_s = todo[name][0]
             limit_s = min(left_s, max(share_s, left_s * share_s / sum(share for share, _ in todo.values())))
             _, command = todo.pop(name)
             print(f"{name}: {run(command, files[name], limit_s)}", flush=True)
-    page = f"# {output.about(about)}\n"
-    for name, path in files.items():
-        *lines, outcome = lines_of(path)
-        page += "\n".join([f"\n## {name}: {outcome}", "", "```", *lines, "```", ""])
-    write_atomically(folder / "page.md", page.encode())
     print(f"the page: {folder / 'page.md'}" + (f"; no time was left for {', '.join(todo)}" if todo else ""))
     sys.exit(any(lines_of(files[name])[-1] != PASSED for name in due))
 

@@ -6,8 +6,10 @@
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is stopped after some
-steps; they take turns for --rounds rounds, in another order each round. The times of steps are those that a program
-prints itself; the first step is timed from the command on, with all imports, compiling and an evaluation of one batch.
+steps; they take turns for --rounds rounds, in another order each round. A step is timed from the arrival of the line
+before to the arrival of its own, whatever time a program prints: nanoGPT stops its clock before it waits for the card.
+The first step is timed from the command on, with all imports, compiling and an evaluation of one batch. Ctrl+C prints
+what has been measured so far.
 --start is for that: few steps, after a round that does not count, so that kernels are built. The peers:
 
     nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in bfloat16 and
@@ -22,6 +24,7 @@ rows name the settings to take.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -56,7 +59,7 @@ PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush it
 LEAST_STEPS = 3  # in a round; the first step does not count
 ROUND_S = 10.0  # of steps, unless --steps says how many
 LINES_OF_FAILURE = 30  # of the output of a run that fails
-ITER = re.compile(r"iter \d+: loss \S+, time ([\d.]+)ms")
+ITER = re.compile(r"iter \d+: loss \S+, time [\d.]+ms")
 
 # Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows these too.
 # compile=auto takes it for a long run.
@@ -171,44 +174,53 @@ def in_turns(runs: Sequence[Contestant], rounds: int, steps: int) -> None:
             outcome = x.status
             if not outcome:
                 ms = statistics.median(x.rounds_ms[-1])
-                outcome = f"first step after {x.first_s[-1]:.2f} s, {ms:.4g} ms/step"
+                outcome = f"first step after {x.first_s[-1]:.2f} s, then {ms:.4g} ms/step"
             print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 
 def run(x: Contestant, steps: int) -> None:
-    """Run one round: start x, add the step times that it prints to x, and stop it after `steps` steps.
+    """Run one round: start x, add its first step and the times of the others to x, and stop it after `steps` steps.
 
-    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its status says why.
+    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its status says why. Of a
+    round that Ctrl+C cuts, LEAST_STEPS are enough.
     """
     lines: deque[str] = deque([""], maxlen=LINES_OF_FAILURE)
-    times_ms: list[float] = []
-    first_s = 0.0
+    instants = [time.perf_counter()]  # of the command, then of each step's line
     enough = False
-    began = time.perf_counter()
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(x.command, cwd=x.cwd, **pipes) as process:
         try:
             for line in filter(str.strip, process.stdout or ()):
                 lines.append(line.strip())
-                if found := ITER.search(line):
-                    first_s = first_s or time.perf_counter() - began
-                    times_ms.append(float(found[1]))
-                    by_clock = len(times_ms) >= LEAST_STEPS and sum(times_ms) >= ROUND_S * 1e3
-                    enough = len(times_ms) >= steps if steps else by_clock
+                if not ITER.search(line):
+                    continue
+                instants.append(time.perf_counter())
+                n = len(instants) - 1
+                enough = n >= steps if steps else n >= LEAST_STEPS and instants[-1] - instants[1] >= ROUND_S
                 if enough:
                     break
             else:
                 process.wait()  # for its own exit status, not the one that a kill would give it
+        except KeyboardInterrupt:
+            if len(instants) > LEAST_STEPS:
+                add_round(x, instants)
+            raise
         finally:
             process.kill()
-    if not enough:
-        is_reason = lines[-1] and not ITER.search(lines[-1])
-        x.status = f"failed: {lines[-1] if is_reason else f'exit status {process.returncode}'}"
-        print(*lines, sep="\n    ", flush=True)
+    if enough:
+        add_round(x, instants)
         return
-    x.first_s.append(first_s)
-    first_kept = max(1, min(10, len(times_ms) // 5))  # the first steps still allocate memory
-    x.rounds_ms.append(times_ms[first_kept:])
+    is_reason = lines[-1] and not ITER.search(lines[-1])
+    x.status = f"failed: {lines[-1] if is_reason else f'exit status {process.returncode}'}"
+    print(*lines, sep="\n    ", flush=True)
+
+
+def add_round(x: Contestant, instants: Sequence[float]) -> None:
+    """Add a round's figures to x. instants: when its command began and when the line of each step came."""
+    x.first_s.append(instants[1] - instants[0])
+    times_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(instants[1:])]
+    still_allocate = min(10, len(times_ms) // 5)  # the first steps
+    x.rounds_ms.append(times_ms[still_allocate:])
     if x.out_dir:
         events = read_events(x.out_dir / "log.jsonl")
         x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
@@ -220,17 +232,19 @@ def run(x: Contestant, steps: int) -> None:
 
 
 def table(runs: Sequence[Contestant]) -> str:
-    """Return a row for each contestant. Raises ValueError if none has figures."""
-    measured = [x for x in runs if not x.status]
-    if not measured:
-        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
+    """Return a row for each contestant. Raises ValueError if none of ours has figures."""
+    measured = [x for x in runs if x.rounds_ms and not x.status]
+    first = next((x for x in measured if "peak_flops" in x.start), None)  # a peer does not log it
+    if first is None:
+        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status or 'not measured'}")
     head = ["", "dtype", "compiled", "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "peak memory"]
     head += ["first step after (rounds)", "time per token / first"]
     rows = []
     for x in runs:
-        figures = [x.status, *[""] * (len(head) - 2)] if x.status else figures_of(x, measured[0])
+        reason = x.status or ("" if x.rounds_ms else "not measured")
+        figures = [reason, *[""] * (len(head) - 2)] if reason else figures_of(x, first)
         rows.append([x.name, *figures])
-    starts = [measured[0].start | x.start for x in measured]
+    starts = [first.start | x.start for x in measured]
     peaks = dict.fromkeys(f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})" for start in starts)
     return f"{output.markdown_table(head, rows, left_columns=3)}\n\nMFU refers to {' and '.join(peaks)}."
 
@@ -284,12 +298,18 @@ def main() -> None:
             for x in runs:
                 x.first_s.clear()
                 x.rounds_ms.clear()
-        in_turns(runs, a.rounds, LEAST_STEPS if a.start else a.steps)
+        is_cut = False
+        try:
+            in_turns(runs, a.rounds, LEAST_STEPS if a.start else a.steps)
+        except KeyboardInterrupt:
+            is_cut = True
     text = table(runs)
     starts = [x.start for x in runs if "device" in x.start]
     sizes = {name: getattr(c, name) for name in SIZES}
     print(f"\n{output.about(*starts)}. {a.rounds} rounds.\n\n{sizes}\n")
-    print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}")
+    print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
+    if is_cut:
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -64,3 +64,51 @@ def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: 
 
 # Of nanoGPT's steps in ms: the first warms up, and some have an evaluation before them.
 TIMES = dict.fromkeys(range(0, 100, 10), 1000.0) | {0: 9000.0, 20: 1010.0, 30: 990.0, 40: 6000.0, 80: 6000.0}
+
+
+# ---- a checkout of nanoGPT, which cannot be had offline ------------------------------------------------------
+
+# Takes its settings and prints its lines, with a clock that stops before a step has ended.
+TRAIN = """
+import os, sys, time
+on_cpu = "--device=cpu" in sys.argv
+assert f"--compile={not on_cpu}" in sys.argv and any(a.startswith("--n_embd=") for a in sys.argv), sys.argv
+data = next(a for a in sys.argv if a.startswith("--dataset=")).split("=")[1]
+assert os.path.exists(os.path.join(data, "meta.pkl")) and os.getcwd() == os.path.dirname(os.path.abspath(__file__))
+time.sleep(0.3)
+for i in range(1000):
+    print(f"iter {i}: loss 4.2000, time 0.50ms, mfu -100.00%")
+    time.sleep(0.2)
+"""
+# Takes nanoGPT's sizes, and returns logits and loss.
+MODEL = """
+from dataclasses import dataclass
+import torch.nn.functional as F
+import model
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(model.GPT):
+    def __init__(self, config):
+        super().__init__(model.GPTConfig(**vars(config)))
+
+    def forward(self, x, y):
+        logits = self.logits(self.transformer(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+"""
+
+
+def nanogpt_checkout(folder: Path) -> str:
+    """Write a stand-in into folder; return it as --peer names it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "model.py").write_text(MODEL)
+    return f"--peer=nanogpt:{folder}"

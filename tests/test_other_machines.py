@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY, assert_same_run, copy_of_repository, events, flags, shell
+from logs import nanogpt_checkout
 from tiny_models import MODERN_SETTINGS
 
-from bench import check_cards, pretend_card
+from bench import check_cards, pretend_card, qualify
 from deskgpt.checkpoint import store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
@@ -133,8 +134,18 @@ def test_the_cards_own_tests_pass_on_it(card, chosen, on_card):
 
 @pytest.mark.nightly
 def test_qualify_passes_its_stages_at_toy_sizes(on_card, tmp_path):
-    chosen = ("facts", "first", "check", "speed", "predicted", "sampling", "fast", "variants", "char")
-    on_card("H100", "bench/qualify.py", f"--out_dir={tmp_path}", "--only", *chosen)
+    stages = set(qualify.stages(qualify.Session(torch.device("cpu")))) - {"tests"}  # which have a test of their own
+    peer = nanogpt_checkout(tmp_path / "nanogpt")
+    on_card("H100", "bench/qualify.py", f"--out_dir={tmp_path}", peer, "--only", *stages)
+    [page] = tmp_path.glob("*/page.md")
+    said = page.read_text()
+    rows = [[cell.strip() for cell in row] for row in re.findall(r"^" + r"\|([^|\n]*)" * 6 + r"\|$", said, re.M)[2:]]
+    assert {(row[0], row[1], row[2]) for row in rows if row[3] == "n/a"} == {
+        (p.stage, p.line, p.figure) for p in qualify.PREDICTED if p.figure in ("busy", "gaps", "kernels")
+    }
+    assert re.search(r"^- 64x256: beside nanoGPT .* with one", said, re.M)
+    assert re.search(r"^- typed: a step is \d", said, re.M)
+    assert "WRONG" not in said
 
 
 @pytest.mark.nightly
