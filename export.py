@@ -4,15 +4,14 @@
     python export.py --out_dir=out/ckpt_best.pt --to=my-model.gguf
 
 The folder gets config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json, README.md
-(how to load it), and modeling_deskgpt.py if the model is not a GPT-2. The result is loaded again with transformers or
-llama.cpp (the package xllamacpp), if that is installed, and its logits are compared with model.py's on text. If they
-differ, as after a change of model.py, nothing is exported.
+(how to load it), and your model.py with what it needs, if the model is not a GPT-2. The result is loaded again with
+transformers or llama.cpp (the package xllamacpp), and its logits are compared with model.py's on text. If they differ,
+nothing is exported. Without that package the exit status is 3: exported, and not compared.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ from torch import Tensor
 from configurator import configure
 from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt.export import gguf_format, hugging_face
-from deskgpt.export.hugging_face import MODELING_FILE
+from deskgpt.export import carry, gguf_format, hugging_face
 from deskgpt.generate.trained import Trained, load
 from deskgpt.system.errors import one_line_errors
 from deskgpt.system.files import cannot_write, check_unused, new_folder, replacing
@@ -37,6 +35,7 @@ from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.terminal import millions
 from model import GPT
 
+NOT_COMPARED = 3  # the exit status without the program that would read the export
 CARD = Path(hugging_face.__file__).with_name("card.md")
 
 
@@ -52,60 +51,74 @@ class ExportConfig:
             raise ValueError("to is empty; name the folder to write, such as --to=my-model")
 
 
-def main(c: ExportConfig) -> None:
-    """Write c.to. Raises ValueError and OSError; nothing half-written is left."""
+def main(c: ExportConfig) -> bool:
+    """Write c.to; return whether it was compared. Raises ValueError and OSError; nothing half-written is left."""
     to = Path(c.to)
     check_unused(to)
     trained = load(c.init_from, c.out_dir, torch.device("cpu"))
-    model = without_embedding_norm(trained.model)
+    trained.model.eval()
     write = write_gguf if to.suffix.lower() == ".gguf" else write_folder
-    loaded_by, compared = write(trained, model, to)
+    loaded_by, compared = write(trained, to)
     size = millions(sum(p.numel() for p in trained.model.parameters()))
     print(f"{to}: {size} parameters, tokenizer {trained.tokenizer.meta()['name']}, {loaded_by}")
-    print(compared)
+    program = "llama.cpp (xllamacpp)" if write is write_gguf else "transformers"
+    same = "computes the same logits as model.py after each token of a text"
+    print(program, same if compared else "is not installed: nothing was compared with model.py")
+    return compared
 
 
-def write_folder(trained: Trained, model: GPT, to: Path) -> tuple[str, str]:
-    """Write the folder; return the class that computes it, and a sentence about the comparison.
+def write_folder(trained: Trained, to: Path) -> tuple[str, bool]:
+    """Write the folder; return what computes it, and whether that was compared.
 
-    model: trained's, without embedding_norm. Raises ValueError and OSError; then nothing is left.
+    Raises ValueError and OSError; then nothing is left.
     """
+    ways = [(False, True), (False, False)]  # for GPT-2's class or ours, with a cache or without
+    if hugging_face.is_gpt2(trained.model.config):
+        ways.insert(0, (True, True))
+    for gpt2, use_cache in ways:  # the first that computes what model.py does
+        try:
+            return write_folder_for(gpt2, use_cache, trained, to)
+        except hugging_face.Differs as e:
+            error = e
+    raise error
+
+
+def write_folder_for(gpt2: bool, use_cache: bool, trained: Trained, to: Path) -> tuple[str, bool]:
+    model = without_embedding_norm(trained.model) if gpt2 else trained.model
     config = model.config
     tokenizer = trained.tokenizer
-    class_name = hugging_face.class_name(config)
+    computed_by = "GPT2LMHeadModel" if gpt2 else "DeskGPTForCausalLM with model.py"
     prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
-    card = CARD.read_text(encoding="utf-8").format(name=to.resolve().name, class_name=class_name, prompt=prompt)
-    end_of_text = tokenizer.end_of_text
     chat_template = template.JINJA if trained.saw_chat else None
-    records = {
-        "config.json": hugging_face.config_json(config, end_of_text),
-        "generation_config.json": hugging_face.generation_config_json(config, tokenizer.vocab_size, end_of_text),
+    records = hugging_face.configs(config, tokenizer.vocab_size, tokenizer.end_of_text, gpt2, use_cache) | {
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
     }
+    texts = {name: json.dumps(record, indent=1, ensure_ascii=False) + "\n" for name, record in records.items()}
+    card = CARD.read_text(encoding="utf-8")
+    texts["README.md"] = card.format(name=to.resolve().name, class_name=computed_by, prompt=prompt)
+    if not gpt2:
+        texts |= carry.sources()
     with new_folder(to) as folder:
-        for file, record in records.items():
-            text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8", newline="\n")
-        if not hugging_face.is_gpt2(config):
-            shutil.copy(CARD.with_name(MODELING_FILE), folder)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        hugging_face.write_weights(folder / "model.safetensors", config, model.state_dict())
-        return class_name, hugging_face.compare(folder, trained.model.eval(), text_to_compare(trained))
+        hugging_face.write_weights(folder / "model.safetensors", config, model.state_dict(), gpt2)
+        return computed_by, hugging_face.compare(folder, trained.model, text_to_compare(trained))
 
 
-def write_gguf(trained: Trained, model: GPT, to: Path) -> tuple[str, str]:
-    """Write the GGUF file; return the architecture that computes it, and a sentence about the comparison.
+def write_gguf(trained: Trained, to: Path) -> tuple[str, bool]:
+    """Write the GGUF file; return the architecture that computes it, and whether that was compared.
 
-    model: trained's, without embedding_norm. Raises ValueError and OSError; then nothing is left.
+    Raises ValueError and OSError; then nothing is left.
     """
+    model = without_embedding_norm(trained.model)
     chat_template = template.JINJA if trained.saw_chat else None
     tokenizer = tokenizer_json(trained.tokenizer)
     try:
         with replacing(to) as file:
             path = Path(file.name)
             gguf_format.write(path, model.config, model.state_dict(), tokenizer, chat_template)
-            compared = gguf_format.compare(path, trained.model.eval(), text_to_compare(trained))
+            compared = gguf_format.compare(path, trained.model, text_to_compare(trained))
     except OSError as e:
         raise cannot_write(to, e) from None
     return f"llama.cpp's {gguf_format.architecture_of(model.config)}", compared
@@ -136,4 +149,5 @@ def text_to_compare(trained: Trained) -> Tensor:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what is half written is removed
     with one_line_errors("take a machine with four times the model's memory"):
-        main(configure(ExportConfig, sys.argv[1:]))
+        if not main(configure(ExportConfig, sys.argv[1:])):
+            sys.exit(NOT_COMPARED)

@@ -274,14 +274,16 @@ class Transformer(nn.Module):
                 x = recomputed(block, x, context)
             else:
                 x = block(x, context)
-        return self.ln_f(x)
+        return self.ln_f(x).to(self.residual_dtype or x.dtype)  # autocast's norm is float32; the head rounds it
 
 
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.compile_loss = False  # the softmax of the loss as one graph of torch.compile; whoever compiles sets it
+        # How the loss is computed; train.py sets these (deskgpt/compute/variant.py) and logs them.
+        self.compile_loss = False  # its softmax as one graph of torch.compile
+        self.loss_chunks = 1  # of a micro-batch on a card
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -318,8 +320,13 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, never keeping all logits; 0 of none."""
-        return chunked_cross_entropy(self.logits, x, targets, self.config.vocab_size, self.compile_loss)
+        """F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, keeping no logits; 0 of no targets.
+
+        A card computes all logits at once if the step is then predicted to fit its memory, or as few chunks as fit
+        (estimate/memory.py: with_fewest_chunks). A CPU computes chunks of a fixed size.
+        """
+        V = self.config.vocab_size
+        return chunked_cross_entropy(self.logits, x, targets, V, self.loss_chunks, self.compile_loss)
 
     # ---- making and counting -----------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
     if call(python, "bench/report.py", out) == 0:
         print0(f"the run's curves and figures: {Path(out).absolute() / 'report.html'}")
     if to:
-        run(python, "export.py", f"--out_dir={out}", f"--to={to}")
+        run(python, "export.py", f"--out_dir={out}", f"--to={to}", accepted=3)  # written, and not compared
 
 
 def prepare(python: Path, text: str) -> str:
@@ -171,11 +171,11 @@ def install(venv: Path, requirements: str) -> Path:
     return python
 
 
-def run(*command: object) -> None:
-    """Print a command and run it; if it fails, end this script with the command's exit status."""
+def run(*command: object, accepted: int = 0) -> None:
+    """Print a command and run it; end this script with its exit status if that is neither 0 nor accepted."""
     print0("+ " + shlex.join(map(str, command)).replace(str(ROOT) + os.sep, ""))
     code = call(*command)
-    if code:
+    if code not in (0, accepted):
         sys.exit(128 - code if code < 0 else code)  # as a shell, if a signal ended it
 
 

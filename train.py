@@ -70,7 +70,6 @@ from deskgpt.run.saver import Saver
 from deskgpt.run.schedule import Schedule, TimeBudget
 from deskgpt.run.settings import RETIRED, settings_of_start
 from deskgpt.run.train_state import TrainState
-from deskgpt.system import peaks
 from deskgpt.system.errors import DataError, one_line_errors
 from deskgpt.system.files import RESTART_S, only_run_in
 from deskgpt.system.hardware import autocast, make_reproducible, seed_all
@@ -129,7 +128,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls; weights stay float32
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++, on a CPU; auto: if they can be compiled
     deterministic: bool = False  # True: a card computes the same bits in each run, 8% slower on an H200
-    compile: Literal["auto", True, False] = "auto"  # slow start, faster steps; auto: on CUDA, in runs of minutes
+    compile: Literal["auto", True, False] = "auto"  # torch.compile: slow start, faster steps; auto: on CUDA
     cuda_graph: Literal["auto", True, False] = "auto"  # queue a micro-batch's kernels by one call; auto: on CUDA
     activation_checkpoint: Literal["none", "full"] = "none"  # full: compute activations again, which takes less memory
     seed: int = 1337  # of initial weights, batch order and dropout
@@ -179,8 +178,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     init.check_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------------------
-    variant = init.choose_variant(config, dist)
-    batching = init.fitting_batch(config, variant, dist)
+    chosen = init.choose_variant(config, dist)
+    batching = init.fitting_batch(config, chosen, dist)
+    variant = init.with_loss_chunks(config, chosen, batching, dist)
     model = init.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
     net = data_parallel(model, dist)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -337,15 +337,10 @@ def random_stream(seed: int, *numbers: int) -> int:
 
 
 def build_optimizer(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
-    """Return the run's optimizer. dtype: of the model's matmuls.
-
-    Muon uses it on a CPU, and the GPU's fastest dtype elsewhere.
-    """
-    device = next(model.parameters()).device
-    muon_dtype = dtype if device.type == "cpu" else peaks.fast_dtype(device)
+    """Return the run's optimizer. dtype: of the model's matmuls, and of Muon's: the same on all ranks."""
     betas = (config.beta1, config.beta2)
     return optimizers.make_optimizer(
-        model, config.optimizer, config.weight_decay, config.learning_rate, betas, config.momentum, muon_dtype
+        model, config.optimizer, config.weight_decay, config.learning_rate, betas, config.momentum, dtype
     )
 
 

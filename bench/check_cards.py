@@ -2,28 +2,33 @@
 
     make check-cards                                                   # all cards and configs: minutes each
     python bench/check_cards.py --cards "RTX 4070" --configs train_fineweb_125m
+    python bench/check_cards.py --peer nanogpt:../nanoGPT              # counted beside an unmodified nanoGPT
 
 For torch's CPU build, on Linux; triton is downloaded (0.2 GB) into ~/.cache/deskgpt. On a pretended card
 (pretend_card.py) inductor writes its Triton kernels of a training step, of the loss's softmax and of evaluation; ptxas,
-which triton brings, compiles every configuration that autotuning would try. The step itself runs on fake tensors: the
-bytes that kernels move and the bytes alive are counted. Exit status 1 if a kernel does not compile, wants more shared
-memory than the card has, or spills more than a few registers in all configurations.
+which triton brings, compiles every configuration that autotuning would try. The step itself runs on fake tensors:
+launches, bytes moved, FLOPs and bytes alive are counted. Exit status 1 if a kernel does not compile,
+wants more shared memory than the card has, or spills more than a few registers in all configurations.
 
-The speed is a roofline, whose shares of the peaks are those of one H200 and of one user's RTX 4070.
+The time is a roofline, whose shares of the peaks are those of one H200. A micro-batch is one that adds to gradients. An
+operator counts as one launch, and what the card waits for the CPU is not in the time.
 """
 # ruff: noqa: E402 (torch comes after the card that it is to see)
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,31 +47,40 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 import train
 from bench.output import markdown_table
 from configurator import build, read_settings
+from deskgpt.compute.distributed import gradient_norms
+from deskgpt.compute.optimizer import step_if_finite
 from deskgpt.compute.variant import Variant, apply_variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.estimate.plan import is_geforce
 from deskgpt.system import cache, hardware, peaks
-from deskgpt.system.errors import OneLineParser, one_line_errors
-from model import GPT, GPTConfig
+from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.system.files import write_atomically
+from model import GPT, NANOGPT_ARGS, GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
+BESIDE_PEER = ("train_fineweb_125m --batch_size=16", "train_shakespeare_char")
 TRITON = "triton==3.7.1"  # which torch 2.13 requires
+COUNTS = ROOT / "bench" / "results" / "check-cards.json"
 
-# Shares of the published peaks that a step's matmuls and attention, and its other kernels, are taken to reach. An H200
-# has shown 0.69 (20.6 ms for 14.0 TFLOP of 124M at 16 x 1024) and about 0.9; GeForce cards clock above their rating.
+# Shares of the published peaks that matmuls and attention, and all other kernels, are taken to reach: those with which
+# nanoGPT's count is what it took on an H200, 26.8 ms for a micro-batch of 16 x 1024.
 OF_FLOPS = 0.69
-OF_FLOPS_GEFORCE = 0.8
-OF_MEMORY = 0.9
+OF_FLOPS_GEFORCE = 0.8  # nanoGPT's speed on an RTX 4090 and an RTX 4070 (docs/figures.md) needs 0.67 and 1.0
+OF_MEMORY = 0.92  # 4.4 TB/s
 FEW = 16  # bytes of spilled registers, which cost nothing that shows
 
-# Operators that move no bytes, and those that touch as much of their first tensor as they return.
-WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "alias", "device")
-BY_CUBLAS = ("mm", "attention")  # bound by FLOPs
-READ_IN_PART = ("embedding", "index", "index_put_", "gather")
+# Operators that move nothing; that write their first tensor and do not read it; and that read or write a part of it.
+WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "device")
+WITHOUT_WORK += ("is_same_size",)
+OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "bernoulli_")
+OVERWRITES += ("scatter_", "index_copy_", "index_put_")
+READS_PART = ("embedding", "index", "index_select", "gather")
+WRITES_PART = ("scatter_", "scatter_add_", "index_copy_", "index_put_", "index_add_")
 
 # ---- in a process that pretends a card -----------------------------------------------------------------------
 
@@ -80,7 +94,7 @@ class Kernels:
         self.card = card
         self.target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
         self.sources: dict[str, str] = {}  # source -> name
-        self.run: Any = None  # takes the bytes that a kernel moves
+        self.run: Any = None  # takes the bytes that a kernel moves, once for each launch
 
     def collect(self, compiler: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
         """Take a kernel in place of AsyncCompile.triton; return what the graph calls."""
@@ -146,11 +160,12 @@ class Kernels:
 
 
 class Work(TorchDispatchMode):
-    """Count what runs on fake tensors: the bytes alive, and the bytes that kernels and operators move."""
+    """Count what runs on fake tensors: the bytes alive, launches, bytes moved, and FLOPs of matmuls and attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive = self.peak = self.moved = 0  # bytes
+        self.alive = self.peak = 0  # bytes
+        self.launches = self.moved = self.flops = 0  # matmuls and attention, bound by their FLOPs, move no bytes here
         self._sizes: dict[int, int] = {}  # of the storages alive, by address
 
     @classmethod
@@ -159,19 +174,31 @@ class Work(TorchDispatchMode):
         return True
 
     def run(self, size: int) -> None:
-        """Count the bytes of a kernel of inductor's."""
+        """Count a kernel of inductor's and its bytes."""
+        self.launches += 1
         self.moved += size
+
+    def take(self) -> dict[str, int]:
+        """Return what was counted since the last call."""
+        found = {"launches": self.launches, "bytes": self.moved, "flops": self.flops}
+        self.launches = self.moved = self.flops = 0
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._overloadpacket.__name__
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self._note(t.untyped_storage())
-        if not func.is_view and name not in WITHOUT_WORK and not any(word in name for word in BY_CUBLAS):
-            touched = (args[1:], None if name == "index_put_" else out) if name in READ_IN_PART else (args, kwargs, out)
-            self.moved += sum(t.nbytes for t in tree_leaves(touched) if isinstance(t, Tensor))
+        operator = func._overloadpacket
+        if func.is_view or operator.__name__ in WITHOUT_WORK:
+            return out
+        if operator in flop_registry:
+            flops = flop_registry[operator](*args, **kwargs, out_val=out)
+            self.flops += flops // 2 if "attention" in operator.__name__ else flops  # which is causal
+            self.run(0)
+        else:
+            self.run(bytes_moved(func, args, kwargs, out))
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -187,6 +214,36 @@ class Work(TorchDispatchMode):
         self.alive -= self._sizes.pop(key)
 
 
+def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes that an operator reads and writes, each number once."""
+    name = func._overloadpacket.__name__
+    moved = 0 if func._schema.is_mutable else size_of(out)  # else it returns what it has written
+    for i, argument in enumerate(func._schema.arguments):
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        size = size_of(given)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_read = not (is_written and argument.kwarg_only)  # as `out`
+        if i == 0 and name in READS_PART:
+            size = size_of(out)
+        if i == 0 and name in WRITES_PART:  # as many numbers as it has positions or values
+            size = given.element_size() * max(t.numel() for t in tree_leaves(args[1:]) if isinstance(t, Tensor))
+        if i == 0 and (name in OVERWRITES or name.endswith("_like") or name.startswith("new_")):
+            is_read = name == "index_put_" and args[3:] == (True,)  # which adds
+        if argument.name == "grads":  # a fused optimizer's, which it scales
+            is_written = kwargs.get("grad_scale") is not None
+        moved += size * (is_read + is_written)
+    return moved
+
+
+def size_of(value: Any) -> int:
+    """Return the bytes of the tensors in a value. A number that is expanded counts once."""
+    size = 0
+    for t in tree_leaves(value):
+        if isinstance(t, Tensor):
+            size += t.element_size() * math.prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step)
+    return size
+
+
 def card_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
@@ -198,8 +255,49 @@ def card_attention(
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
 
 
-def check(card_name: str, config_name: str) -> dict[str, Any]:
-    """Return all that is found of one config on one card, in a process of its own."""
+@dataclass
+class Program:
+    """What takes the steps: deskGPT, or an unmodified nanoGPT."""
+
+    model: torch.nn.Module
+    network: Any  # the model, maybe compiled
+    optimizer: torch.optim.Optimizer
+    is_ours: bool
+
+    def step(self, scaler: torch.amp.GradScaler) -> None:
+        """Clip the gradients and take an optimizer step, as the loop of its train.py."""
+        parameters = [*self.model.parameters()]
+        scaler.unscale_(self.optimizer)
+        if self.is_ours:
+            norm = torch.linalg.vector_norm(gradient_norms(parameters))
+            torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+            step_if_finite(self.optimizer, scaler, norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            scaler.step(self.optimizer)
+            scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def ours(c: train.TrainConfig, config: GPTConfig, variant: Variant) -> Program:
+    """Return deskGPT as train.py sets it up."""
+    model = GPT(config)
+    apply_variant(model, variant)
+    return Program(model, model, train.build_optimizer(c, model, dtype=variant.dtype), True)
+
+
+def nanogpt(path: str, c: train.TrainConfig, config: GPTConfig) -> Program:
+    """Return nanoGPT as its train.py sets it up, by its model.py below path."""
+    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", f"{path}/model.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
+    optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), "cuda")
+    return Program(model, torch.compile(model), optimizer, False)
+
+
+def check(card_name: str, config_name: str, peer: str = "") -> dict[str, Any]:
+    """Return all that is found of one config on one card, in a process of its own. peer: nanoGPT's folder, or ours."""
     kernels = Kernels(pretend_card.CARDS[card_name])
     kernels.prepare_inductor()
     torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
@@ -213,35 +311,34 @@ def check(card_name: str, config_name: str) -> dict[str, Any]:
     work = Work()
     kernels.run = work.run
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:
-        model = GPT(config)
-        apply_variant(model, variant)
-        optimizer = train.build_optimizer(c, model, dtype=dtype)
+        program = nanogpt(peer, c, config) if peer else ours(c, config, variant)
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
         idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         for _ in range(2):  # the second step has the optimizer's states
             work.peak = work.alive
             for _ in range(2):  # the second micro-batch adds to gradients
-                work.moved = 0
+                work.take()
                 with hardware.autocast(device, dtype):
-                    loss = model(idx, idx)[1] / 2
-                loss.backward()
-                del loss
-            moved = work.moved
-            torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        peak_bytes = work.peak
-
-        model.eval()
+                    out = program.network(idx, idx)
+                    loss = out[1] / 2
+                scaler.scale(loss).backward()
+            micro_batch = work.take()
+            program.step(scaler)
+            optimizer_step = work.take()
+        found = {
+            "dtype": dtype,
+            "tokens": idx.numel(),
+            "micro_batch": micro_batch,
+            "optimizer_step": optimizer_step,
+            "peak_bytes": work.peak,
+        }
+        if peer:
+            return found
+        del out, loss
+        program.model.eval()
         with torch.no_grad(), hardware.autocast(device, dtype):
-            model(idx, idx)
-    step = Step(config, c.batch_size, variant, "cuda")
-    found = {
-        "dtype": dtype,
-        "bytes": moved,
-        "peak_bytes": peak_bytes,
-        "predicted_bytes": sum(memory(step).values()),
-    }
-    found |= {"tokens": idx.numel(), "flops": GPT.without_storage(config).estimate_flops() * idx.numel()}
+            program.network(idx, idx)
+    found["predicted_bytes"] = sum(memory(Step(config, c.batch_size, variant, "cuda")).values())
     return found | kernels.compile()
 
 
@@ -257,55 +354,103 @@ def triton_folder() -> str:
     return str(folder)
 
 
-def checked(card: str, config: str) -> dict[str, Any]:
+def checked(*arguments: str) -> dict[str, Any]:
     """Return what `check` finds in a process of its own. Raises SystemExit if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-        env |= {pretend_card.CARD: card}
+        env |= {pretend_card.CARD: arguments[0]}
         env |= {"PYTHONPATH": os.pathsep.join([triton_folder(), os.environ.get("PYTHONPATH", "")])}
         env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        command = [sys.executable, __file__, "--one", card, config]
+        command = [sys.executable, __file__, "--one", *arguments]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: {config} cannot be checked for {card}:\n{done.stderr[-3000:]}")
+        sys.exit(f"error: this cannot be checked: {', '.join(arguments)}:\n{done.stderr[-3000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    found["failed"] += re.findall(r"^W\d{4} .*$", done.stderr, re.M)  # which a user would see, too
+    found["warnings"] = re.findall(r"^W\d{4} .*$", done.stderr, re.M)  # which a user would see, too
     return found
 
 
-def row_of(name: str, found: dict[str, Any]) -> list[str]:
-    """Return a card's row of the table, with a roofline of a micro-batch."""
-    card = pretend_card.CARDS[name]
-    known = peaks.find_card(name)
-    share = OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS
-    matmul_s = found["flops"] / share / known.flops[found["dtype"]]
-    memory_s = found["bytes"] / OF_MEMORY / card.gb_per_s / 1e9
+@dataclass(frozen=True)
+class Predicted:
+    """What a card is expected to take by count, if it never waits for the CPU."""
+
+    micro_batch_ms: float
+    optimizer_ms: float
+    launches: int  # of a micro-batch
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, card_name: str, found: dict[str, Any]) -> Predicted:
+        """Return it for a card of pretend_card.py, from what `check` has found."""
+        card = pretend_card.CARDS[card_name]
+        known = peaks.find_card(card_name)
+        flops_per_ms = known.flops[found["dtype"]] / 1e3 * (OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS)
+        bytes_per_ms = card.gb_per_s * 1e6 * OF_MEMORY
+        parts = (found["micro_batch"], found["optimizer_step"])
+        times_ms = (part["flops"] / flops_per_ms + part["bytes"] / bytes_per_ms for part in parts)
+        return cls(*times_ms, found["micro_batch"]["launches"], found["peak_bytes"])
+
+
+def predict(device_name: str, config: str, program: str = "deskGPT", counts: Path = COUNTS) -> Predicted | None:
+    """Return what a card takes, by the file that --save writes; None if it has no such card, config or program."""
+    found = json.loads(counts.read_text()) if counts.exists() else {}
+    with contextlib.suppress(ValueError):  # peaks has no such card
+        name = peaks.find_card(device_name).name
+        for card in pretend_card.CARDS:
+            key = f"{card}, {config}, {program}"
+            if peaks.find_card(card).name == name and key in found:
+                return Predicted.of(card, found[key])
+    return None
+
+
+def row_of(card: str, program: str, found: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    predicted = Predicted.of(card, found)
+    micro, step = found["micro_batch"], found["optimizer_step"]
+    kernels = (
+        [f"{found['kernels']}, {found['cubins']}", str(len(found["failed"]))] if "kernels" in found else ["n/a"] * 2
+    )
+    in_gib = [f"{found[name] / 2**30:.2f}" if name in found else "n/a" for name in ("peak_bytes", "predicted_bytes")]
     return [
-        f"{name} (sm_{card.capability[0]}{card.capability[1]}), {found['dtype']}",
-        f"{found['kernels']}, {found['cubins']}",
-        str(len(found["failed"])),
-        f"{found['bytes'] / 1e9:.1f} ({memory_s / (matmul_s + memory_s):.0%})",
-        f"{found['tokens'] / (matmul_s + memory_s):,.0f}",
-        f"{found['peak_bytes'] / 2**30:.2f}, {found['predicted_bytes'] / 2**30:.2f}",
+        f"{card}, {found['dtype']}",
+        program,
+        *kernels,
+        str(micro["launches"]),
+        f"{micro['flops'] / 1e12:.2f}",
+        f"{micro['bytes'] / 1e9:.1f}",
+        f"{predicted.micro_batch_ms:.1f}",
+        f"{found['tokens'] / predicted.micro_batch_ms * 1e3:,.0f}",
+        f"{step['launches']}, {step['bytes'] / 1e9:.1f}, {predicted.optimizer_ms:.1f}",
+        ", ".join(in_gib),
     ]
+
+
+HEAD = ["card", "program", "kernels, cubins", "failed", "launches", "TFLOP", "GB moved", "ms", "tokens/s"]
+HEAD += ["optimizer: launches, GB, ms", "GiB counted, predicted"]
 
 
 def main() -> None:
     parser = OneLineParser(__doc__)
     parser.add_argument("--cards", nargs="+", choices=pretend_card.CARDS, default=list(pretend_card.CARDS))
-    parser.add_argument(
-        "--configs", nargs="+", metavar="NAME", default=CONFIGS, help="of config/NAME.py, with settings"
-    )
+    parser.add_argument("--configs", nargs="+", metavar="NAME", help="of config/NAME.py, with settings")
+    parser.add_argument("--peer", default="", help="nanogpt:PATH, counted beside ours")
+    parser.add_argument("--save", action="store_true", help=f"keep the counts in {COUNTS.relative_to(ROOT)}")
     a = parser.parse_args()
-    head = ["card", "kernels, cubins", "failed", "GB moved (share of the time)", "tokens/s", "GiB counted, predicted"]
+    kind, _, path = a.peer.partition(":")
+    if a.peer and (kind != "nanogpt" or not Path(path, "model.py").exists()):
+        raise ConfigError(f"--peer {a.peer}: not nanogpt:PATH with a model.py in PATH")
     problems = []
-    for config in a.configs:
+    counts = {}
+    for config in a.configs or (BESIDE_PEER if a.peer else CONFIGS):
         rows = []
         for card in a.cards:
-            found = checked(card, config)
-            rows.append(row_of(card, found))
-            problems += [f"{card}, {config}: {line}" for line in found["failed"]]
-        print(f"\n## {config}: expected, not measured\n\n{markdown_table(head, rows, 1)}", flush=True)
+            for program, more in (("deskGPT", ()), ("nanoGPT", (os.path.abspath(path),)))[: 1 + bool(a.peer)]:
+                found = counts[f"{card}, {config}, {program}"] = checked(card, config, *more)
+                rows.append(row_of(card, program, found))
+                problems += [f"{card}, {config}: {line}" for line in found.pop("failed", [])]
+        print(f"\n## {config}: expected, not measured\n\n{markdown_table(HEAD, rows, 2)}", flush=True)
+    if a.save:
+        write_atomically(COUNTS, json.dumps(counts, indent=1).encode())
     if problems:
         sys.exit("\n".join(["", *problems]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -12,14 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_equal, assert_one_line, events, needs_bpe, raises_one_line, shell, tiny
+from conftest import (
+    ROOT,
+    assert_equal,
+    assert_one_line,
+    copy_of_repository,
+    events,
+    needs_bpe,
+    raises_one_line,
+    shell,
+    tiny,
+)
 from tiny_models import make, tokens
 
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
+from deskgpt import kernels
 from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
+from deskgpt.compute.check import TOLERANCE, distance
+from deskgpt.export import carry, deskgpt_ops
 from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.generate.trained import load
 from export import ExportConfig, main
@@ -65,10 +79,10 @@ def exported(folder: Path, model: GPT | GPTConfig = SMALL, *saved_with: Any, to:
     return model, folder / to
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 
 
 # ---- there and back ------------------------------------------------------------------------------------------
@@ -158,8 +172,6 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
     for row, new, n in zip(rows, together, lengths, strict=True):
         alone = list(model.generate(row[None, -n:], 20, temperature=0, vocab_size=65))
         assert new.tolist() == torch.cat(alone).tolist()
-    padded = rows * mask + 3 * (1 - mask)  # other tokens in the padding change nothing
-    assert torch.equal(theirs.generate(padded, attention_mask=mask, **greedy)[:, 9:], together)
 
 
 @pytest.mark.slow
@@ -178,9 +190,134 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
         theirs(tokens(1, 65, vocab=65))
     with raises_one_line("dynamic"):
         theirs.generate(x, max_new_tokens=3, cache_implementation="static")
-    _, shifted = exported(tmp_path / "shifted", replace(SMALL, token_shift=True))
-    with raises_one_line("use_cache=False"):
-        loaded(shifted).generate(x, max_new_tokens=3, use_cache=True)
+    with raises_one_line("position_ids"):
+        theirs(x, position_ids=torch.arange(30)[None] // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{"norm": "rms"}, MODERN, MODERN | {"token_shift": True}])
+def test_padding_and_passes_with_a_cache_leave_logits_alone(tmp_path, choices):
+    model, folder = exported(tmp_path, replace(SMALL, **choices))
+    theirs = loaded(folder)
+    x = tokens(4, 12, vocab=65)
+    mask = torch.ones_like(x)
+    mask[0, :7] = mask[1, :11] = mask[2, 9:] = mask[2, 4] = 0
+    with torch.inference_mode():
+        expected = torch.cat([model(row[real.bool()][None])[0][0] for row, real in zip(x, mask, strict=True)])
+        for kind, steps in (("none", [12]), ("kept", [12]), ("kept", [4, 3, 1, 1, 3]), ("copied", [4, 5, 3])):
+            cache = None
+            found: list[torch.Tensor] = []
+            for new in x.split(steps, 1):
+                seen = mask[:, : sum(logits.size(1) for logits in found) + new.size(1)]
+                out = theirs(new, attention_mask=seen, past_key_values=cache, use_cache=kind != "none")
+                found.append(out.logits)
+                cache = copy.deepcopy(out.past_key_values) if kind == "copied" else out.past_key_values
+            assert (torch.cat(found, 1)[mask.bool()] - expected).abs().max() <= 1e-5
+        cache.reorder_cache(torch.tensor([3, 3, 3, 3]))  # as beams do
+        cache.crop(-3)
+        rows = torch.cat((x[3:, :9].expand(4, -1), x[:, 9:]), 1)
+        again = theirs(x[:, 9:], past_key_values=cache).logits
+        assert (again - model(rows)[0][:, 9:]).abs().max() <= 1e-5
+        computed: list[int] = []
+        theirs.gpt.transformer.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+        left = torch.tensor([[0] * 7 + [1] * 6, [1] * 13])
+        out = theirs(x[:2], attention_mask=left[:, :12])
+        theirs(x[:2, :1], attention_mask=left, past_key_values=out.past_key_values)
+        assert computed == [5, 12, 1, 1]  # no padding, no token twice
+        half = loaded(folder, torch.bfloat16)
+        assert distance(half(x).logits, model(x)[0], dim=-1) <= TOLERANCE["bfloat16"].logits
+
+
+# ---- a changed model -----------------------------------------------------------------------------------------
+
+CHECK = """
+import json, sys
+sys.path[:0] = ["", "tests"]
+import torch
+from dataclasses import replace
+from pathlib import Path
+from test_export import SMALL, exported, loaded
+from tiny_models import tokens
+
+choices = {"position": "rope"} if sys.argv[1] == "rope_base" else {}
+model, folder = exported(Path("tried").absolute(), replace(SMALL, block_size=160, **choices))
+theirs = loaded(folder)
+x = tokens(2, 150, vocab=65)
+with torch.inference_mode():
+    assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
+greedy = {"max_new_tokens": 9, "do_sample": False}
+expected = torch.cat(list(model.generate(x[:1], 9, temperature=0, vocab_size=65)))
+assert theirs.generate(x[:1], **greedy)[0, 150:].tolist() == expected.tolist()
+files = [path.stem for path in folder.glob("*.py")]
+print(json.dumps([type(theirs).__name__, theirs.generation_config.use_cache, files]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sliding_window", "value_embeddings", "rope_base", "mean", "own_file"])
+def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, python, tmp_path):
+    folder = copy_of_repository(tmp_path)
+    source = folder / "model.py"
+    if name == "mean":  # it looks at earlier tokens, and keeps none in the cache
+        old = "x = activation(self.c_fc(x), self.activation)"
+        source.write_text(source.read_text().replace(old, f"{old}.cumsum(1) / 9"))
+    elif name == "own_file":
+        (folder / "mine.py").write_text("from deskgpt.kernels import relu2\n\ndef act(x):\n    return -relu2(x)\n")
+        old = "    if name == "
+        source.write_text(source.read_text().replace(old, f"    from mine import act\n\n    return act(x)\n{old}", 1))
+    else:
+        shell("git", "apply", ROOT / "docs" / "hacks" / f"{name}.patch", cwd=folder).check_returncode()
+    done = shell(python, "-c", CHECK, name, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cls, use_cache, files = json.loads(done.stdout.splitlines()[-1])
+    assert cls == "DeskGPTForCausalLM"
+    assert use_cache == (name != "mean")
+    assert {"model", "modeling_deskgpt", "deskgpt_ops"} <= {*files}
+    assert ("mine" in files) == (name == "own_file")
+
+
+@pytest.mark.parametrize(
+    "line", ["import mine", "from deskgpt import kernels", "from deskgpt.kernels import cpu_kernels", "from . import x"]
+)
+def test_import_that_no_folder_can_have_is_refused_by_its_line(tmp_path, monkeypatch, line):
+    folder = copy_of_repository(tmp_path)
+    (folder / "mine.py").touch()
+    source = folder / "model.py"
+    source.write_text(source.read_text() + f"\n\nif False:\n    {line}\n")
+    monkeypatch.setattr(carry, "ROOT", folder)
+    with raises_one_line(source, f"line {len(source.read_text().splitlines())}", line, "nothing was exported"):
+        carry.sources()
+
+
+def test_plain_functions_of_the_folder_compute_what_the_kernels_do():
+    q, k, v = torch.randn(3, 2, 4, 9, 8)
+    x = torch.randn(2, 9, 8)
+    targets = tokens(2, 9, vocab=8)
+    targets[0, 3] = -1
+    arguments: dict[str, Any] = {
+        "causal_attention": (q, k, v),
+        "masked_attention": (q, k, v, torch.rand(9, 9) + torch.eye(9) > 0.5),
+        "gelu_tanh": (x,),
+        "relu2": (x,),
+        "recomputed": (torch.nn.Bilinear(8, 8, 3), x, x.flip(1)),
+        "chunked_cross_entropy": (torch.tanh, x, targets, 8),
+    }
+    assert arguments.keys() == {*kernels.__all__}
+    for name, args in arguments.items():
+        torch.testing.assert_close(getattr(deskgpt_ops, name)(*args), getattr(kernels, name)(*args))
+    none = torch.full((2, 9), -1)
+    assert deskgpt_ops.chunked_cross_entropy(torch.tanh, x, none, 8) == 0
+
+
+@pytest.mark.parametrize("to", ["folder", "a.gguf"])
+def test_export_that_nothing_was_compared_with_has_a_status_of_its_own(tmp_path, monkeypatch, script, to):
+    pytest.importorskip("gguf")
+    saved(tmp_path / "out")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = script("export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / to}")
+    assert done.code == 3, done.err
+    assert "nothing was compared" in done.out
+    assert (tmp_path / to).exists()
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------

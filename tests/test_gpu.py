@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from deskgpt.compute.optimizer import make_optimizer, step_if_finite
 from deskgpt.compute.variant import Variant
 from deskgpt.estimate.memory import Step, memory
 from deskgpt.generate.engine import InferenceEngine
-from deskgpt.kernels import chunked_cross_entropy, loss
+from deskgpt.kernels import chunked_cross_entropy
 from deskgpt.kernels.kv_cache import GraphedKVCache
 from deskgpt.run.log import read_events
 from deskgpt.run.report import Report
@@ -180,6 +181,7 @@ def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_ne
         def call(*args, **kwargs):
             torch.cuda.set_sync_debug_mode(reads)  # what a copy from the card does that waits for it, from here on
             happened.append(what)
+            time.sleep(0.02 * (what == "step"))
             return function(*args, **kwargs)
 
         monkeypatch.setattr(module, name, call)
@@ -193,8 +195,7 @@ def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_ne
     assert found[:11] == [*["step", "event", "iter"] * 3, "event", "iter"]
     queued = [happened[:at].count("step") for at, what in enumerate(happened) if what == "iter"]
     assert queued == [2, 5, 8, 8]  # when the lines of steps 0, 3, 6 and 7 are printed
-    times = [e["time_ms"] for e in events(tmp_path, "iter")]
-    assert min(times) > 0.05 * max(times)  # although the last two lines came at once
+    assert min(e["time_ms"] for e in events(tmp_path, "iter")) > 19  # although the last two come at once
 
 
 @cuda_only
@@ -217,17 +218,16 @@ def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order
 
 @cuda_only
 @pytest.mark.parametrize("compiled", [False, True])
-def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled, monkeypatch):
+def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled):
     head = torch.nn.Linear(256, 8192, bias=False, device=DEVICE)
     x = torch.randn(1, 8192, 256, device=DEVICE, requires_grad=True)
     targets = torch.randint(0, 8192, (1, 8192), device=DEVICE)
     exact = F.cross_entropy(x[0].double() @ head.weight.double().T, targets[0])
     expected = torch.autograd.grad(exact, (x, head.weight))
     errors = []
-    for n in (8192, 128):
-        monkeypatch.setattr(loss, "logits_on_gpu", lambda n_logits, n=n: n * 8192)
+    for chunks in (1, 64):
         with hardware.autocast(DEVICE, "bfloat16"):
-            found = chunked_cross_entropy(head, x, targets, 8192, compiled)
+            found = chunked_cross_entropy(head, x, targets, 8192, chunks, compiled)
         assert found.item() == pytest.approx(exact.item(), rel=1e-3)
         gradients = torch.autograd.grad(found, (x, head.weight))
         errors.append([distance(a, b) for a, b in zip(gradients, expected, strict=True)])

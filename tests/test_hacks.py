@@ -66,7 +66,7 @@ TINY = [
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly) for name in PATCHES]
 )
-def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported_or_refused(name, python, chars, tmp_path):
+def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, python, chars, tmp_path):
     if name == "fp8" and not importlib.util.find_spec("torchao"):
         pytest.skip("pip install torchao")
     folder = copy_of_repository(tmp_path)
@@ -276,10 +276,8 @@ def check(name: str, dataset: str, cache: str) -> None:
         model = GPT.from_state(GPTConfig(**model_args), found, "whole").eval()
         text = functools.partial(model.generate, torch.arange(4)[None], 150, temperature=0.5)
         assert torch.equal(torch.stack([*text()]), torch.stack([*text(cache=KVCache(144))]))
-        # A model that transformers computes in another way is refused.
         done = shell("python", "export.py", "--out_dir=whole", "--to=exported", cwd=".")
-        assert Path("exported").exists() == (not done.returncode)
-        assert not done.returncode or "nothing was exported" in done.stderr, done.stderr
+        assert "transformers computes the same logits" in done.stdout, done.stderr
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def test_figures_of_a_card_agree_with_each_other():
         assert card.flops.get("bfloat16", card.flops["float16"]) == card.flops["float16"], card.name
         if "tf32" in card.flops:
             assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
-        assert 4 <= card.memory_gb <= 288
+        assert list(card.sizes_gb) == sorted({4, *card.sizes_gb, 288})[1:-1], card.name
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,40 @@ def test_figures_of_a_card_agree_with_each_other():
         ("geforce-rtx-3060-12gb", 1, "GeForce RTX 3060", 12),
         ("NVIDIA H100 80GB HBM3", 1, "H100 HBM3", 80),
         ("rtx pro 6000", 1, "RTX PRO 6000 Blackwell Workstation Edition", 96),
+        ("NVIDIA H100 NVL", 1, "H100 NVL", 94),
         ("16 x A100 80GB", 16, "A100-SXM4", 80),
+        ("8xH100", 8, "H100 HBM3", 80),
+        ("4x4090", 4, "GeForce RTX 4090", 24),
+        ("2*RTX 4090", 2, "GeForce RTX 4090", 24),
     ],
 )
 def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_size(name, number, card, gb):
-    found, of_name = peaks.find_cards(name)
-    assert (found, of_name.name, of_name.memory_gb) == (number, card, gb)
+    found, of_name, memory_gb = peaks.find_cards(name)
+    assert (found, of_name.name, memory_gb) == (number, card, gb)
 
 
-@pytest.mark.parametrize("name", ["RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000", "0x H100", ""])
+@pytest.mark.parametrize(
+    "name", ["RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000", "0x H100", "DGX Spark", "H20", "A30", ""]
+)
 def test_name_that_only_looks_like_a_card_is_none(name):
-    with raises_one_line("is not a known card"):
+    with raises_one_line("is not a known card", "did you mean"):
         peaks.find_cards(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("RTX 3060", "RTX 3060 12GB"),
+        ("2xA100", "2xA100 80GB"),
+        ("4090 12GB", "4090 24GB"),
+        ("GH200 480GB", "GH200 144GB"),
+    ],
+)
+def test_card_of_several_sizes_or_of_another_size_is_asked_for_its_memory(name, remedy):
+    with raises_one_line(name, f"'{remedy}'"):
+        peaks.find_cards(name)
+    peaks.find_cards(remedy)
+    assert peaks.find_card(name.removeprefix("2x")).peak("bfloat16")  # a device's, whatever its memory
 
 
 @pytest.mark.parametrize(

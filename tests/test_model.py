@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deskgpt.compute import compiling
 from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.variant import COMPILE_FROM_S, Variant, apply_variant, choose_variant, saved_variant
+from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
 from deskgpt.kernels import causal_attention, cpu_kernels
 from deskgpt.run.schedule import Schedule
 from deskgpt.system import hardware
@@ -174,14 +174,16 @@ def card(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "may_exist", lambda: False)
 
 
-def chosen(device: torch.device = CUDA, seconds: float = 1e4, earlier: Any = None, **settings: Any) -> Variant:
+def chosen(device: torch.device = CUDA, earlier: Any = None, **settings: Any) -> Variant:
     dist = DistContext(device, world=settings.get("dp_shard", 1))
-    return choose_variant(TrainConfig(**settings), dist, lambda dtype: seconds, earlier or {})
+    return choose_variant(TrainConfig(**settings), dist, earlier or {})
 
 
-def test_card_computes_in_bfloat16_compiled_unless_the_run_is_short_and_a_cpu_compiles_only_if_asked(card):
-    assert chosen() == Variant("bfloat16", True, False, "none", "bfloat16")
-    assert chosen(seconds=COMPILE_FROM_S - 1) == Variant("bfloat16")
+def test_card_computes_in_bfloat16_compiled_and_with_a_graph_and_a_cpu_compiles_only_if_asked(card):
+    assert chosen() == Variant("bfloat16", True, False, "none", "bfloat16", cuda_graph=True)
+    assert chosen(max_iters=1) == chosen()  # a trial is the same program as the long run
+    with raises_one_line("cuda_graph=True", "--cuda_graph=auto"):
+        chosen(cuda_graph=True, activation_checkpoint="full")
     assert chosen(dtype="float32", activation_checkpoint="full") == Variant("float32", True, recompute="full")
     assert chosen(dp_shard=2, dtype="float16").dtype == "float32"
     assert chosen(CPU) == Variant("bfloat16")
@@ -192,7 +194,8 @@ def test_card_computes_in_bfloat16_compiled_unless_the_run_is_short_and_a_cpu_co
 
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
     earlier = asdict(Variant("float32", True, False)) | {"device": "cuda"}
-    assert chosen(seconds=0.0, earlier=saved_variant(earlier, CUDA)) == Variant("float32", True)
+    assert chosen(compile="auto", earlier=saved_variant(earlier | {"compiled": False}, CUDA)).compiled is False
+    assert chosen(earlier=saved_variant(earlier, CUDA)) == Variant("float32", True, cuda_graph=True)
     assert saved_variant(earlier, CPU) == {}
     old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}  # as b3fc854 wrote it
     assert saved_variant(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}

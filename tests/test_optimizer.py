@@ -13,6 +13,7 @@ from deskgpt.checkpoint import ckpt_file
 from deskgpt.checkpoint.optimizer_state import OptimizerState
 from deskgpt.compute.optimizer import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite
 from model import GPT, GPTConfig
+from train import TrainConfig, build_optimizer
 
 CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
 
@@ -27,6 +28,12 @@ def model_with_gradients() -> GPT:
 
 def make(model: GPT, name: str) -> torch.optim.AdamW:
     return make_optimizer(model, name, 0.1, 1e-2, (0.9, 0.95), 0.9, muon_dtype="bfloat16")
+
+
+def test_muon_computes_in_the_dtype_of_the_run_not_in_what_a_ranks_own_device_does_fastest():
+    config = TrainConfig(optimizer="muon")
+    optimizer: Any = build_optimizer(config, GPT.without_storage(CONFIG), "float32")
+    assert optimizer.dtype == torch.float32
 
 
 def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():

@@ -13,12 +13,26 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import CPU, ROOT, TINY, assert_equal, events, flags, raises_one_line, tiny, until, vector, weights
+from conftest import (
+    CPU,
+    ROOT,
+    TINY,
+    assert_equal,
+    assert_one_line,
+    events,
+    flags,
+    raises_one_line,
+    tiny,
+    until,
+    vector,
+    weights,
+)
 from gloo import forked, free_port, on_ranks, run
 
 import train
@@ -27,12 +41,16 @@ from data.batching import Batching
 from data.loader import eval_batches
 from data.splits import Split
 from deskgpt.checkpoint import store
+from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute.distributed import DistContext, DistEnv, dist_env
 from deskgpt.compute.evaluation import evaluate
 from deskgpt.compute.variant import Variant
+from deskgpt.estimate.fit import larger_batch
 from deskgpt.run import settings as settings_module
+from deskgpt.run.init_state import InitState
 from deskgpt.run.settings import check_same_on_all_hosts, settings_of_start
 from deskgpt.run.stopping import StopController, signal_handler
+from deskgpt.system import hardware, peaks
 from deskgpt.system.errors import one_line_errors
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -105,13 +123,64 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path):
     own: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "eval_tokens": 17 * 16}
     best = train_on(DistContext(CPU), tiny(chars, tmp_path / "one", max_iters=4, **own))
     c = tiny(chars, tmp_path / "two", max_iters=4, **own)
-    assert on_ranks(lambda ranks: train_on(ranks, c), 2, tmp_path) == pytest.approx([best, best], rel=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "device_name", lambda device: f"device of rank {os.environ['RANK']}")
+        assert on_ranks(lambda ranks: train_on(ranks, c), 2, tmp_path) == pytest.approx([best, best], rel=1e-5)
+    assert events(tmp_path / "two", "start")[0]["device"] == "device of rank 0 + device of rank 1"
     for kind, names in (("eval", ("train_loss", "val_loss", "val_se")), ("iter", ("loss", "grad_norm"))):
         for a, b in zip(events(tmp_path / "one", kind), events(tmp_path / "two", kind), strict=True):
             assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-5)
     torch.testing.assert_close(vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5)
     peaks = [events(tmp_path / name, "start")[0]["peak_flops"] for name in ("one", "two")]
     assert peaks[1] == pytest.approx(2 * peaks[0], rel=0.2)  # MFU refers to the devices of all ranks
+
+
+# Name, GiB, fastest dtype and whether there is Triton, of two ranks' cards; the dtype that both take, and whether they
+# compile.
+@pytest.mark.parametrize(
+    ("cards", "dtype", "compiled"),
+    [
+        ([("RTX 4090", 24, "bfloat16", True), ("RTX 4070", 12, "bfloat16", True)], "bfloat16", True),
+        ([("RTX 4060", 8, "bfloat16", True), ("RTX 4090", 24, "bfloat16", False)], "bfloat16", False),
+        ([("H100", 80, "bfloat16", True), ("T4", 15, "float16", True)], "float32", True),
+    ],
+)
+def test_ranks_with_other_cards_compute_alike_and_share_the_rows(cards, dtype, compiled, tmp_path):
+    c = TrainConfig(batch_size=4, gradient_accumulation_steps=32, block_size=1024, eval_iters=8, compile="auto")
+    model_config = GPTConfig.from_settings(c, 50304)
+
+    def choose(ranks: DistContext) -> Any:
+        name, gib, fastest, has_triton = cards[ranks.rank]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peaks, "fast_dtype", lambda device: fastest)
+            patch.setattr(peaks, "peak_flops", lambda device, dtype: peaks.find_card(name).peak(dtype))
+            patch.setattr(hardware, "has_triton", lambda device: has_triton)
+            patch.setattr(hardware, "memory_bytes", lambda device: gib << 30)
+            on_card = replace(ranks, device=torch.device("cuda"))
+            init = InitState("scratch", model_config, Checkpoint({}, {}))
+            variant = init.choose_variant(c, on_card)
+            batching = init.fitting_batch(c, variant, on_card)
+            own = larger_batch(model_config, on_card.device, Batching.of(c, ranks.rank, 2), variant)
+        rows = [int(row) for micro_step in range(batching.micro_steps) for row in batching.rows(micro_step)]
+        windows = [int(row) for rows in batching.eval_rows(32) for row in rows if row < 32]
+        return asdict(variant), batching.batch_size, own, rows, windows
+
+    (variant, batch_size, own, rows, windows), other = on_ranks(choose, 2, tmp_path)
+    assert (variant["dtype"], variant["compiled"]) == (dtype, compiled)
+    assert (variant, batch_size) == other[:2]
+    assert own != other[2]
+    assert batch_size == min(own, other[2])
+    assert sorted(rows + other[3]) == list(range(128))
+    assert sorted(windows + other[4]) == list(range(32))
+
+
+def test_ranks_without_a_card_are_refused_beside_those_with_one(tmp_path):
+    def choose(ranks: DistContext) -> None:
+        ranks = replace(ranks, device=torch.device("cuda" if ranks.rank else "cpu"))
+        InitState("scratch", GPTConfig(), Checkpoint({}, {})).choose_variant(TrainConfig(), ranks)
+
+    for message in on_ranks(choose, 2, tmp_path):
+        assert_one_line(message, "rank 0 cpu", "rank 1 cuda", "--device=cpu")
 
 
 def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_path):

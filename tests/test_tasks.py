@@ -31,6 +31,7 @@ case "$*" in
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python";;
   "-m pip install"*) [ ! -e no-network ];;
   data/shakespeare_char/*) echo "error: cannot download"; exit 1;;
+  export.py*) exit 3;;  # as without llama.cpp
 esac
 """
 

@@ -67,6 +67,18 @@ class DistContext:
         return everyone
 
 
+def agree(dist: DistContext, own: Any, otherwise: Any = None) -> Any:
+    """Return what all ranks take for a value that each derives from its own device: the cards of a run can differ.
+
+    It is `own` if all have the same; else `otherwise`, or without that the smallest, with False below True: what the
+    weakest device can do.
+    """
+    everyone = dist.gather(own)
+    if otherwise is None:
+        return min(everyone)
+    return own if all(theirs == own for theirs in everyone) else otherwise
+
+
 # ---- how the process was started -----------------------------------------------------------------------------
 
 # Variables in which srun, and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH, tell a process how many there are.

@@ -1,27 +1,22 @@
 """How a model computes on this machine: dtype, kernels, compiled or not. Chosen by rule, printed, and applied.
 
-The choice follows from the settings, the kind of machine and, for compiling, from the predicted length of the run.
-Nothing is timed on the model, so two runs with the same settings on the same machine compute the same.
+The choice follows from the settings and the kind of machine alone: a short trial computes what the long run does, and
+two runs with the same settings on the same machine compute the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from deskgpt.compute import compiling
-from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.distributed import DistContext, agree
 from deskgpt.compute.sharding import shards_of
 from deskgpt.kernels import cpu_kernels
 from deskgpt.system import hardware, peaks
 from model import GPT
-
-# A run that is predicted to be shorter than this is not compiled. On an H200, with a graph for each block, the first
-# step came after 17 to 31 s in place of 10, and a step took 140 ms in place of 187.
-COMPILE_FROM_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,7 @@ class Variant:
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (cuda_graph.py)
+    loss_chunks: int = 1  # in which a card computes the loss of a micro-batch: the fewest that fit
 
     def __str__(self) -> str:
         words = [self.dtype]
@@ -44,6 +40,8 @@ class Variant:
         words.append("compiled" if self.compiled else "not compiled")
         if self.cuda_graph:
             words.append("CUDA graph")
+        if self.loss_chunks > 1:
+            words.append(f"loss in {self.loss_chunks} chunks")
         return ", ".join(words)
 
 
@@ -62,29 +60,32 @@ def saved_variant(saved: Any, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def choose_variant(
-    config: Any, dist: DistContext, predicted_s: Callable[[str], float], earlier: dict[str, Any]
-) -> Variant:
-    """Return what the settings of train.py and this machine ask for; "auto" is decided here. All ranks get the same.
+def choose_variant(config: Any, dist: DistContext, earlier: dict[str, Any]) -> Variant:
+    """Return what the settings of train.py and this machine ask for; "auto" is decided here.
 
-    predicted_s: the seconds that the run takes in a dtype, not compiled. earlier: of the run that is resumed
+    All ranks get the same: what a rank derives from its own device goes through `agree`.
+
+    earlier: of the run that is resumed
     (saved_variant), which is kept, so that it continues bit for bit. Raises ValueError if what a setting names cannot
-    be had.
+    be had, and if some ranks have a GPU and others have not.
     """
     dtype = config.dtype
     kernels = config.cpu_kernels
     compile = config.compile
     device = dist.device
+    types = dist.gather(device.type)
+    if len({*types}) > 1:
+        found = ", ".join(f"rank {rank} {type}" for rank, type in enumerate(types))
+        raise ValueError(f"device={config.device}: {found}; all ranks need the same kind, such as --device=cpu")
     if dtype == "auto":
         dtype = earlier.get("dtype") or peaks.fast_dtype(device)
     is_sharded = shards_of(config.dp_shard, dist.world) > 1
     if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
         dtype = "float32"
-    if not dist.all(dtype == dist.gather(dtype)[0]):
-        dtype = "float32"
+    dtype = agree(dist, dtype, "float32")
     if kernels == "auto":
         may_exist = device.type == "cpu" and cpu_kernels.may_exist()  # not on every host, where hosts differ
-        kernels = dist.all(may_exist and earlier.get("cpu_kernels", True)) and load_kernels(dist)
+        kernels = agree(dist, may_exist and earlier.get("cpu_kernels", True)) and load_kernels(dist)
     elif kernels and not load_kernels(dist):
         raise ValueError("cpu_kernels=True is not possible here, see above; try --cpu_kernels=auto")
     if not kernels:
@@ -92,8 +93,8 @@ def choose_variant(
     if compile == "auto":
         compile = earlier.get("compiled")
         if compile is None:
-            compile = device.type == "cuda" and hardware.has_triton(device) and predicted_s(dtype) >= COMPILE_FROM_S
-        compile = dist.all(compile)
+            compile = device.type == "cuda" and hardware.has_triton(device)
+        compile = agree(dist, compile)
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in float32.
     in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
@@ -133,6 +134,7 @@ def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute
     model.compile_loss = variant.compiled
+    model.loss_chunks = variant.loss_chunks
     if variant.compiled:
         compiling.prepare(device)
         if device.type == "cuda" and ranks == 1 and variant.recompute == "none":

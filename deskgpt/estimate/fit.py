@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 
 from data.batching import Batching
 from deskgpt.compute.variant import Variant
-from deskgpt.estimate.memory import Step, memory
+from deskgpt.estimate.memory import Step, memory, with_fewest_chunks
 from deskgpt.system import hardware, peaks
 from deskgpt.system.terminal import in_gib, millions
 from model import GPT, GPTConfig
 
-SURELY = 0.7  # a step takes at least this share of its predicted peak
-ENOUGH_S = 0.05  # at the peak, for which auto_batch enlarges a micro-batch: 64 x 1024 for 124M on an H200
-USABLE = 0.9  # of a GPU's usable memory: the rest is the allocator's gaps and what is not counted
+MIN_SHARE_OF_PREDICTION = 0.7  # of its predicted peak memory, which a step surely takes
+USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the allocator's gaps and what is not counted
+
+# What a micro-batch costs however few tokens it has, for auto_batch.
+FIXED_BYTES_PER_PARAMETER = 36  # moved: 4.5 GB for GPT-2's 124M, by bench/check_cards.py at 4 and 8 x 1024
+FLOPS_PER_BYTE = 200  # that a card multiplies while its memory moves one, at both peaks: 76 (RTX 3090) to 295 (H100)
+QUEUEING_S_PER_LAYER = 1.6e-3  # in which the CPU queues the kernels of a layer, both passes: 19.2 ms for 12 on an H200
+TARGET_FIXED_SHARE = 0.02  # of a micro-batch's time: twice the tokens would then gain 1%
 
 
 def refuse_beyond_memory(
@@ -59,8 +63,8 @@ def refuse_large_batch(
     if device.type != "cpu":
         return
     refuse_beyond_memory(config, device, True, shards)  # no micro-batch helps a model that is too large
-    needed = SURELY * sum(memory(Step(config, batching.batch_size, variant, "cpu", shards=shards)).values())
-    if needed > hardware.usable_memory_bytes(device):
+    predicted = sum(memory(Step(config, batching.batch_size, variant, "cpu", shards=shards)).values())
+    if MIN_SHARE_OF_PREDICTION * predicted > hardware.usable_memory_bytes(device):
         halved_batch(device, False, batching)
 
 
@@ -89,26 +93,47 @@ def halved_batch(device: torch.device, may_halve: bool, batching: Batching) -> B
     return same
 
 
-def larger_batch(config: GPTConfig, device: torch.device, batching: Batching, variant: Variant) -> Batching:
-    """Return the same training in a micro-batch of ENOUGH_S or a little more, or the largest that is predicted to fit.
+def larger_batch(config: GPTConfig, device: torch.device, batching: Batching, variant: Variant) -> int:
+    """Return the micro-batch, in sequences, whose fixed costs are small on this device, or the largest that fits.
 
-    What each micro-batch costs beside its matmuls is then small: queueing, casts of weights, sums of gradients.
-    The limit is all memory of the device, not what is free just now: the same run takes the same micro-batch each time.
+    Fixed costs are the bytes that are moved for each parameter (casts of weights, sums of gradients), which may take
+    TARGET_FIXED_SHARE of the time, and the queueing of kernels, which no longer shows if the card works as long. What
+    fits is predicted, in all memory of the device, not in what is free just now: the same run takes the same
+    micro-batch each time. The given micro-batch is never made smaller.
     """
+    model = GPT.without_storage(config)
+    sequence_flops = model.estimate_flops() * batching.block_size
+    fixed_bytes = FIXED_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
+    fixed_flops = fixed_bytes * FLOPS_PER_BYTE / TARGET_FIXED_SHARE
     peak, _ = peaks.peak_flops(device, variant.dtype)
-    sequences = ENOUGH_S * peak / (GPT.without_storage(config).estimate_flops() * batching.block_size)
-    if not math.isfinite(sequences):  # no peak is known
-        return batching
+    if peak > 0:  # not NaN
+        fixed_flops = max(fixed_flops, QUEUEING_S_PER_LAYER * config.n_layer * peak)
     of_rank = batching.sequences // batching.world
-    enough = next((n for n in range(math.ceil(sequences), of_rank) if of_rank % n == 0), of_rank)
-    step = Step(config, enough, variant, device.type)
-    largest = largest_batch(step, of_rank, USABLE * hardware.memory_bytes(device))
-    return batching if largest <= batching.batch_size else batching.with_batch_size(largest)
+    divisors = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
+    enough = next((n for n in divisors if n * sequence_flops >= fixed_flops), of_rank)
+    step = Step(config, enough, variant, device.type, ddp=batching.world > 1)
+    largest = largest_batch(step, of_rank, USABLE_SHARE * hardware.memory_bytes(device))
+    return max(largest, batching.batch_size)
 
 
 def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
-    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0."""
+    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted to fit, or 0.
+
+    It may need the loss in chunks: a larger micro-batch saves more than they cost.
+    """
     for n in range(step.batch_size, 0, -1):
-        if sequences % n == 0 and sum(memory(replace(step, batch_size=n)).values()) <= limit_bytes:
+        if sequences % n:
+            continue
+        smallest = with_fewest_chunks(replace(step, batch_size=n), limit_bytes)
+        if sum(memory(smallest).values()) <= limit_bytes:
             return n
     return 0
+
+
+def loss_chunks(config: GPTConfig, device: torch.device, batch_size: int, variant: Variant, shards: int) -> int:
+    """Return the fewest chunks of the loss with which a micro-batch is predicted to fit into the device's memory.
+
+    As above the limit is all memory, so the same run takes the same chunks each time.
+    """
+    step = Step(config, batch_size, variant, device.type, shards)
+    return with_fewest_chunks(step, USABLE_SHARE * hardware.memory_bytes(device)).variant.loss_chunks

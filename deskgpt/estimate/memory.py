@@ -8,11 +8,16 @@ backward pass, the CUDA context and the allocator's gaps. Leave a tenth free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from deskgpt.compute.variant import Variant
 from deskgpt.kernels import loss
 from model import GPT, GPTConfig
+
+# On a card, the fewest that fit. For GPT-2 of 124M each further one reads and writes 0.69 GB (its gradient of the head
+# is cast and added), so eight cost as much as another micro-batch does beside its tokens.
+LOSS_CHUNKS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Step:
     variant: Variant
     device_type: str
     shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
+    ddp: bool = False  # each of several ranks has a copy of its own
 
     @property
     def tokens(self) -> int:
@@ -46,7 +52,7 @@ def memory(step: Step) -> dict[str, int]:
     activations are what the forward pass keeps for the backward pass. logits are what the loss adds, or what the
     backward pass adds for the block that it computes again, whichever is larger. gradients count in full, although a
     step of one micro-batch has all of them only when most activations are gone. Of a model that several ranks share,
-    gathered are the full weights that a rank holds at one time.
+    gathered are the full weights that a rank holds at one time. buckets are DDP's copies of the gradients, to send.
     """
     model = GPT.without_storage(step.config)
     weights = sum(p.nbytes for p in model.parameters())
@@ -65,12 +71,23 @@ def memory(step: Step) -> dict[str, int]:
         "logits": max(loss_bytes(step), computed_again),
     }
     if step.shards == 1:
-        return parts
+        return parts | {"buckets": weights} if step.ddp else parts
     for name in ("weights", "gradients", "optimizer"):
         parts[name] //= step.shards
     # FSDP gathers embedding and head in float32, and two blocks at a time in the dtype of the run.
     two_blocks = min(2, step.config.n_layer) * blocks // step.config.n_layer
     return parts | {"gathered": weights - blocks + two_blocks * step.matmul_bytes // 4}
+
+
+def with_fewest_chunks(step: Step, limit_bytes: float) -> Step:
+    """Return the step with the fewest of LOSS_CHUNKS that are predicted to fit, or with the most; on a CPU as it is."""
+    if step.device_type != "cuda":
+        return step
+    for chunks in LOSS_CHUNKS:
+        step = replace(step, variant=replace(step.variant, loss_chunks=chunks))
+        if sum(memory(step).values()) <= limit_bytes:
+            break
+    return step
 
 
 def kept_by_block(step: Step, recompute: str) -> int:
@@ -102,19 +119,24 @@ def kept_by_block(step: Step, recompute: str) -> int:
 
 
 def loss_bytes(step: Step) -> int:
-    """Return the bytes that the loss adds: a chunk of logits, its softmax, and gradients of the head."""
+    """Return the bytes that the loss adds: a chunk of logits, their gradient, and gradients of the head."""
     V, C = step.config.vocab_size, step.config.n_embd
     m = step.matmul_bytes
     if step.tokens * V <= loss.LOGITS_ON_CPU:
         return step.tokens * V * (m + 8)
     by_kernel = step.variant.cpu_kernels and step.device_type == "cpu"
-    at_once = loss.logits_on_gpu(step.tokens * V) if step.device_type == "cuda" else loss.LOGITS_ON_CPU
-    if by_kernel:
+    at_once = loss.LOGITS_ON_CPU
+    if step.device_type == "cuda":
+        at_once = math.ceil(step.tokens / step.variant.loss_chunks) * V
+    elif by_kernel:
         at_once = loss.BYTES_WITH_KERNEL // m
     chunk = loss.tokens_per_chunk(step.tokens, V, at_once)
-    softmax = 0 if by_kernel or step.variant.compiled else chunk * V * (4 if m == 4 else 8)
-    in_16_bits = V * C * (m if m == 2 else 0)
-    gradient = V * C * 4
-    gradient_of_chunk = in_16_bits + (gradient if chunk < step.tokens else 0)  # which is added to those before
+    softmax = chunk * V * (m if by_kernel or step.variant.compiled else 4 if m == 4 else 8)
+    head = V * C * 4
+    in_16_bits = V * C * m if m == 2 else 0
+    sum_before = head if chunk < step.tokens else 0  # of the gradients of earlier chunks
+    with_logits = chunk * V * m + softmax + sum_before
+    with_gradient = chunk * V * m + V * C * m + 2 * sum_before
+    scaled = (sum_before or V * C * m) + head
     of_inputs = step.tokens * C * step.residual_bytes
-    return chunk * V * m + max(softmax, gradient_of_chunk) + gradient + in_16_bits + of_inputs
+    return max(with_logits, with_gradient, scaled) + in_16_bits + of_inputs

@@ -56,6 +56,9 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again") from None
     state = {}
     for key, w in weights.items():
+        if key.startswith("gpt."):
+            state[key.removeprefix("gpt.")] = w
+            continue
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
         if key.endswith(".bias") and not config.bias and not w.any():

@@ -7,6 +7,8 @@ gpt2_weights.py knows the way back.
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,56 +20,56 @@ from deskgpt.compute.check import TOLERANCE, distance
 from model import GPT, GPTConfig
 
 OUR_KEY = "deskgpt"
-MODELING_FILE = "modeling_deskgpt.py"  # beside this file; it has the parameters of model.py
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}  # ours, and GPT-2's in transformers
 
 
 def is_gpt2(c: GPTConfig) -> bool:
-    """Return whether transformers' GPT2LMHeadModel computes what a GPT of c does. If not, our own class does."""
+    """Return whether transformers' GPT2LMHeadModel computes what a GPT of c does, unless model.py was changed."""
     return (c.position, c.norm, c.qk_norm, c.token_shift) == ("learned", "layer", False, False)
 
 
-def class_name(c: GPTConfig) -> str:
-    return "GPT2LMHeadModel" if is_gpt2(c) else "DeskGPTForCausalLM"
+def configs(
+    c: GPTConfig, vocab_size: int, end_of_text: int | None, gpt2: bool, use_cache: bool
+) -> dict[str, dict[str, Any]]:
+    """Return config.json and generation_config.json of a model that GPT-2's class computes, or ours.
 
-
-def config_json(c: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
-    """Return config.json of a model; end_of_text: the id of that token, if there is one."""
-    common = {
-        "architectures": [class_name(c)],
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": c.tie_weights,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+    vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn. end_of_text: that token's id, if any.
+    """
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    config = ids | {
         "pad_token_id": None,  # an id here would get no gradient if somebody trains on
-        "dtype": "float32",
-        OUR_KEY: {"model_args": c.as_args()},
-    }
-    if not is_gpt2(c):
-        module = MODELING_FILE.removesuffix(".py")
-        auto_map = {"AutoConfig": f"{module}.DeskGPTConfig", "AutoModelForCausalLM": f"{module}.DeskGPTForCausalLM"}
-        return common | asdict(c) | {"model_type": "deskgpt", "auto_map": auto_map}
-    return common | {
-        "model_type": "gpt2",
         "n_layer": c.n_layer,
         "n_head": c.n_head,
         "n_embd": c.n_embd,
         "n_positions": c.block_size,
         "n_ctx": c.block_size,  # the same, for llama.cpp
-        "activation_function": ACTIVATIONS[c.activation],
-        "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": c.dropout,
-        "attn_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": c.tie_weights,
+        "dtype": "float32",
+        OUR_KEY: {"model_args": asdict(c), "use_cache": use_cache},
     }
-
-
-def generation_config_json(c: GPTConfig, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
-    """Return generation_config.json; vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn."""
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    if gpt2:
+        config |= {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": ACTIVATIONS[c.activation],
+            "layer_norm_epsilon": 1e-5,
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
+        }
+    else:
+        config |= {
+            "model_type": "deskgpt",
+            "architectures": ["DeskGPTForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "modeling_deskgpt.DeskGPTConfig",
+                "AutoModelForCausalLM": "modeling_deskgpt.DeskGPTForCausalLM",
+            },
+        }
+    generation = ids | {"use_cache": use_cache}
     padding = list(range(vocab_size, c.vocab_size))
-    found = ids | {"use_cache": not c.token_shift}
-    return found | {"suppress_tokens": padding} if padding else found
+    if padding:
+        generation["suppress_tokens"] = padding
+    return {"config.json": config, "generation_config.json": generation}
 
 
 def is_conv1d(key: str, w: Tensor) -> bool:
@@ -75,19 +77,20 @@ def is_conv1d(key: str, w: Tensor) -> bool:
     return w.dim() == 2 and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
-def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
-    """Write our state_dict as the class has it. Raises OSError if the disk fails."""
+def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool) -> None:
+    """Write our state_dict as GPT-2's class has it, or ours. Raises OSError if the disk fails."""
     from safetensors.torch import save
 
     found: dict[str, Tensor] = {}
     for key, w in state.items():
         if key == "lm_head.weight" and c.tie_weights:
             continue
-        transposed = is_gpt2(c) and is_conv1d(key, w)
+        transposed = gpt2 and is_conv1d(key, w)
         # A copy: blocks may share weights, and safetensors takes no memory of two names.
-        found[key] = (w.t() if transposed else w).clone(memory_format=torch.contiguous_format)
+        copy = (w.t() if transposed else w).clone(memory_format=torch.contiguous_format)
+        found[key if gpt2 else f"gpt.{key}"] = copy
         of_block = key.startswith(("transformer.h.", "transformer.ln_f.")) and key.endswith(".weight")
-        if is_gpt2(c) and not c.bias and of_block:
+        if gpt2 and not c.bias and of_block:
             found[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(0))  # which its class always has
     path.write_bytes(save(found, metadata={"format": "pt"}))
 
@@ -95,38 +98,55 @@ def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor]) -> None:
 # ---- what it computes ----------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def compare(folder: Path, ours: GPT, tokens: Tensor) -> str:
-    """Compare transformers' logits after each of the tokens (1, T) with model.py's; return a sentence about it.
+class Differs(ValueError):
+    """Another program does not compute what model.py does."""
 
-    Raises ValueError if they differ.
+
+@torch.inference_mode()
+def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool:
+    """Compare transformers' logits after each of the tokens (1, T) with model.py's; our class's with padding, too.
+
+    Raises Differs. Return False if transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed: nothing was compared with model.py"
-    from transformers import GPT2LMHeadModel
-    from transformers.utils import logging
+        return False
+    with tempfile.TemporaryDirectory() as copies:
+        os.environ.setdefault("HF_MODULES_CACHE", copies)  # of the folder's Python files, which transformers makes
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
-    cls: Any = GPT2LMHeadModel
-    if not is_gpt2(ours.config):
-        from deskgpt.export.modeling_deskgpt import DeskGPTForCausalLM as cls  # which the folder has a copy of
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # a table of what does not fit would hide our one line
+        # What the class lacks, or has in another shape, is left out, and then its logits differ.
+        options: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "trust_remote_code": True}
+        theirs = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    if theirs.config.model_type == "gpt2":
+        check_same("GPT2LMHeadModel", theirs(tokens).logits, ours(tokens)[0])
+        return True
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # a table of what does not fit would hide our one line
-    # What the class lacks, or has in another shape, is left out, and then its logits differ.
-    theirs = cls.from_pretrained(folder, dtype=torch.float32, ignore_mismatched_sizes=True)
-    check_same(cls.__name__, theirs.eval()(tokens).logits, ours(tokens)[0])
-    return f"transformers computes the same logits as model.py after each of {tokens.numel():,} tokens"
+    half = tokens.size(1) // 2
+    rows = tokens.repeat(2, 1)
+    mask = torch.ones_like(rows)
+    mask[1, :half] = 0
+    end = max(1, rows.size(1) - 1) if theirs.config.deskgpt["use_cache"] else rows.size(1)
+    out = theirs(rows[:, :end], attention_mask=mask[:, :end])
+    found = out.logits
+    if end < rows.size(1):
+        last = theirs(rows[:, end:], attention_mask=mask, past_key_values=out.past_key_values)
+        found = torch.cat((found, last.logits), 1)
+    expected = torch.cat([ours(x)[0][0] for x in (tokens, tokens[:, half:])])
+    check_same("transformers with this model.py", found[mask.bool()], expected)
+    return True
 
 
 def check_same(
     program: str, found: Tensor, expected: Tensor | None, limit: float = TOLERANCE["float32"].logits
 ) -> None:
-    """Raise ValueError if logits (..., V) of another program are further from model.py's than rounding anywhere."""
+    """Raise Differs if logits (..., V) of another program are further from model.py's than rounding anywhere."""
     assert expected is not None
     error = distance(found, expected, dim=-1)
     if error > limit:
-        raise ValueError(
+        raise Differs(
             f"{program} does not compute what model.py does: its logits differ by {error:.2g}, and at most {limit:g} "
-            "is rounding; nothing was exported. If you changed model.py beyond what docs/export.md lists, other "
-            "programs cannot compute it"
+            "is rounding; nothing was exported. A changed model.py goes into folders only (--to=my-model)"
         )

@@ -1,4 +1,4 @@
-// Kernels for processors with AVX2 or AVX-512: causal attention, activations, and softmax in place.
+// Kernels for processors with AVX2 or AVX-512: causal attention, activations, and softmax.
 //
 // cpu_kernels.py compiles this file, once per machine, and calls the functions under `extern "C"` at its end. All sums
 // are in float32. T is float or bfloat16, in which matrices come and are multiplied. Matmuls of blocks are torch's
@@ -649,16 +649,17 @@ template <typename T> void activation_named(int64_t which, const void* x, const 
   run(static_cast<const T*>(x), static_cast<const T*>(g), static_cast<T*>(y), n);
 }
 
-// ---- softmax in place --------------------------------------------------------------------------------------------
+// ---- softmax -----------------------------------------------------------------------------------------------------
 
-// Turns logits (N, V) into probabilities; log_p (N,) are the logarithms of the targets' (targets from 0 to V - 1).
-template <typename T> void softmax_rows(void* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
+// Writes the probabilities (N, V) of logits (N, V), and the logarithms (N,) of the targets' (from 0 to V - 1).
+template <typename T>
+void softmax_rows(const void* logits, const int64_t* targets, void* probabilities, float* log_p, int64_t N, int64_t V) {
   int64_t whole = V / (2 * W) * (2 * W);
   at::parallel_for(0, N, 1, [&](int64_t begin, int64_t end) {
     float* p;
     arena.provide([&] { p = arena.take<float>(V + 2 * W); });
     for (int64_t row = begin; row < end; row++) {
-      T* x = static_cast<T*>(logits) + row * V;
+      const T* x = static_cast<const T*>(logits) + row * V;
       TORCH_CHECK(0 <= targets[row] && targets[row] < V, "target ", targets[row], " is not a token below ", V);
       float target = static_cast<float>(x[targets[row]]);
       Vec most(-INF);
@@ -681,7 +682,7 @@ template <typename T> void softmax_rows(void* logits, const int64_t* targets, fl
       for (int64_t i = whole; i < V; i++) sum += p[i] = std::exp(static_cast<float>(x[i]) - largest);
       if (!std::isfinite(largest)) sum = NAN;  // exp_u20 would hide it
       log_p[row] = target - largest - std::log(sum);
-      store_row(p, 1 / sum, x, V);
+      store_row(p, 1 / sum, static_cast<T*>(probabilities) + row * V, V);
     }
   });
 }
@@ -731,10 +732,10 @@ const char* activation(bool bf16, int64_t which, const void* x, const void* g, v
   });
 }
 
-const char* softmax_in_place(bool bf16, void* logits, const int64_t* targets, float* log_p, int64_t N, int64_t V) {
+const char* softmax(bool bf16, const void* logits, const int64_t* targets, void* p, float* log_p, int64_t N, int64_t V) {
   return guarded([&] {
     auto run = bf16 ? softmax_rows<BFloat16> : softmax_rows<float>;
-    run(logits, targets, log_p, N, V);
+    run(logits, targets, p, log_p, N, V);
   });
 }
 }

@@ -35,7 +35,7 @@ ARCHITECTURES = {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing", "-mno-align-stringops")
 COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 
-FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax_in_place")  # of the library
+FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax")  # of the library
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 _library: ctypes.CDLL | None = None  # set by load
@@ -276,18 +276,19 @@ def activation(x: Tensor, name: str, g: Tensor | None = None) -> Tensor:
     return y
 
 
-def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Turn logits (N, V), which must be contiguous, into probabilities, in place.
+def softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities (N, V) of logits (N, V), which must be contiguous, in their dtype.
 
-    Return the logarithms (N,) of the targets', in float32.
+    Also return the logarithms (N,) of the targets', in float32.
     """
     assert takes(logits)
     assert logits.is_contiguous()
     assert targets.shape == logits.shape[:1]
     targets = targets.contiguous()
+    p = torch.empty_like(logits)
     log_p = logits.new_empty(len(logits), dtype=torch.float32)
-    call("softmax_in_place", logits.dtype, pointer(logits), pointer(targets), pointer(log_p), *logits.shape)
-    return log_p
+    call("softmax", logits.dtype, pointer(logits), pointer(targets), pointer(p), pointer(log_p), *logits.shape)
+    return p, log_p
 
 
 # ---- operators -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,10 +16,10 @@ from deskgpt.checkpoint import store
 from deskgpt.checkpoint.store import Checkpoint
 from deskgpt.compute import sharding
 from deskgpt.compute.check import check_model
-from deskgpt.compute.distributed import DistContext
+from deskgpt.compute.distributed import DistContext, agree
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.estimate.fit import larger_batch, refuse_beyond_memory, refuse_large_batch
-from deskgpt.run.schedule import EXPECTED_MFU, Config, Schedule
+from deskgpt.estimate.fit import larger_batch, loss_chunks, refuse_beyond_memory, refuse_large_batch
+from deskgpt.run.schedule import Config, Schedule
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
     changed_rate,
@@ -31,7 +31,7 @@ from deskgpt.run.settings import (
     settings_of_model,
 )
 from deskgpt.run.train_state import RATES, TrainState
-from deskgpt.system import hardware, peaks
+from deskgpt.system import hardware
 from model import GPT, MODERN_CHOICES, GPTConfig
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
@@ -85,21 +85,14 @@ class InitState:
         hardware.keep_freed_memory()
         hardware.limit_threads()
         sharding.check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
-
-        def predicted_s(dtype: str) -> float:
-            steps = 0 if config.eval_only else config.max_iters - self.checkpoint.iter_num
-            tokens = steps * Batching.of(config, dist.rank, dist.world).tokens_per_step / dist.world
-            peak, _ = peaks.peak_flops(dist.device, dtype)
-            seconds = tokens * GPT.without_storage(self.model_config).estimate_flops() / (EXPECTED_MFU * peak)
-            return min(seconds, 60 * config.max_minutes or math.inf)
-
-        return choose_variant(config, dist, predicted_s, saved_variant(self.checkpoint.variant, dist.device))
+        return choose_variant(config, dist, saved_variant(self.checkpoint.variant, dist.device))
 
     def fitting_batch(self, config: Config, variant: Variant, dist: DistContext) -> Batching:
-        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, the largest that fits.
+        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, a larger one that fits.
 
-        A resumed run keeps its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
-        a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
+        All ranks have the same micro-batch, which the smallest card can hold. A resumed run keeps its own. Masks of
+        dropout belong to a micro-batch, so with dropout the size changes only for a user who asks for it. Raises
+        ValueError if a CPU surely lacks the memory.
         """
         batching = Batching.of(config, dist.rank, dist.world)
         if not config.eval_only:
@@ -109,10 +102,18 @@ class InitState:
         is_resumed = self.earlier is not None
         if not wanted or config.eval_only or is_resumed or dist.device.type != "cuda" or config.dp_shard != 1:
             return batching
-        larger = larger_batch(self.model_config, dist.device, batching, variant)
-        if larger != batching:
-            dist.print0(f"auto_batch: using {larger.flags()} (predicted to fit; the same tokens per step)")
-        return larger
+        batch_size = agree(dist, larger_batch(self.model_config, dist.device, batching, variant))
+        if batch_size > batching.batch_size:
+            batching = batching.with_batch_size(batch_size)
+            dist.print0(f"auto_batch: using {batching.flags()} (predicted to fit; the same tokens per step)")
+        return batching
+
+    def with_loss_chunks(self, config: Config, variant: Variant, batching: Batching, dist: DistContext) -> Variant:
+        """Return the variant with the fewest chunks of the loss that fit on each rank, or those of a resumed run."""
+        shards = sharding.shards_of(config.dp_shard, dist.world)
+        fewest = loss_chunks(self.model_config, dist.device, batching.batch_size, variant, shards)
+        earlier = saved_variant(self.checkpoint.variant, dist.device).get("loss_chunks", 1)
+        return replace(variant, loss_chunks=int(dist.max(max(fewest, earlier))))
 
     def build_model(self, config: Config, variant: Variant, dist: DistContext) -> GPT:
         """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.

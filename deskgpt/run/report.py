@@ -50,6 +50,8 @@ class Report:
         self.deferred = hardware.DeferredCalls(self.dist.device)  # what prints and logs numbers of the device
         self.log = open_log(config, state)
         self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
+        # Of all ranks, each once: cards of a run can differ.
+        self.device = " + ".join(dict.fromkeys(self.dist.gather(hardware.device_name(self.dist.device))))
         self.warm_up_s = 0.0
         self._ends_at = math.inf  # by max_minutes or max_hours
         self._is_mfu_possible = True
@@ -66,12 +68,11 @@ class Report:
         state = self.state
         variant = state.variant
         batching = state.batching
-        name = hardware.device_name(self.dist.device)
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = sharding.describe_shards(self.config.dp_shard, self.dist.world)
-        self.print0(f"device: {self.dist.world} x {name}, {variant}{shards}")
+        self.print0(f"device: {self.dist.world} x {self.device}, {variant}{shards}")
         self.warm_up_s = time.perf_counter() - started
         limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
         self._ends_at = started + min(filter(None, limits_s), default=math.inf)
@@ -92,7 +93,7 @@ class Report:
             val_tokens=self.data.val.tokens,
             val_sha256=self.data.metadata["val data"]["fingerprint"],
             bytes_per_token=self.data.bytes_per_token,
-            device=name,
+            device=self.device,
             world_size=self.dist.world,
             **asdict(variant),
             peak_flops=self.peak_flops,
@@ -264,10 +265,11 @@ class Report:
         )
         self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
         self.print0(f"best val loss {best_val_loss:.4f}")
-        reported = reported_speed(state.model.config, hardware.device_name(self.dist.device))
+        variant = state.variant
+        reported = reported_speed(state.model.config, self.device, variant.dtype, variant.recompute)
         if reported and timer.train_s():
             tokens = (state.step - state.first_step) * state.batching.tokens_per_step / self.dist.world
-            self.print0(f"{tokens / timer.train_s():,.0f} tokens/s of a card; others report {reported} on this one")
+            self.print0(f"{tokens / timer.train_s():,.0f} tokens/s of a card; known runs on this one: {reported}")
         of_data = (self.data.metadata["val data"]["fingerprint"], self.data.train.tokens)
         sentence = compare_with_bands(state.settings_now(), of_data, {e.step: e.val_loss for e in state.evaluations})
         if sentence:

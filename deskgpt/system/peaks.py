@@ -1,7 +1,7 @@
-"""A device's peak FLOP/s: the published figure of 40 GPUs, and what matmuls reach on this machine.
+"""A device's peak FLOP/s: the published figure of some 50 GPUs, and what matmuls reach on this machine.
 
     find_card("NVIDIA H100 80GB HBM3").peak("bfloat16")     # (989e12, "NVIDIA data sheet, bfloat16")
-    find_cards("8x A100 80GB")                              # (8, the card with 80 GB)
+    find_cards("8xA100 80GB")                               # (8, the card with 80 GB)
     peak_flops(torch.device("cuda"), "bfloat16")            # (989e12, "...; measured here 745 TFLOP/s (75%)")
     fast_dtype(torch.device("cpu"))                         # "bfloat16" if matmuls are clearly faster in it
 
@@ -11,7 +11,8 @@ MFU refers to the published figure if there is one, else to the measured one. Th
 16-bit figures are with float32 accumulation and without sparsity: what a matmul in training can reach. NVIDIA's
 headline figures for GeForce cards are two or four times as high: these cards, since 2018, accumulate in float32 at
 half the rate, and sparsity doubles the figure. A card that is not here gets its measured peak. Laptop chips and MIG
-slices are left out, since their clocks and sizes differ under one name.
+slices are left out, since their clocks and sizes differ under one name, and so is what has no published dense figure
+in 16 bits (DGX Spark).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from deskgpt.system.hardware import DTYPES, device_name, forget_peak, synchroniz
 
 TABLE = Path(__file__).with_name("cards.txt")
 COLUMNS = ("float32", "tf32", "bfloat16", "float16")
-MEMORY_SIZE = re.compile(r"\b(\d+) ?gb?\b")
+MEMORY_SIZE = re.compile(r"\b(\d+) ?gb?\b", re.IGNORECASE)
 # Names of makers and families, which drivers and people add or leave out. No two cards differ only in these.
 MAKERS_AND_FAMILIES = re.compile(
     r"\b(nvidia|geforce|tesla|amd|radeon|instinct|graphics|generation|blackwell|workstation|edition)\b"
@@ -49,7 +50,7 @@ class Card:
     name: str
     flops: dict[str, float]  # FLOP/s by dtype: "float32", "tf32", "bfloat16", "float16"
     source: str
-    memory_gb: int
+    sizes_gb: tuple[int, ...]  # in which it is sold, the smallest first
 
     def fast_dtype(self) -> str:
         """Return what train.py's dtype=auto takes on it: bfloat16, or float16 if the card emulates bfloat16."""
@@ -65,26 +66,38 @@ class Card:
         return (self.flops[dtype], f"{self.source}, {dtype}") if dtype in self.flops else None
 
 
-def find_cards(text: str) -> tuple[int, Card]:
-    """Return (number, card) of "8x H100" or, for one card, "H100". Raises ValueError as find_card."""
-    found = re.fullmatch(r"([1-9]\d{0,6}) ?x +(.*)", text)
-    return (int(found[1]), find_card(found[2])) if found else (1, find_card(text))
+def find_cards(text: str) -> tuple[int, Card, int]:
+    """Return (number, card, its GB of memory) of "8xH100" or "2*RTX 4090", or of "H100", one card.
+
+    Raises ValueError as find_card, and if the memory is not stated of a card that is sold in several sizes.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,6}) ?[x*] ?(.*)", text)
+    number, name = (int(found[1]), found[2]) if found else (1, text)
+    card = find_card(name)
+    stated = MEMORY_SIZE.search(name)
+    if stated and int(stated[1]) in card.sizes_gb:
+        return number, card, int(stated[1])
+    if stated or len(card.sizes_gb) > 1:
+        sizes = " or ".join(f"{gb}GB" for gb in card.sizes_gb)
+        bare = MEMORY_SIZE.sub("", text).strip()
+        raise ValueError(f"{text!r}: {card.name} is sold with {sizes}; try '{bare} {card.sizes_gb[-1]}GB'")
+    return number, card, card.sizes_gb[0]
 
 
 def find_card(name: str) -> Card:
     """Return the card that `name` means: torch's name for a device, or what people call it.
 
-    Its memory is the size that the name states, or else the smallest that is sold. Raises ValueError, with similar
-    names, if the table does not have it.
+    Raises ValueError, with similar names, if the table does not have it.
     """
-    stated = MEMORY_SIZE.search(name.lower())
-    key = name_key(MEMORY_SIZE.sub("", name.lower()))
+    key = name_key(MEMORY_SIZE.sub("", name))
     if key not in table():
-        similar = difflib.get_close_matches(key, table(), n=5, cutoff=0.4) or table()
-        names = dict.fromkeys(table()[each].name for each in similar)
-        raise ValueError(f"{name!r} is not a known card; did you mean one of {', '.join(names)}?")
-    card = table()[key]
-    return replace(card, memory_gb=int(stated[1])) if stated else card
+        similar = difflib.get_close_matches(key, table(), n=5, cutoff=0.4)
+        names = ", ".join(dict.fromkeys(table()[each].name for each in similar))
+        raise ValueError(
+            f"{name!r} is not a known card; did you mean one of {names or 'those in deskgpt/system/cards.txt'}? "
+            "On a machine that has it, --dry_run=True measures it"
+        )
+    return table()[key]
 
 
 @functools.cache
@@ -97,9 +110,9 @@ def table() -> dict[str, Card]:
         if not cells:
             source = names  # of the cards in the next lines
         elif not line.startswith("#"):
-            *tflops, gb = cells
+            *tflops, sizes_gb = cells
             flops = {dtype: float(cell) * 1e12 for dtype, cell in zip(COLUMNS, tflops, strict=True) if cell != "-"}
-            card = Card(names.split("/")[0], flops, source, int(gb))
+            card = Card(names.split("/")[0], flops, source, tuple(map(int, sizes_gb.split(", "))))
             cards |= {name_key(each): card for each in names.split("/")}
     return cards
 
@@ -120,10 +133,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     same in every run; otherwise the measured one; NaN if there is neither.
     """
     measured = measured_matmul_flops(device, dtype)
-    published = None
-    if device.type == "cuda":
-        with suppress(ValueError):  # the table does not have it
-            published = find_card(device_name(device)).peak(dtype)
+    card = card_of(device)
+    published = card.peak(dtype) if card else None
     if published is None:
         threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
         found = f"measured {dtype} matmul{threads}"
@@ -132,6 +143,14 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     if math.isnan(measured):
         return flops, f"{source}; not measured"
     return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({measured / flops:.0%})"
+
+
+def card_of(device: torch.device) -> Card | None:
+    """Return the row of this device, or None if it is no card of the table."""
+    if device.type == "cuda":
+        with suppress(ValueError):
+            return find_card(device_name(device))
+    return None
 
 
 def fast_dtype(device: torch.device) -> str:
@@ -147,7 +166,7 @@ def fast_dtype(device: torch.device) -> str:
         return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
     if device.type == "cpu":
         flops = measured_flops(device)
-        return "bfloat16" if flops["bfloat16"] > CLEARLY * flops["float32"] else "float32"
+        return "bfloat16" if flops["bfloat16"] > MIN_SPEEDUP * flops["float32"] else "float32"
     return "float32"
 
 
@@ -157,7 +176,7 @@ def fast_dtype(device: torch.device) -> str:
 SIZES = {"cpu": (128, 512, 1024), "cuda": (512, 2048, 4096, 8192), "mps": (512, 2048, 4096)}
 REPEATS = 5  # timed matmuls of one size, after one to warm up
 LONGEST_MATMUL_S = 0.01  # sizes that would take longer are left out
-CLEARLY = 1.2  # times as fast: measurements differ by a few percent
+MIN_SPEEDUP = 1.2  # of bfloat16 over float32: measurements differ by a few percent
 
 
 def measured_matmul_flops(device: torch.device, dtype: str) -> float:
