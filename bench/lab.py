@@ -50,6 +50,7 @@ from configurator import build, read_settings
 from deskgpt.compute.cuda_graph import CudaGraph
 from deskgpt.compute.distributed import DistContext, init_distributed
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant
+from deskgpt.estimate.fit import loss_chunks
 from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.terminal import reason
@@ -134,15 +135,15 @@ def contestants(
     hardware.seed_all(c.seed, device)
     tokens = torch.randint(vocab_size, (c.batch_size, c.block_size + 1)).to(device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / c.gradient_accumulation_steps
-    variant = choose_variant(c, DistContext(device), lambda dtype: math.inf, {})  # as for a long run
-    print(f"ours: {dataclasses.replace(variant, cuda_graph=False)}")
+    chosen = dataclasses.replace(choose_variant(c, DistContext(device), {}), cuda_graph=False)
+    fewest = loss_chunks(config, device, c.batch_size, chosen, shards=1)
+    print(f"ours: {dataclasses.replace(chosen, loss_chunks=fewest)}")
 
     @functools.cache
-    def ours(loss_chunks: int = 0) -> Computed:
+    def ours(chunks: int) -> Computed:
+        variant = dataclasses.replace(chosen, loss_chunks=chunks)
         model = GPT(config).to(device)
         apply_variant(model, variant)
-        if loss_chunks:
-            model.loss_chunks = loss_chunks
         return model, variant
 
     @functools.cache
@@ -171,12 +172,13 @@ def contestants(
         return run
 
     found = {"nanoGPT": lambda: micro_batch(nanogpts, False)} if nanogpt else {}
-    found["ours"] = lambda: micro_batch(ours, False)
+    as_trained = functools.partial(ours, fewest)
+    found["ours"] = lambda: micro_batch(as_trained, False)
     if device.type == "cuda":
-        found["ours + graph"] = lambda: micro_batch(ours, True)
+        found["ours + graph"] = lambda: micro_batch(as_trained, True)
         if more:
-            chunked = functools.partial(ours, LOSS_CHUNKS)
-            found[f"ours + graph, loss in {LOSS_CHUNKS} chunks"] = lambda: micro_batch(chunked, True)
+            in_chunks = functools.partial(ours, LOSS_CHUNKS)
+            found[f"ours + graph, loss in {LOSS_CHUNKS} chunks"] = lambda: micro_batch(in_chunks, True)
         if more and nanogpt:
             found["nanoGPT + graph"] = lambda: micro_batch(nanogpts, True)
     return found

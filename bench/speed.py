@@ -6,11 +6,11 @@
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is stopped after some
-steps; they take turns for --rounds rounds, in another order each round. A step is timed from the arrival of the line
-before to the arrival of its own, whatever time a program prints: nanoGPT stops its clock before it waits for the card.
-The first step is timed from the command on, with all imports, compiling and an evaluation of one batch. Ctrl+C prints
-what has been measured so far.
---start is for that: few steps, after a round that does not count, so that kernels are built. The peers:
+steps; they take turns for --rounds rounds, in another order each, ours first. A step is timed from the arrival of the
+line before to the arrival of its own, whatever time a program prints: nanoGPT stops its clock before it waits for the
+card. Ctrl+C prints what has been measured so far. The first step is timed from the command on, with all imports,
+compiling and an evaluation of one batch; --start is for that: few steps, after a round that does not count, so that
+kernels are built. The peers:
 
     nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in bfloat16 and
                           compiled, as its README has it
@@ -168,8 +168,8 @@ def in_turns(runs: Sequence[Contestant], rounds: int, steps: int) -> None:
     """Run the contestants in turns. One that fails gets its reason as status and is left out of later rounds."""
     for number in range(rounds):
         running = [x for x in runs if not x.status]
-        # In another order each round, so that no drift of the machine favours one of them.
-        for x in random.Random(number).sample(running, len(running)):
+        # In another order each round, so that no drift of the machine favours one of them. Ours first: they start soon.
+        for x in random.Random(number).sample(running, len(running)) if number else running:
             run(x, steps)
             outcome = x.status
             if not outcome:
