@@ -44,13 +44,13 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.transformer.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.gpt.transformer.wte = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.gpt.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: Any) -> None:
         self.gpt.lm_head = value
 
     def forward(
