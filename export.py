@@ -35,7 +35,6 @@ from deskgpt.system.settings import FilePath, check_fields
 from deskgpt.system.terminal import millions
 from model import GPT
 
-NOT_COMPARED = 3  # the exit status without the program that would read the export
 CARD = Path(hugging_face.__file__).with_name("card.md")
 
 
@@ -150,4 +149,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what is half written is removed
     with one_line_errors("take a machine with four times the model's memory"):
         if not main(configure(ExportConfig, sys.argv[1:])):
-            sys.exit(NOT_COMPARED)
+            sys.exit(3)

@@ -205,7 +205,7 @@ def test_padding_and_passes_with_a_cache_leave_logits_alone(tmp_path, choices):
     with torch.inference_mode():
         expected = torch.cat([model(row[real.bool()][None])[0][0] for row, real in zip(x, mask, strict=True)])
         for kind, steps in (("none", [12]), ("kept", [12]), ("kept", [4, 3, 1, 1, 3]), ("copied", [4, 5, 3])):
-            cache = None
+            cache: Any = None
             found: list[torch.Tensor] = []
             for new in x.split(steps, 1):
                 seen = mask[:, : sum(logits.size(1) for logits in found) + new.size(1)]

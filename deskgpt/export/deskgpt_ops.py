@@ -71,7 +71,7 @@ class CachesOfRows(dict[str, Any]):
         return CachesOfRows()
 
 
-def hidden_states(gpt: Any, idx: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Tensor:
+def hidden_states(gpt: Any, idx: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
     """Return final hidden states (B, T, C) of tokens idx (B, T), which follow those in the cache.
 
     The tokens of a row are put together first: the model sees none of the padding, whatever it computes.
@@ -79,7 +79,7 @@ def hidden_states(gpt: Any, idx: Tensor, mask: Tensor | None, position_ids: Tens
     mask (B, S): 0 for padding, also of the tokens in the cache. cache: transformers'; it keeps the tokens only, and
     beside it are model.py's caches, which know of which tokens they are. None: nothing is kept.
 
-    Raises ValueError for other position_ids than those of the mask, and for a cache of a fixed size.
+    Raises ValueError for a cache of a fixed size.
     """
     T = idx.size(1)
     if cache is not None:
@@ -87,14 +87,12 @@ def hidden_states(gpt: Any, idx: Tensor, mask: Tensor | None, position_ids: Tens
             raise ValueError("this model has dynamic caches only: leave cache_implementation out")
         idx = cache.update(idx[:, None, :, None], idx[:, None, :, None], 0)[0][:, 0, :, 0]  # (B, S)
     seen = torch.ones_like(idx).bool() if mask is None else mask.bool()
-    new = seen[:, -T:]
-    if position_ids is not None and ((position_ids != seen.cumsum(1)[:, -T:] - 1) & new).any():
-        raise ValueError("this model counts positions by attention_mask: leave position_ids out")
     if cache is None:
         order = (~seen).int().argsort(dim=1, stable=True)  # padding last: no token looks at later ones
         x = gpt.transformer(idx.gather(1, order))
         return torch.zeros_like(x).scatter(1, order[:, :, None].expand_as(x), x)
 
+    new = seen[:, -T:]
     caches = vars(cache).setdefault("of_rows", CachesOfRows())
     counts = torch.stack((seen[:, :-T].sum(1), seen.sum(1)), 1)  # (B, 2)
     parts = []

@@ -35,7 +35,7 @@ def configs(
 
     vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn. end_of_text: that token's id, if any.
     """
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
     config = ids | {
         "pad_token_id": None,  # an id here would get no gradient if somebody trains on
         "n_layer": c.n_layer,

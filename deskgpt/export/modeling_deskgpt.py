@@ -44,20 +44,19 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.transformer.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.gpt.transformer.wte = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.gpt.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: Any) -> None:
         self.gpt.lm_head = value
 
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,  # (B, S), S with what is cached: 0 for padding
-        position_ids: Tensor | None = None,
         past_key_values: Any = None,
         labels: Tensor | None = None,  # (B, T), -100 is left out of the loss
         use_cache: bool | None = None,
@@ -68,8 +67,10 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.deskgpt["use_cache"] and not self.training
         if use_cache and not self.config.deskgpt["use_cache"]:
             raise ValueError("this model computes something else with a cache: use_cache=False")
+        if kwargs.pop("position_ids", None) is not None:
+            raise ValueError("this model counts positions by attention_mask: leave position_ids out")
         cache = (past_key_values if past_key_values is not None else DynamicCache()) if use_cache else None
-        x = hidden_states(self.gpt, input_ids, attention_mask, position_ids, cache)
+        x = hidden_states(self.gpt, input_ids, attention_mask, cache)
         logits = self.gpt.logits(x[:, -logits_to_keep:])  # (B, T, V)
         loss = None
         if labels is not None:
