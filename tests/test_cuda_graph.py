@@ -10,6 +10,7 @@ import functools
 import itertools
 import random
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,7 +47,12 @@ def replays(monkeypatch):
     """Return a list that grows by one with each replay of a graph."""
     done: list[int] = []
     replay = torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (done.append(1), replay(graph)))
+
+    def counted(graph):
+        done.append(1)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
     return done
 
 
@@ -306,7 +312,12 @@ def compared(monkeypatch, edit=None, prepare=lambda model: None, **options):
 def test_plain_model_is_replayed_and_the_recorded_pass_is_one_of_the_run(monkeypatch, replays):
     passes = []
     forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda *args: (passes.append(1), forward(*args))[1])
+
+    def counted(*args):
+        passes.append(1)
+        return forward(*args)
+
+    monkeypatch.setattr(GPT, "forward", counted)
     assert compared(monkeypatch) == ([], 1)
     assert len(replays) == MICRO_BATCHES - 2
     assert len(passes) == MICRO_BATCHES + 3  # of the plain loop; and two without a graph and the one that is recorded
@@ -315,8 +326,7 @@ def test_plain_model_is_replayed_and_the_recorded_pass_is_one_of_the_run(monkeyp
 def test_passes_in_which_ranks_exchange_gradients_are_not_replayed(monkeypatch, replays):
     """DDP says so by an attribute; its own exchange needs several cards."""
     model = edited_model(monkeypatch)
-    net = torch.nn.Module()
-    net.require_backward_grad_sync = False
+    net = SimpleNamespace(require_backward_grad_sync=False)
     calls = []
 
     def run(net, x):
@@ -391,7 +401,7 @@ def shorter(model, i):
 
 def other_function(model, i):
     if i == 6:
-        model_module.gelu_tanh = torch.nn.functional.relu
+        model_module.gelu_tanh = torch.nn.functional.relu  # type: ignore[assignment]
 
 
 def less_dropout(model, i):
