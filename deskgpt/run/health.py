@@ -29,6 +29,8 @@ class Health:
         self.state = state
         self.report = report
         self.saver = saver
+        if on_spike not in ("go", "stop"):
+            raise ValueError(f"on_spike={on_spike} does nothing: write it in {__name__}")
         self.on_spike = on_spike
         self.dist = state.dist
         self.parameters = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
