@@ -62,6 +62,18 @@ class ModelSettings:
 
 # The model arguments that nanoGPT knows. The other settings are modern choices.
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+# What GPT-2 has of the modern choices. Checkpoints leave these out, so this table never changes: a default above may,
+# and what earlier checkpoints compute may not.
+GPT2_CHOICES: dict[str, Any] = {
+    "position": "learned",
+    "norm": "layer",
+    "qk_norm": False,
+    "embedding_norm": False,
+    "activation": "gelu_tanh",
+    "tie_weights": True,
+    "zero_init": False,
+    "token_shift": False,
+}
 MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NANOGPT_ARGS)
 
 
@@ -77,7 +89,7 @@ class GPTConfig(ModelSettings):
     def from_args(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
         """Return the configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
         try:
-            return cls(**model_args)
+            return cls(**{**GPT2_CHOICES, **model_args})
         except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
             found = textwrap.shorten(str(model_args), 300, placeholder=" ...")
             why = textwrap.shorten(str(e), 300, placeholder=" ...")
@@ -85,8 +97,7 @@ class GPTConfig(ModelSettings):
 
     def as_args(self) -> dict[str, Any]:
         """Return what `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
-        gpt2 = GPTConfig()
-        return {k: v for k, v in asdict(self).items() if k in NANOGPT_ARGS or v != getattr(gpt2, k)}
+        return {k: v for k, v in asdict(self).items() if (k, v) not in GPT2_CHOICES.items()}
 
 
 # ---- attention -----------------------------------------------------------------------------------------------
@@ -132,9 +143,11 @@ class ForwardContext:
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "layer":
+        return nn.LayerNorm(config.n_embd, bias=config.bias)
     if config.norm == "rms":
         return nn.RMSNorm(config.n_embd, eps=1e-5)
-    return nn.LayerNorm(config.n_embd, bias=config.bias)
+    raise ValueError(f"norm={config.norm} is not computed: write it in make_norm of model.py")
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -143,7 +156,9 @@ def activation(x: Tensor, name: str) -> Tensor:
         return gelu_tanh(x)
     if name == "gelu":
         return F.gelu(x)
-    return relu2(x)
+    if name == "relu2":
+        return relu2(x)
+    raise ValueError(f"activation={name} is not computed: write it in activation of model.py")
 
 
 class TokenShift(nn.Module):
@@ -240,8 +255,10 @@ class Transformer(nn.Module):
         rotary = None
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        else:
+        elif config.position == "rope":
             rotary = rotary_table(config.block_size, config.n_embd // config.n_head)
+        else:
+            raise ValueError(f"position={config.position} is not computed: write it in Transformer of model.py")
         self.register_buffer("rotary", rotary, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))

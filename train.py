@@ -185,6 +185,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     net = data_parallel(model, dist)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config, model, variant.dtype)
+    optimizers.keep_rates_of_groups(optimizer, config.learning_rate)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
     budget = TimeBudget(config, started, dist)
     # From here on state.schedule and state.batching are what runs; config is what was asked for.
@@ -314,6 +315,8 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     elif schedule.lr_schedule == "trapezoid":
         decay_steps = min(math.ceil(schedule.end / 5), schedule.end - schedule.warmup_iters)
         left = min(1.0, (schedule.end - step) / decay_steps)
+    elif schedule.lr_schedule != "linear":
+        raise ValueError(f"lr_schedule={schedule.lr_schedule} is not computed: write it in learning_rate of train.py")
     return low + left * (high - low)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from graphlib import TopologicalSorter
 
+import pytest
 from conftest import ROOT
 
 # From the ground up. model.py stands between the kernels that it calls and what runs it.
@@ -39,3 +41,13 @@ def test_imports_go_down_only_and_no_file_imports_itself_through_others():
         if room := room_of(module):
             assert {room_of(name) for name in imported} <= {None, *ORDER[: ORDER.index(room) + 1]}, path
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_tracked_files_are_no_checkpoints_no_logs_and_small():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
+    assert len(paths) > 100
+    assert [path for path in paths if path.suffix in (".pt", ".bin", ".safetensors", ".gguf", ".log")] == []
+    assert [path for path in paths if path.name == "log.jsonl" or path.stat().st_size > 256_000] == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import codecs
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from deskgpt.generate.engine import InferenceEngine
 from deskgpt.generate.text import GenerationConfig, Sample
 from deskgpt.generate.training_samples import Sampler
 from deskgpt.kernels.kv_cache import KVCache
-from deskgpt.kernels.ops import matmul_attention
+from deskgpt.kernels.ops import masked_attention, matmul_attention
 from deskgpt.system.hardware import autocast
 from model import GPT, MLP, activation, sample_tokens
 from sample import SampleConfig, main
@@ -101,6 +102,23 @@ def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(
     options: dict[str, Any] = {"temperature": 0.8, "seed": 1337, "vocab_size": 100}
     expected = drawn(model, idx, 12, cached=False, **options)
     assert text_of(engine, idx, 12) == [bytes(row.tolist()).decode() for row in expected.t()]
+
+
+@pytest.mark.parametrize(("context", "is_noticed"), [(128, True), (512, True), (40, False)])
+def test_window_on_the_line_of_attention_that_training_calls_is_noticed_by_sampling(
+    context, is_noticed, monkeypatch, capsys
+):
+    """A window of 100 tokens, from a prompt of one; a context of 40 has no window."""
+
+    def in_window(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        i = torch.arange(q.size(2))
+        near = (i[:, None] >= i) & (i[:, None] - i < 100)
+        return masked_attention(q, k, v, near, dropout)
+
+    monkeypatch.setattr("model.causal_attention", in_window)
+    engine = InferenceEngine(make(replace(SMALL, block_size=context)).eval(), tokens(1, 1), "float32")
+    assert (engine.cache_type is None) == is_noticed
+    assert ("relative error" in capsys.readouterr().err) == is_noticed
 
 
 def test_each_token_is_one_pass_over_itself(monkeypatch):

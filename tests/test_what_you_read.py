@@ -7,9 +7,11 @@ import functools
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -24,7 +26,13 @@ from torch._dynamo.testing import CompileCounter
 import model as definition
 import train
 from deskgpt.checkpoint import store
-from deskgpt.run.settings import NOT_LEARNING, SCHEDULE
+from deskgpt.compute import optimizer as optimizers
+from deskgpt.compute.variant import Variant, apply_variant
+from deskgpt.run.health import Health
+from deskgpt.run.schedule import Schedule
+from deskgpt.run.settings import NOT_LEARNING, SCHEDULE, known_settings
+from deskgpt.run.train_state import TrainState
+from deskgpt.system.hardware import autocast
 from model import GPT, GPTConfig, Transformer
 from train import TrainConfig, main
 
@@ -258,6 +266,112 @@ def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path,
     monkeypatch.setattr(train, "learning_rate", lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)))
     with raises_one_line("learning rate at step 3", "resume_changed=True"):
         main(resumed(tmp_path, max_iters=6))
+
+
+def test_learning_rate_that_is_changed_in_main_is_said_by_a_resumed_run(chars, tmp_path, monkeypatch, capsys):
+    main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
+    main(resumed(tmp_path, max_iters=5))
+    assert "changed: learning rate" not in capsys.readouterr().out
+    lr = "lr = learning_rate(state.schedule, step)"
+    edited_train(monkeypatch, lr, lr.replace("= ", "= 0.5 * ")).main(resumed(tmp_path, max_iters=7))
+    changed = re.findall("^changed: learning rate .*", capsys.readouterr().out, re.M)
+    assert [line.split(" times")[0] for line in changed] == ["changed: learning rate at step 5: 0.5"] * 2  # groups
+
+
+def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, monkeypatch):
+    make = train.build_optimizer
+    shares: list[list[float]] = []
+
+    def with_own(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Optimizer:
+        optimizer = make(config, model, dtype)
+        biases = optimizer.param_groups[1]
+        biases["lr"] = own * config.learning_rate
+        optimizer.register_step_pre_hook(lambda *_: shares.append([g["lr"] for g in optimizer.param_groups]))
+        return optimizer
+
+    monkeypatch.setattr(train, "build_optimizer", with_own)
+    for own in (0.25, 0.0):
+        main(tiny(chars, tmp_path / str(own), max_iters=3, lr_decay_iters=6))
+        main(resumed(tmp_path / str(own), max_iters=6))
+        assert len(shares) == 6
+        assert all(bias == own * matrix for matrix, bias in shares)
+        shares.clear()
+    assert weights(tmp_path / "0.0")["transformer.ln_f.weight"].eq(1).all()
+    with raises_one_line("lr=0.1", "learning_rate=0"):
+        optimizers.keep_rates_of_groups(torch.optim.SGD([{"params": [torch.ones(1)], "lr": 0.1}], lr=1.0), 0.0)
+
+
+SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 32}
+# A choice of a Literal, and what must not take a new one for its last branch.
+NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
+    ("position", GPT),
+    ("norm", GPT),
+    ("activation", lambda c: GPT(c)(torch.zeros(1, 4, dtype=torch.long))),
+    ("optimizer", lambda c: train.build_optimizer(c, GPT(GPTConfig(**SMALLEST)))),
+    ("lr_schedule", lambda c: train.learning_rate(Schedule.of(c), c.max_iters // 2)),
+    ("activation_checkpoint", lambda c: apply_variant(MagicMock(), Variant(recompute=c.activation_checkpoint))),
+    ("on_spike", lambda c: Health(MagicMock(), MagicMock(), MagicMock(), c.on_spike)),
+    ("dtype", lambda c: autocast(torch.device("cpu"), c.dtype)),
+]
+
+
+@pytest.mark.parametrize(("name", "compute"), NEW_CHOICES)
+def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, compute):
+    config: Any = GPTConfig(**SMALLEST) if name in definition.MODERN_CHOICES else TrainConfig(dtype="float32")
+    compute(config)
+    object.__setattr__(config, name, "new")  # as if its Literal had it
+    with pytest.raises((ValueError, KeyError), match="new"):
+        compute(config)
+
+
+def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path, monkeypatch):
+    for name in ("mfu", "lr", "iter"):
+        module = edited_train(monkeypatch, "lr, tokens, grad_norm", f"lr, tokens, {name}=0.5, grad_norm")
+        with raises_one_line(f"report.step({name}=...)", "another name"):
+            run_of(module, chars, tmp_path / name, max_iters=1)
+
+
+def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
+    modern = {"norm": "rms", "activation": "relu2", "qk_norm": True}
+    saved = GPTConfig(**SMALLEST).as_args(), GPTConfig(**SMALLEST | modern).as_args()
+    assert saved[0].keys() == {*definition.NANOGPT_ARGS}
+    initialise = GPTConfig.__init__
+    monkeypatch.setattr(GPTConfig, "__init__", lambda self, **given: initialise(self, **modern | given))
+    assert GPTConfig(**SMALLEST).norm == "rms"
+    assert [GPTConfig.from_args(args, "").norm for args in saved] == ["layer", "rms"]
+    assert [GPTConfig.from_args(args, "").as_args() for args in saved] == [*saved]
+    assert GPTConfig(**SMALLEST).as_args() == saved[1]
+    nanogpts = known_settings(TrainConfig, {"learning_rate": 1e-3})  # which has no other schedule and optimizer
+    assert (nanogpts["norm"], nanogpts["optimizer"], nanogpts["lr_schedule"]) == ("layer", "adamw", "cosine")
+
+
+@dataclasses.dataclass(eq=False)
+class CountingState(TrainState):
+    tokens_seen: int = 0
+
+    def checkpoint(self, *given: Any) -> Any:
+        self.tokens_seen = 10 + self.step
+        return super().checkpoint(*given)
+
+
+def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(chars, tmp_path, monkeypatch):
+    found = []
+    resume = TrainState.resume
+
+    def noting(self: Any, *given: Any) -> None:
+        resume(self, *given)
+        found.append(self.tokens_seen)
+
+    monkeypatch.setattr(TrainState, "resume", noting)
+    monkeypatch.setattr(train, "TrainState", CountingState)
+    main(tiny(chars, tmp_path, max_iters=2))
+    main(resumed(tmp_path))
+    assert found == [12]
+    saved = store.load(tmp_path)
+    damaged = (saved.progress or {}) | {"tokens_seen": "many"}
+    store.save(dataclasses.replace(saved, progress=damaged), tmp_path, best=False)
+    with raises_one_line("damaged"):
+        main(resumed(tmp_path))
 
 
 # Each setting is of learning unless deskgpt/run/settings.py lists it. Whoever adds one decides, and writes it here or

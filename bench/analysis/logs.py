@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deskgpt.run.log import MOST_BYTES, event_of
+from deskgpt.run.settings import WITHOUT_CHOICE
 from deskgpt.system.files import read_small
 from train import TrainConfig
 
@@ -155,8 +156,9 @@ def add_logged(run: Run, text: str) -> None:
     events = [e for e in events if 0 <= e["iter"] < MOST_STEPS]
     for event in events:
         if event["event"] == "start":
-            # In a run from before a setting existed, what is its default now was the only way.
-            event["settings"] = DEFAULTS | (event["settings"] if isinstance(event.get("settings"), dict) else {})
+            # In a run from before a setting existed, what is its default now was the only way, or what was then.
+            settings = event["settings"] if isinstance(event.get("settings"), dict) else {}
+            event["settings"] = DEFAULTS | WITHOUT_CHOICE | settings
     add_events(run, events)
     if not run.end:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")

@@ -20,7 +20,7 @@ from model import GPT
 
 OURS = (torch.optim.AdamW, Muon)
 # In each group: what the run sets, and what suits the machine.
-SET_BY_THE_RUN = ("params", "lr", "fused", "foreach", "capturable")
+SET_BY_THE_RUN = ("params", "lr", "lr_scale", "fused", "foreach", "capturable")
 SET_BY_A_SCALER = {"grad_scale", "found_inf"}  # attributes, during a step
 
 
@@ -79,6 +79,7 @@ class OptimizerState:
             check_moments(own, state["state"], numbers)
         groups = []
         for mine, saved in zip(own, theirs, strict=True):
+            saved.pop("lr_scale", None)
             set_now = mine if type(self.optimizer) in OURS else SET_BY_THE_RUN
             kept = {name: mine[name] for name in set_now if name in mine and name != "params"}
             groups.append(tree_map_only(Tensor, lambda x: x.to(self.params[0].device), saved | kept))

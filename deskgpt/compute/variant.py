@@ -130,6 +130,10 @@ def load_kernels(dist: DistContext) -> bool:
 def apply_variant(model: GPT, variant: Variant, ranks: int = 1) -> None:
     """Set up the model to compute in this variant. The dtype is the loop's: hardware.autocast."""
     device = next(model.parameters()).device
+    if variant.recompute not in ("none", "full"):
+        raise ValueError(
+            f"activation_checkpoint={variant.recompute} is not computed: write it in Transformer of model.py"
+        )
     in_16_bits = variant.residual_dtype != "float32"
     model.transformer.residual_dtype = hardware.DTYPES[variant.residual_dtype] if in_16_bits else None
     model.transformer.recompute = variant.recompute

@@ -4,8 +4,9 @@
     for shown in engine.write(prompt, [Sample(tokenizer, "Hello")], GenerationConfig()):
         print(shown[0], end="")
 
-Once, at the start and on the user's own prompt, logits with the cache are compared with those of the whole forward
-pass. If they differ, one line says so, and nothing is cached. No text is compared or changed while it is generated.
+Once, at the start, logits with the cache are compared with those of the whole forward pass, on the user's own prompt
+and random tokens after it. If they differ, one line says so, and nothing is cached. No text is compared or changed
+while it is generated.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from deskgpt.system.terminal import reason
 from model import GPT
 
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-DRAWN = 8  # tokens that are compared after the prompt, which may be a single one
-SINGLE = 3  # of them are passes of their own: a graph is recorded in the second one, and replayed in the third
+COMPARED = 256  # tokens, or the context if it is shorter: the prompt, then random ones
+DRAWN = 8  # of them are random, at least
+SINGLE = 3  # of these are passes of their own: a graph is recorded in the second one, and replayed in the third
 
 
 class InferenceEngine:
@@ -96,7 +98,8 @@ class InferenceEngine:
         weights that give NaN nothing can be compared.
         """
         c = self.model.config
-        drawn = torch.randint(c.vocab_size, (1, DRAWN), generator=torch.Generator().manual_seed(0))
+        n = max(DRAWN, COMPARED - prompt.size(1))
+        drawn = torch.randint(c.vocab_size, (1, n), generator=torch.Generator().manual_seed(0))
         text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, : c.block_size]
         T = text.size(1)
         limit = TOLERANCE[precision_of(self.dtype, self.device)].logits

@@ -32,6 +32,8 @@ class Health:
         self.state = state
         self.report = report
         self.saver = saver
+        if on_spike not in ("go", "stop"):
+            raise ValueError(f"on_spike={on_spike} does nothing: write it in {__name__}")
         self.on_spike = on_spike
         self.dist = state.dist
         self.has_scale = state.scaler.is_enabled()  # in float16

@@ -11,15 +11,12 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.settings import NOT_LEARNING
-from model import ModelSettings
+from deskgpt.run.settings import NOT_LEARNING, WITHOUT_CHOICE
 
 FOLDER = Path(__file__).resolve().parents[2] / "config" / "loss_bands"
-DEFAULTS = {f.name: f.default for f in fields(ModelSettings)}
 # Half the width of a band in standard deviations between its eight runs. One more run leaves the band at any of nine
 # steps with a probability of 1%, if losses are normal: t sqrt(1 + 1/8), where |t| of 7 degrees of freedom is exceeded
 # with probability 0.01 / 9 (Hahn, Journal of the American Statistical Association 65, 1970). Tails are heavier: of 240
@@ -78,7 +75,7 @@ def compare_with_bands(settings: Mapping[str, Any], data: tuple[Any, Any], val_l
     nearest: list[tuple[int, str]] = []  # how many settings differ, and a sentence
     for path in sorted(FOLDER.glob("*.json")) if own else []:
         record = json.loads(path.read_text(encoding="utf-8"))
-        usual = DEFAULTS | record["experiment"]  # a setting that came later was at its default
+        usual = WITHOUT_CHOICE | record["experiment"]
         differ = [f"{name}={usual.get(name)}, not {value}" for name, value in own.items() if value != usual.get(name)]
         if not differ:
             return verdict({int(step): losses for step, losses in record["val_losses"].items()}, val_losses)

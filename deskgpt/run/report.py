@@ -129,13 +129,16 @@ class Report:
         return step % self.config.log_interval == 0 or step == self.state.schedule.max_iters - 1
 
     def step(
-        self, step: int, lr: float, tokens: int, loss: Tensor, grad_norm: Tensor, **numbers: Tensor | float
+        self, step: int, lr: float, tokens: int, /, loss: Tensor, grad_norm: Tensor, **numbers: Tensor | float
     ) -> None:
         """Print and log the line of a step, if it has one: at once, on CUDA when `deferred` runs.
 
         tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d tensors; tensors are
         averaged over ranks.
         """
+        if taken := STEP_FIELDS & numbers.keys():
+            name = min(taken)
+            raise ValueError(f"report.step({name}=...): the log has a {name} of its own; give yours another name")
         self._tokens += tokens
         self._grad_norms.append(grad_norm.detach())
         if not self.is_due(step):

@@ -16,7 +16,7 @@ from deskgpt.run.schedule import Config, Schedule
 from deskgpt.system.errors import ConfigError
 from deskgpt.system.files import is_local, note_once
 from deskgpt.system.terminal import shortened
-from model import GPTConfig, ModelSettings
+from model import GPT2_CHOICES, GPTConfig, ModelSettings
 
 # ---- what a setting is about -----------------------------------------------------------------------------------
 
@@ -43,6 +43,8 @@ RETIRED |= dict.fromkeys(("save_interval", "save_async", "keep_checkpoints", "al
 RETIRED["fp8"] = "docs/hacks/fp8.patch trains the blocks' linear layers in 8 bits"
 # Choices that settings of earlier versions had; a resumed run takes the default.
 RETIRED_CHOICES = (("activation_checkpoint", "selective"), ("on_spike", "rewind"))
+# What runs have that do not say it, such as nanoGPT's: whatever the defaults are now.
+WITHOUT_CHOICE = GPT2_CHOICES | {"optimizer": "adamw", "lr_schedule": "cosine"}
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.
@@ -110,9 +112,10 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
     return settings
 
 
-def known_settings(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+def known_settings(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
     names = {f.name for f in fields(cls)}
+    saved = WITHOUT_CHOICE | saved
     return {name: value for name, value in saved.items() if name in names and (name, value) not in RETIRED_CHOICES}
 
 

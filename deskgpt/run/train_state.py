@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from deskgpt.system.files import check_record, is_number
 from deskgpt.system.terminal import reason
 from model import GPT
 
+# Fields that a checkpoint keeps in a form or a place of their own.
+KEPT_ELSEWHERE = {"metadata", "wandb_run_id", "first_step", "step", "evaluations", "spikes"}
 RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps, by which a resumed run is compared
 
 
@@ -32,8 +34,8 @@ RATES = "learning rates"  # in the metadata of a checkpoint: those of its steps,
 class TrainState:
     """Weights, optimizer, step, schedule, evaluations, and the batches that were skipped.
 
-    `checkpoint` returns all of it, and `resume` takes it back. main raises `step` and sets `schedule` and `batching`.
-    Raises ValueError if a checkpoint would lose something.
+    `checkpoint` returns all of it, and `resume` takes it back, a plain field that you add, too. main raises `step` and
+    sets `schedule` and `batching`. Raises ValueError if a checkpoint would lose something.
     """
 
     settings: dict[str, Any]  # of train.py, by name
@@ -53,11 +55,13 @@ class TrainState:
     evaluations: list[EvalRecord] = field(default_factory=list)
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
     skipped_batches: int = 0  # by rewinds, which earlier versions had after a spike
+    rate_factors: list[float] = field(default_factory=list)  # of each group: its lr at the last step / self.rate
     _extra: dict[str, Any] = field(default_factory=dict)  # see register_state
     _saved_extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
+        self.optimizer.register_step_pre_hook(self._note_rates)
         if not self.settings["eval_only"]:
             self._check_saves()
 
@@ -75,6 +79,22 @@ class TrainState:
         """Add an evaluation of this step. One that is repeated after a resume replaces the first."""
         self.evaluations = [e for e in self.evaluations if e.step < self.step]
         self.evaluations.append(EvalRecord(self.step, train.loss, val.loss, val.standard_error))
+
+    def _note_rates(self, *_: Any) -> None:
+        """Note the share of `rate` that each group runs at. Print a share that differs from the resumed run's last.
+
+        So a rate that is changed in main is noticed. InitState.check_experiment compares `rate` itself.
+        """
+        rate = self.rate(self.schedule, self.step)
+        if not rate:
+            return
+        factors = [float(group["lr"]) / rate for group in self.optimizer.param_groups]
+        before = self.rate_factors if self.step == self.first_step else []
+        for i, (old, new) in enumerate(zip(before, factors, strict=False)):
+            if not math.isclose(old, new, rel_tol=1e-6):
+                text = f"{new:.6g} times learning_rate() in group {i} now, {old:.6g} times before"
+                self.dist.print0(f"changed: learning rate at step {self.step:,}: {text}")
+        self.rate_factors = factors
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
@@ -105,7 +125,7 @@ class TrainState:
             variant=asdict(self.variant) | {"device": self.dist.device.type},  # as saved_variant reads it
             wandb_run_id=wandb_run_id,
             progress={
-                "skipped_batches": self.skipped_batches,
+                **{name: getattr(self, name) for name in self._plain_fields()},
                 "losses": list(self.spikes.losses),
                 "evaluations": [list(e) for e in self.evaluations],
             },
@@ -142,13 +162,27 @@ class TrainState:
                 self.scaler.load_state_dict(saved.scaler)
             if saved.progress:  # nanoGPT's has none
                 check_record(saved.progress, {"skipped_batches": is_number}, required=("skipped_batches",))
-                self.skipped_batches = saved.progress["skipped_batches"]
+                for name in self._plain_fields() & saved.progress.keys():
+                    self._restore_field(name, saved.progress[name])
+                self.rate_factors = [float(factor) for factor in self.rate_factors]
                 self.spikes.losses.extend(map(float, saved.progress["losses"]))
                 for step, train_loss, val_loss, error in saved.progress["evaluations"]:
                     error = None if error is None else float(error)
                     self.evaluations.append(EvalRecord(int(step), float(train_loss), float(val_loss), error))
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(f"{source}: its loss scale, or its record of past losses, is damaged") from None
+
+    def _plain_fields(self) -> set[str]:
+        """Return the names of the fields that a checkpoint keeps as they are: the others that have a default."""
+        has_default = {f.name for f in fields(self) if (f.default, f.default_factory) != (MISSING, MISSING)}
+        return {name for name in has_default - KEPT_ELSEWHERE if not name.startswith("_")}
+
+    def _restore_field(self, name: str, value: Any) -> None:
+        """Raises ValueError if the value has another type than the field."""
+        own = getattr(self, name)
+        if own is not None and type(value) is not type(own):
+            raise ValueError
+        setattr(self, name, value)
 
     def _restore_extra(self, name: str) -> None:
         """Give a registered object its state back, if the checkpoint has it. Raises ValueError if it does not fit."""
