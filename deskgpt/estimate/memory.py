@@ -14,8 +14,8 @@ from deskgpt.compute.variant import Variant
 from deskgpt.kernels import loss
 from model import GPT, GPTConfig
 
-# On a card, the fewest that fit. For a GPT-2 of 124M each further one reads and writes 0.69 GB: the head's gradient, cast
-# and added. Eight cost as much as another micro-batch does beside its tokens.
+# On a card, the fewest that fit. For a GPT-2 of 124M each further one reads and writes 0.69 GB: the head's gradient is
+# cast and added. Eight cost as much as another micro-batch does beside its tokens.
 LOSS_CHUNKS = (1, 2, 4, 8)
 
 

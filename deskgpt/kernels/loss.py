@@ -133,24 +133,26 @@ def edges_to_leaves(y: Tensor, begin: Tensor) -> list[tuple[Tensor, Any]] | None
     leaves: dict[Tensor, None] = {}
     casts: dict[Any, Tensor] = {}
     seen = set()
+    first: Any = begin.grad_fn
     nodes: list[Any] = [y.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node is begin.grad_fn or node in seen:
-            seen.add(node)
+        if node in seen:
             continue
         seen.add(node)
+        if node is None or node is first:
+            continue
         following = [each for each, _ in node.next_functions]
         cast = getattr(following[0], "variable", None) if node.name() == CAST else None
         if cast is not None:
             casts[node] = cast
         elif hasattr(node, "variable"):
             leaves[node.variable] = None
-        elif node.name() == HOOKS_OF_MODULES or node._sequence_nr() < begin.grad_fn._sequence_nr():
+        elif node.name() == HOOKS_OF_MODULES or node._sequence_nr() < first._sequence_nr():
             return None
         else:
             nodes += following
-    if begin.grad_fn not in seen or y._backward_hooks or any(leaf._backward_hooks for leaf in leaves):
+    if first not in seen or y._backward_hooks or any(leaf._backward_hooks for leaf in leaves):
         return None
     of_casts = [(leaf, GradientEdge(node, 0)) for node, leaf in casts.items() if leaf not in leaves]
     return [*zip(leaves, leaves, strict=True), *of_casts]

@@ -116,7 +116,7 @@ class InitState:
         return larger
 
     def with_loss_chunks(self, config: Config, variant: Variant, batching: Batching, dist: DistContext) -> Variant:
-        """Return the variant with the fewest chunks of the loss that fit on each rank, but no fewer than before a resume.
+        """Return the variant with the fewest chunks of the loss that fit on all ranks; a resumed run takes no fewer.
 
         The limit is all memory of the device, not what is free just now: the same run takes the same chunks each time.
         """
