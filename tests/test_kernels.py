@@ -77,6 +77,14 @@ def keeping(net: Net, x: Tensor) -> Tensor:
     return y
 
 
+def clipping(net: Net, x: Tensor) -> Tensor:
+    """Clip the gradient of the logits, which is another for the mean than for the sum of a chunk."""
+    y = F.linear(x, net.head)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+    return y
+
+
 HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "linear": lambda net, x: F.linear(x, net.head),
     "tied": lambda net, x: F.linear(x, net.wte),
@@ -89,9 +97,11 @@ HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "no hidden states": lambda net, x: net.bias.expand(*x.shape[:-1], V),
     "masked token": lambda net, x: F.linear(x, net.head).index_fill(-1, torch.tensor([0]), -torch.inf),
     "other parameters": by_rows,
+    "weight cast and as it is": lambda net, x: F.linear(x, net.head).float() + net.head.sum(1),
+    "clipped": clipping,
     "kept": keeping,
 }
-AT_ONCE = {"activation", "no hidden states"}
+AT_ONCE = {"activation", "no hidden states", "clipped"}
 
 
 def a_batch() -> tuple[Tensor, Tensor]:

@@ -128,12 +128,3 @@ def largest_batch(step: Step, sequences: int, limit_bytes: float) -> int:
         if sum(memory(smallest).values()) <= limit_bytes:
             return n
     return 0
-
-
-def loss_chunks(config: GPTConfig, device: torch.device, batch_size: int, variant: Variant, shards: int) -> int:
-    """Return the fewest chunks of the loss with which a micro-batch is predicted to fit into the device's memory.
-
-    As above the limit is all memory, so the same run takes the same chunks each time.
-    """
-    step = Step(config, batch_size, variant, device.type, shards)
-    return with_fewest_chunks(step, USABLE_SHARE * hardware.memory_bytes(device)).variant.loss_chunks

@@ -8,15 +8,14 @@ backward pass, the CUDA context and the allocator's gaps. Leave a tenth free.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from deskgpt.compute.variant import Variant
 from deskgpt.kernels import loss
 from model import GPT, GPTConfig
 
-# On a card, the fewest that fit. For GPT-2 of 124M each further one reads and writes 0.69 GB (its gradient of the head
-# is cast and added), so eight cost as much as another micro-batch does beside its tokens.
+# On a card, the fewest that fit. For a GPT-2 of 124M each further one reads and writes 0.69 GB: the head's gradient is
+# cast and added. Eight cost as much as another micro-batch does beside its tokens.
 LOSS_CHUNKS = (1, 2, 4, 8)
 
 
@@ -125,12 +124,7 @@ def loss_bytes(step: Step) -> int:
     if step.tokens * V <= loss.LOGITS_ON_CPU:
         return step.tokens * V * (m + 8)
     by_kernel = step.variant.cpu_kernels and step.device_type == "cpu"
-    at_once = loss.LOGITS_ON_CPU
-    if step.device_type == "cuda":
-        at_once = math.ceil(step.tokens / step.variant.loss_chunks) * V
-    elif by_kernel:
-        at_once = loss.BYTES_WITH_KERNEL // m
-    chunk = loss.tokens_per_chunk(step.tokens, V, at_once)
+    chunk = loss.tokens_per_chunk(step.tokens, V, step.device_type, step.variant.loss_chunks, m * by_kernel)
     softmax = chunk * V * (m if by_kernel or step.variant.compiled else 4 if m == 4 else 8)
     head = V * C * 4
     in_16_bits = V * C * m if m == 2 else 0

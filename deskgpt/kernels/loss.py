@@ -50,7 +50,9 @@ def chunked_cross_entropy(
         return cross_entropy(logits, x, targets)
     h = x.flatten(0, 1)  # (N, C)
     rows = targets.flatten()
-    n = tokens_per_chunk(N, vocab_size, logits_at_once(h, vocab_size, chunks))
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else h.dtype
+    kernel_bytes = dtype.itemsize if dtype in cpu_kernels.dtypes() else 0
+    n = tokens_per_chunk(N, vocab_size, h.device.type, chunks, kernel_bytes)
     n_targets = (rows != -1).sum().clamp(min=1)
     losses = []
     by_h = []
@@ -80,17 +82,15 @@ def cross_entropy(logits: Logits, x: Tensor, targets: Tensor) -> Tensor:
     return loss.masked_fill((targets == -1).all(), 0.0)  # torch's mean of no targets is NaN
 
 
-def logits_at_once(h: Tensor, V: int, chunks: int) -> int:
-    """Return the largest number of logits of a chunk, on the device of h (N, C)."""
-    if h.device.type == "cuda":
-        return math.ceil(len(h) / chunks) * V
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else h.dtype
-    return BYTES_WITH_KERNEL // dtype.itemsize if dtype in cpu_kernels.dtypes() else LOGITS_ON_CPU
+def tokens_per_chunk(N: int, V: int, device_type: str, chunks: int, kernel_bytes: int) -> int:
+    """Return the tokens of a chunk of N: whole tiles, and all chunks of one size if that at most halves them.
 
-
-def tokens_per_chunk(N: int, V: int, logits: int) -> int:
-    """Return the tokens of a chunk of N: whole tiles, and all chunks of one size if that at most halves them."""
-    most = max(1, logits // V)
+    chunks: their number on a card. kernel_bytes: of a logit, if a CPU has our softmax for its dtype, else 0.
+    """
+    if device_type == "cuda":
+        most = math.ceil(N / chunks)
+    else:
+        most = max(1, (BYTES_WITH_KERNEL // kernel_bytes if kernel_bytes else LOGITS_ON_CPU) // V)
     if most >= N:
         return N
     if most < WHOLE_TILES:
@@ -133,24 +133,26 @@ def edges_to_leaves(y: Tensor, begin: Tensor) -> list[tuple[Tensor, Any]] | None
     leaves: dict[Tensor, None] = {}
     casts: dict[Any, Tensor] = {}
     seen = set()
+    first: Any = begin.grad_fn
     nodes: list[Any] = [y.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node is begin.grad_fn or node in seen:
-            seen.add(node)
+        if node in seen:
             continue
         seen.add(node)
+        if node is None or node is first:
+            continue
         following = [each for each, _ in node.next_functions]
         cast = getattr(following[0], "variable", None) if node.name() == CAST else None
         if cast is not None:
             casts[node] = cast
         elif hasattr(node, "variable"):
             leaves[node.variable] = None
-        elif node.name() == HOOKS_OF_MODULES or node._sequence_nr() < begin.grad_fn._sequence_nr():
+        elif node.name() == HOOKS_OF_MODULES or node._sequence_nr() < first._sequence_nr():
             return None
         else:
             nodes += following
-    if begin.grad_fn not in seen or y._backward_hooks or any(leaf._backward_hooks for leaf in leaves):
+    if first not in seen or y._backward_hooks or any(leaf._backward_hooks for leaf in leaves):
         return None
     of_casts = [(leaf, GradientEdge(node, 0)) for node, leaf in casts.items() if leaf not in leaves]
     return [*zip(leaves, leaves, strict=True), *of_casts]

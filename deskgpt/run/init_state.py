@@ -18,7 +18,8 @@ from deskgpt.compute import sharding
 from deskgpt.compute.check import check_model
 from deskgpt.compute.distributed import DistContext, agree
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.estimate.fit import larger_batch, loss_chunks, refuse_beyond_memory, refuse_large_batch
+from deskgpt.estimate.fit import USABLE_SHARE, larger_batch, refuse_beyond_memory, refuse_large_batch
+from deskgpt.estimate.memory import Step, with_fewest_chunks
 from deskgpt.run.schedule import Config, Schedule
 from deskgpt.run.settings import (
     RESUMED_SETTINGS,
@@ -109,9 +110,13 @@ class InitState:
         return batching
 
     def with_loss_chunks(self, config: Config, variant: Variant, batching: Batching, dist: DistContext) -> Variant:
-        """Return the variant with the fewest chunks of the loss that fit on each rank, or those of a resumed run."""
+        """Return the variant with the fewest chunks of the loss that fit on all ranks; a resumed run takes no fewer.
+
+        The limit is all memory of the device, not what is free just now: the same run takes the same chunks each time.
+        """
         shards = sharding.shards_of(config.dp_shard, dist.world)
-        fewest = loss_chunks(self.model_config, dist.device, batching.batch_size, variant, shards)
+        step = Step(self.model_config, batching.batch_size, variant, dist.device.type, shards)
+        fewest = with_fewest_chunks(step, USABLE_SHARE * hardware.memory_bytes(dist.device)).variant.loss_chunks
         earlier = saved_variant(self.checkpoint.variant, dist.device).get("loss_chunks", 1)
         return replace(variant, loss_chunks=int(dist.max(max(fewest, earlier))))
 
