@@ -24,14 +24,17 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
-from dataclasses import dataclass
+from collections import defaultdict
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the repository; Python adds only this folder
@@ -59,28 +62,33 @@ from deskgpt.estimate.memory import Step, memory
 from deskgpt.estimate.plan import is_geforce
 from deskgpt.system import cache, hardware, peaks
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.system.files import write_atomically
+from deskgpt.system.terminal import in_gib
 from model import GPT, NANOGPT_ARGS, GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
 BESIDE_PEER = ("train_fineweb_125m --batch_size=16", "train_shakespeare_char")
 TRITON = "triton==3.7.1"  # which torch 2.13 requires
-COUNTS = ROOT / "bench" / "results" / "check-cards.json"
 
-# Shares of the published peaks that matmuls and attention, and all other kernels, are taken to reach: those with which
-# nanoGPT's count is what it took on an H200, 26.8 ms for a micro-batch of 16 x 1024.
+# Shares of the published peaks that matmuls and attention, and all other kernels, are taken to reach: with these
+# nanoGPT's count gives the 26.8 ms that a micro-batch of 16 x 1024 took on an H200.
 OF_FLOPS = 0.69
-OF_FLOPS_GEFORCE = 0.8  # nanoGPT's speed on an RTX 4090 and an RTX 4070 (docs/figures.md) needs 0.67 and 1.0
-OF_MEMORY = 0.92  # 4.4 TB/s
+OF_FLOPS_GEFORCE = 0.8  # nanoGPT's speeds on an RTX 4090 and an RTX 4070 need 0.67 and 1.0 (docs/figures.md)
+OF_MEMORY = 0.92
 FEW = 16  # bytes of spilled registers, which cost nothing that shows
 
 # Operators that move nothing; that write their first tensor and do not read it; and that read or write a part of it.
 WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "device")
 WITHOUT_WORK += ("is_same_size",)
-OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "bernoulli_")
-OVERWRITES += ("scatter_", "index_copy_", "index_put_")
-READS_PART = ("embedding", "index", "index_select", "gather")
-WRITES_PART = ("scatter_", "scatter_add_", "index_copy_", "index_put_", "index_add_")
+OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "scatter_", "index_put_")
+READS_PART = ("embedding", "index", "gather")
+WRITES_PART = ("scatter_", "scatter_add_", "index_put_", "index_add_")
+
+# What does nothing while the CPU's work is timed.
+IDLE = ("mm.default", "mm.out", "addmm.out", "bmm.out", "copy_.default", "add_.Tensor", "mul_.Tensor", "zero_.default")
+IDLE += ("fill_.Scalar", "gather.default", "scatter_.src", "_foreach_norm.Scalar", "_foreach_mul_.Tensor")
+IDLE += ("_fused_adamw_.default", "_scaled_dot_product_flash_attention.default")
+IDLE += ("_scaled_dot_product_flash_attention_backward.default",)
+ROUNDS = 40
 
 # ---- in a process that pretends a card -----------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class Kernels:
         return SimpleNamespace(run=lambda *args, **kwargs: self.run(size))
 
     def compile(self) -> dict[str, Any]:
-        """Return the number of kernels and of cubins, and a line for each failure."""
+        """Return the number of kernels, of cubins and of failures, and a line for each failure."""
         from torch._inductor.codecache import PyCodeCache
 
         cubins = 0
@@ -125,7 +133,8 @@ class Kernels:
             least = min(spilled, default=0)
             if least > FEW:
                 failed.append(f"{name}: {least} bytes of registers spill")
-        return {"kernels": len({*self.sources.values()}), "cubins": cubins, "failed": failed}
+        counts = f"{len({*self.sources.values()})}, {cubins}, {len(failed)}"
+        return {"compiled": counts, "failed": failed}
 
     def memory_of(self, kernel: Any, config: Any) -> tuple[int, int]:
         """Compile one configuration; return its bytes of spilled registers and of shared memory."""
@@ -255,91 +264,116 @@ def card_attention(
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
 
 
-@dataclass
+def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
+    """Return the model of nanoGPT's model.py with these sizes."""
+    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
+
+
 class Program:
-    """What takes the steps: deskGPT, or an unmodified nanoGPT."""
+    """What takes steps on the card: deskGPT, or an unmodified nanoGPT, each as its train.py does."""
 
-    model: torch.nn.Module
-    network: Any  # the model, maybe compiled
-    optimizer: torch.optim.Optimizer
-    is_ours: bool
+    def __init__(self, config_name: str, peer: str) -> None:
+        """Set it up. peer: nanoGPT's folder, or nothing for ours."""
+        name, *flags = config_name.split()
+        c = build(train.TrainConfig, read_settings(train.TrainConfig, [f"config/{name}.py", *flags]))
+        self.config = GPTConfig.from_settings(c, 65 if "_char" in name else 50304)
+        dtype = peaks.fast_dtype(torch.device("cuda"))
+        residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+        self.variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
+        self.is_ours = not peer
+        self.idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
+        if self.is_ours:
+            self.network = self.model = GPT(self.config)
+            apply_variant(self.model, self.variant)
+            self.optimizer = train.build_optimizer(c, self.model, dtype=dtype)
+        else:
+            self.model = nanogpts_model(Path(peer), self.config)
+            self.network = torch.compile(self.model)
+            betas = (c.beta1, c.beta2)
+            self.optimizer = self.model.configure_optimizers(c.weight_decay, c.learning_rate, betas, "cuda")
 
-    def step(self, scaler: torch.amp.GradScaler) -> None:
-        """Clip the gradients and take an optimizer step, as the loop of its train.py."""
+    def forward(self) -> None:
+        """Compute the loss, and keep what the model returns until the next pass, as both loops do."""
+        with hardware.autocast(self.idx.device, self.variant.dtype):
+            self.out = self.network(self.idx, self.idx)
+
+    def micro_batch(self) -> None:
+        """Add the gradients of a micro-batch to those before."""
+        self.forward()
+        self.scaler.scale(self.out[1] / 2).backward()
+
+    def step(self) -> None:
+        """Clip the gradients and take an optimizer step."""
         parameters = [*self.model.parameters()]
-        scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         if self.is_ours:
             norm = torch.linalg.vector_norm(gradient_norms(parameters))
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-            step_if_finite(self.optimizer, scaler, norm)
+            step_if_finite(self.optimizer, self.scaler, norm)
         else:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            scaler.step(self.optimizer)
-            scaler.update()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def ours(c: train.TrainConfig, config: GPTConfig, variant: Variant) -> Program:
-    """Return deskGPT as train.py sets it up."""
-    model = GPT(config)
-    apply_variant(model, variant)
-    return Program(model, model, train.build_optimizer(c, model, dtype=variant.dtype), True)
-
-
-def nanogpt(path: str, c: train.TrainConfig, config: GPTConfig) -> Program:
-    """Return nanoGPT as its train.py sets it up, by its model.py below path."""
-    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", f"{path}/model.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model = module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
-    optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), "cuda")
-    return Program(model, torch.compile(model), optimizer, False)
-
-
-def check(card_name: str, config_name: str, peer: str = "") -> dict[str, Any]:
-    """Return all that is found of one config on one card, in a process of its own. peer: nanoGPT's folder, or ours."""
-    kernels = Kernels(pretend_card.CARDS[card_name])
-    kernels.prepare_inductor()
-    torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
-    device = torch.device("cuda")
-    name, *flags = config_name.split()
-    c = build(train.TrainConfig, read_settings(train.TrainConfig, [f"config/{name}.py", *flags]))
-    config = GPTConfig.from_settings(c, 65 if "_char" in config_name else 50304)
-    dtype = peaks.fast_dtype(device)
-    residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype)
+def check(kernels: Kernels, config_name: str, peer: str) -> dict[str, Any]:
+    """Return all that is found of one config on one card."""
     work = Work()
     kernels.run = work.run
-    with FakeTensorMode(allow_non_fake_inputs=True), device, work:
-        program = nanogpt(peer, c, config) if peer else ours(c, config, variant)
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
-        idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
+    found: dict[str, Any] = {"compiled": "n/a", "failed": [], "predicted_bytes": None}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), work:
+        program = Program(config_name, peer)
         for _ in range(2):  # the second step has the optimizer's states
             work.peak = work.alive
             for _ in range(2):  # the second micro-batch adds to gradients
                 work.take()
-                with hardware.autocast(device, dtype):
-                    out = program.network(idx, idx)
-                    loss = out[1] / 2
-                scaler.scale(loss).backward()
-            micro_batch = work.take()
-            program.step(scaler)
-            optimizer_step = work.take()
-        found = {
-            "dtype": dtype,
-            "tokens": idx.numel(),
-            "micro_batch": micro_batch,
-            "optimizer_step": optimizer_step,
-            "peak_bytes": work.peak,
-        }
+                program.micro_batch()
+            found["micro_batch"] = work.take()
+            program.step()
+            found["optimizer_step"] = work.take()
+        found |= {"dtype": program.variant.dtype, "tokens": program.idx.numel(), "peak_bytes": work.peak}
         if peer:
             return found
-        del out, loss
         program.model.eval()
-        with torch.no_grad(), hardware.autocast(device, dtype):
-            program.network(idx, idx)
-    found["predicted_bytes"] = sum(memory(Step(config, c.batch_size, variant, "cuda")).values())
-    return found | kernels.compile()
+        with torch.no_grad():
+            program.forward()
+    step = Step(program.config, len(program.idx), program.variant, "cuda")
+    return found | {"predicted_bytes": sum(memory(step).values())} | kernels.compile()
+
+
+def idle(operator: Any) -> Any:
+    """Return a function in place of an operator's kernel, which only allocates what the operator returns."""
+    if not operator._schema.is_mutable:
+        return operator.py_kernels[torch._C.DispatchKey.Meta]
+    if not operator._schema.returns:
+        return lambda *args, **kwargs: None
+    return lambda first, *args, out=None, **kwargs: first if out is None else out
+
+
+def cpu_time(kernels: Kernels, config_name: str, peer: str) -> list[float]:
+    """Return the CPU's milliseconds for a micro-batch and an optimizer step whose kernels do nothing: medians."""
+    with torch.device("cuda"):
+        program = Program(config_name, peer)
+    kernels.run = lambda size: None
+    library = torch.library.Library("aten", "IMPL")
+    for name in IDLE:
+        operator = attrgetter(name)(torch.ops.aten)
+        library.impl(operator, idle(operator), "CUDA")
+    torch.set_num_threads(1)
+    parts = {"micro_batch": [program.micro_batch] * 4, "optimizer_step": [program.step]}
+    times_ms = defaultdict(list)
+    for _ in range(ROUNDS):
+        for part, functions in parts.items():
+            for function in functions:
+                t0 = time.process_time()
+                function()
+                times_ms[part].append(1e3 * (time.process_time() - t0))
+    return [statistics.median(times) for times in times_ms.values()]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------
@@ -354,109 +388,99 @@ def triton_folder() -> str:
     return str(folder)
 
 
-def checked(*arguments: str) -> dict[str, Any]:
-    """Return what `check` finds in a process of its own. Raises SystemExit if it fails."""
+def checked(function: str, card: str, *arguments: str) -> Any:
+    """Return what `check` or `cpu_time` finds in a process of its own. Raises SystemExit if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-        env |= {pretend_card.CARD: arguments[0]}
+        env |= {pretend_card.CARD: card}
         env |= {"PYTHONPATH": os.pathsep.join([triton_folder(), os.environ.get("PYTHONPATH", "")])}
         env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        command = [sys.executable, __file__, "--one", *arguments]
+        command = [sys.executable, __file__, "--one", function, card, *arguments]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: this cannot be checked: {', '.join(arguments)}:\n{done.stderr[-3000:]}")
+        sys.exit(f"error: {arguments[0]} cannot be checked for {card}:\n{done.stderr[-3000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    found["warnings"] = re.findall(r"^W\d{4} .*$", done.stderr, re.M)  # which a user would see, too
+    if function == "check":
+        found["failed"] += re.findall(r"^W\d{4} .*$", done.stderr, re.M)  # which a user would see, too
     return found
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """What a card is expected to take by count, if it never waits for the CPU."""
+class Predicted(NamedTuple):
+    """The milliseconds that a card is expected to take, if it never waits for the CPU."""
 
-    micro_batch_ms: float
-    optimizer_ms: float
-    launches: int  # of a micro-batch
-    peak_bytes: int
-
-    @classmethod
-    def of(cls, card_name: str, found: dict[str, Any]) -> Predicted:
-        """Return it for a card of pretend_card.py, from what `check` has found."""
-        card = pretend_card.CARDS[card_name]
-        known = peaks.find_card(card_name)
-        flops_per_ms = known.flops[found["dtype"]] / 1e3 * (OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS)
-        bytes_per_ms = card.gb_per_s * 1e6 * OF_MEMORY
-        parts = (found["micro_batch"], found["optimizer_step"])
-        times_ms = (part["flops"] / flops_per_ms + part["bytes"] / bytes_per_ms for part in parts)
-        return cls(*times_ms, found["micro_batch"]["launches"], found["peak_bytes"])
+    micro_batch: float
+    optimizer_step: float
 
 
-def predict(device_name: str, config: str, program: str = "deskGPT", counts: Path = COUNTS) -> Predicted | None:
-    """Return what a card takes, by the file that --save writes; None if it has no such card, config or program."""
-    found = json.loads(counts.read_text()) if counts.exists() else {}
-    with contextlib.suppress(ValueError):  # peaks has no such card
-        name = peaks.find_card(device_name).name
-        for card in pretend_card.CARDS:
-            key = f"{card}, {config}, {program}"
-            if peaks.find_card(card).name == name and key in found:
-                return Predicted.of(card, found[key])
-    return None
+def predict(name: str, found: dict[str, Any]) -> Predicted:
+    """Return a roofline for one of pretend_card.py's cards of what `check` has counted."""
+    known = peaks.find_card(name)
+    flops_per_ms = known.flops[found["dtype"]] / 1e3 * (OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS)
+    bytes_per_ms = pretend_card.CARDS[name].gb_per_s * 1e6 * OF_MEMORY
+    return Predicted(
+        *(found[part]["flops"] / flops_per_ms + found[part]["bytes"] / bytes_per_ms for part in Predicted._fields)
+    )
+
+
+HEAD = ["card, program", "kernels, cubins, failed", "launches", "TFLOP", "GB moved", "ms", "tokens/s"]
+HEAD += ["optimizer's step: launches, GB, ms", "GiB counted, predicted"]
 
 
 def row_of(card: str, program: str, found: dict[str, Any]) -> list[str]:
     """Return a row of the table."""
-    predicted = Predicted.of(card, found)
-    micro, step = found["micro_batch"], found["optimizer_step"]
-    kernels = (
-        [f"{found['kernels']}, {found['cubins']}", str(len(found["failed"]))] if "kernels" in found else ["n/a"] * 2
-    )
-    in_gib = [f"{found[name] / 2**30:.2f}" if name in found else "n/a" for name in ("peak_bytes", "predicted_bytes")]
+    ms = predict(card, found)
+    micro_batch, step = found["micro_batch"], found["optimizer_step"]
     return [
-        f"{card}, {found['dtype']}",
-        program,
-        *kernels,
-        str(micro["launches"]),
-        f"{micro['flops'] / 1e12:.2f}",
-        f"{micro['bytes'] / 1e9:.1f}",
-        f"{predicted.micro_batch_ms:.1f}",
-        f"{found['tokens'] / predicted.micro_batch_ms * 1e3:,.0f}",
-        f"{step['launches']}, {step['bytes'] / 1e9:.1f}, {predicted.optimizer_ms:.1f}",
-        ", ".join(in_gib),
+        f"{card}, {found['dtype']}, {program}",
+        found["compiled"],
+        str(micro_batch["launches"]),
+        f"{micro_batch['flops'] / 1e12:.2f}",
+        f"{micro_batch['bytes'] / 1e9:.1f}",
+        f"{ms.micro_batch:.1f}",
+        f"{found['tokens'] / ms.micro_batch * 1e3:,.0f}",
+        f"{step['launches']}, {step['bytes'] / 1e9:.1f}, {ms.optimizer_step:.1f}",
+        f"{in_gib(found['peak_bytes'])}, {in_gib(found['predicted_bytes'])}",
     ]
-
-
-HEAD = ["card", "program", "kernels, cubins", "failed", "launches", "TFLOP", "GB moved", "ms", "tokens/s"]
-HEAD += ["optimizer: launches, GB, ms", "GiB counted, predicted"]
 
 
 def main() -> None:
     parser = OneLineParser(__doc__)
     parser.add_argument("--cards", nargs="+", choices=pretend_card.CARDS, default=list(pretend_card.CARDS))
     parser.add_argument("--configs", nargs="+", metavar="NAME", help="of config/NAME.py, with settings")
-    parser.add_argument("--peer", default="", help="nanogpt:PATH, counted beside ours")
-    parser.add_argument("--save", action="store_true", help=f"keep the counts in {COUNTS.relative_to(ROOT)}")
+    parser.add_argument("--peer", help="nanogpt:PATH, counted beside ours")
+    parser.add_argument("--cpu", action="store_true", help="time the CPU's work, in turns")
     a = parser.parse_args()
-    kind, _, path = a.peer.partition(":")
-    if a.peer and (kind != "nanogpt" or not Path(path, "model.py").exists()):
-        raise ConfigError(f"--peer {a.peer}: not nanogpt:PATH with a model.py in PATH")
+    programs = {"deskGPT": ""}
+    if a.peer:
+        kind, _, path = a.peer.partition(":")
+        if kind != "nanogpt" or not Path(path, "model.py").exists():
+            raise ConfigError(f"--peer {a.peer}: not nanogpt:PATH with a model.py in PATH")
+        programs["nanoGPT"] = os.path.abspath(path)
     problems = []
-    counts = {}
     for config in a.configs or (BESIDE_PEER if a.peer else CONFIGS):
         rows = []
         for card in a.cards:
-            for program, more in (("deskGPT", ()), ("nanoGPT", (os.path.abspath(path),)))[: 1 + bool(a.peer)]:
-                found = counts[f"{card}, {config}, {program}"] = checked(card, config, *more)
+            for program, folder in programs.items():
+                found = checked("check", card, config, folder)
                 rows.append(row_of(card, program, found))
-                problems += [f"{card}, {config}: {line}" for line in found.pop("failed", [])]
-        print(f"\n## {config}: expected, not measured\n\n{markdown_table(HEAD, rows, 2)}", flush=True)
-    if a.save:
-        write_atomically(COUNTS, json.dumps(counts, indent=1).encode())
+                problems += [f"{card}, {config}: {line}" for line in found["failed"]]
+        print(f"\n## {config}: expected, not measured\n\n{markdown_table(HEAD, rows, 1)}\n", flush=True)
+        for program in [*programs] * 3 * a.cpu:
+            cpu = checked("cpu_time", a.cards[0], config, programs[program])
+            print(
+                f"{program}, the CPU's ms of a micro-batch and an optimizer step: {cpu[0]:.2f}, {cpu[1]:.2f}",
+                flush=True,
+            )
     if problems:
         sys.exit("\n".join(["", *problems]))
 
 
 if IS_CHILD:
-    print("\n" + json.dumps(check(*sys.argv[2:])))
+    function, card_name, *rest = sys.argv[2:]
+    kernels = Kernels(pretend_card.CARDS[card_name])
+    kernels.prepare_inductor()
+    torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
+    print("\n" + json.dumps({"check": check, "cpu_time": cpu_time}[function](kernels, *rest)))
 elif __name__ == "__main__":
     with one_line_errors():
         main()
