@@ -77,14 +77,31 @@ OF_MEMORY = 0.92
 FEW = 16  # bytes of spilled registers, which cost nothing that shows
 
 # Operators that move nothing; that write their first tensor and do not read it; and that read or write a part of it.
-WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "device")
+WITHOUT_WORK: tuple[str, ...] = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "device",
+)
 WITHOUT_WORK += ("is_same_size",)
 OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "scatter_", "index_put_")
 READS_PART = ("embedding", "index", "gather")
 WRITES_PART = ("scatter_", "scatter_add_", "index_put_", "index_add_")
 
 # What does nothing while the CPU's work is timed.
-IDLE = ("mm.default", "mm.out", "addmm.out", "bmm.out", "copy_.default", "add_.Tensor", "mul_.Tensor", "zero_.default")
+IDLE: tuple[str, ...] = (
+    "mm.default",
+    "mm.out",
+    "addmm.out",
+    "bmm.out",
+    "copy_.default",
+    "add_.Tensor",
+    "mul_.Tensor",
+    "zero_.default",
+)
 IDLE += ("fill_.Scalar", "gather.default", "scatter_.src", "_foreach_norm.Scalar", "_foreach_mul_.Tensor")
 IDLE += ("_fused_adamw_.default", "_scaled_dot_product_flash_attention.default")
 IDLE += ("_scaled_dot_product_flash_attention_backward.default",)
@@ -285,6 +302,8 @@ class Program:
         self.variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype)
         self.scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
         self.is_ours = not peer
+        self.model: Any
+        self.network: Any  # the model, maybe compiled
         self.idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         if self.is_ours:
             self.network = self.model = GPT(self.config)
