@@ -18,7 +18,6 @@ operator counts as one launch, and what the card waits for the CPU is not in the
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import math
@@ -54,6 +53,7 @@ from torch.utils.flop_counter import flop_registry
 
 import train
 from bench.output import markdown_table
+from bench.speed import nanogpts_model
 from configurator import build, read_settings
 from deskgpt.compute.distributed import gradient_norms
 from deskgpt.compute.optimizer import step_if_finite
@@ -63,7 +63,7 @@ from deskgpt.estimate.plan import is_geforce
 from deskgpt.system import cache, hardware, peaks
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.terminal import in_gib
-from model import GPT, NANOGPT_ARGS, GPTConfig
+from model import GPT, GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
 BESIDE_PEER = ("train_fineweb_125m --batch_size=16", "train_shakespeare_char")
@@ -77,14 +77,31 @@ OF_MEMORY = 0.92
 FEW = 16  # bytes of spilled registers, which cost nothing that shows
 
 # Operators that move nothing; that write their first tensor and do not read it; and that read or write a part of it.
-WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "device")
+WITHOUT_WORK: tuple[str, ...] = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "device",
+)
 WITHOUT_WORK += ("is_same_size",)
 OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "scatter_", "index_put_")
 READS_PART = ("embedding", "index", "gather")
 WRITES_PART = ("scatter_", "scatter_add_", "index_put_", "index_add_")
 
 # What does nothing while the CPU's work is timed.
-IDLE = ("mm.default", "mm.out", "addmm.out", "bmm.out", "copy_.default", "add_.Tensor", "mul_.Tensor", "zero_.default")
+IDLE: tuple[str, ...] = (
+    "mm.default",
+    "mm.out",
+    "addmm.out",
+    "bmm.out",
+    "copy_.default",
+    "add_.Tensor",
+    "mul_.Tensor",
+    "zero_.default",
+)
 IDLE += ("fill_.Scalar", "gather.default", "scatter_.src", "_foreach_norm.Scalar", "_foreach_mul_.Tensor")
 IDLE += ("_fused_adamw_.default", "_scaled_dot_product_flash_attention.default")
 IDLE += ("_scaled_dot_product_flash_attention_backward.default",)
@@ -264,14 +281,6 @@ def card_attention(
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
 
 
-def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
-    """Return the model of nanoGPT's model.py with these sizes."""
-    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
-
-
 class Program:
     """What takes steps on the card: deskGPT, or an unmodified nanoGPT, each as its train.py does."""
 
@@ -285,6 +294,8 @@ class Program:
         self.variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype)
         self.scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
         self.is_ours = not peer
+        self.model: Any
+        self.network: Any  # the model, maybe compiled
         self.idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         if self.is_ours:
             self.network = self.model = GPT(self.config)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import random
@@ -45,12 +44,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 import train
-from bench.speed import peer_of
+from bench.speed import nanogpts_model, peer_of
 from configurator import build, read_settings
 from deskgpt.compute.cuda_graph import CudaGraph
 from deskgpt.compute.distributed import DistContext, init_distributed
 from deskgpt.compute.variant import Variant, apply_variant, choose_variant
-from deskgpt.estimate.fit import loss_chunks
+from deskgpt.estimate.fit import USABLE_SHARE
+from deskgpt.estimate.memory import Step, with_fewest_chunks
 from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.system.terminal import reason
@@ -136,7 +136,8 @@ def contestants(
     tokens = torch.randint(vocab_size, (c.batch_size, c.block_size + 1)).to(device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / c.gradient_accumulation_steps
     chosen = dataclasses.replace(choose_variant(c, DistContext(device), {}), cuda_graph=False)
-    fewest = loss_chunks(config, device, c.batch_size, chosen, shards=1)
+    step = Step(config, c.batch_size, chosen, device.type)
+    fewest = with_fewest_chunks(step, USABLE_SHARE * hardware.memory_bytes(device)).variant.loss_chunks
     print(f"ours: {dataclasses.replace(chosen, loss_chunks=fewest)}")
 
     @functools.cache
@@ -187,18 +188,6 @@ def contestants(
 def refuse(why: str) -> NoReturn:
     """Raise RuntimeError: what should be a graph is none."""
     raise RuntimeError(why)
-
-
-def nanogpts_model(checkout: Path, config: GPTConfig) -> nn.Module:
-    """Return the model of nanoGPT's model.py with these sizes. It returns logits and loss, as ours does."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(module.GPTConfig)}
-    return module.GPT(module.GPTConfig(**sizes))
 
 
 # ---- profiles ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ rows name the settings to take.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import pickle
@@ -52,7 +53,7 @@ from configurator import build, read_settings
 from deskgpt.run.log import read_events
 from deskgpt.system import hardware
 from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
-from model import MODERN_CHOICES
+from model import MODERN_CHOICES, NANOGPT_ARGS, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
@@ -94,6 +95,14 @@ def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> 
     out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
     own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
     return Contestant(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
+
+
+def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
+    """Return the model of nanoGPT's model.py with these sizes. It returns logits and loss, as ours does."""
+    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
 
 
 def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> Contestant:

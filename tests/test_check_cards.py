@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
+from conftest import shell
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -112,17 +112,64 @@ def test_matmuls_and_causal_attention_count_by_flops_and_views_not_at_all():
     assert work.take() == {"launches": 1, "bytes": 0, "flops": 2 * (2 * 3) * 64 * 64 * 16}
 
 
-def test_prediction_is_for_the_card_that_torch_names(tmp_path):
+def test_prediction_is_the_time_of_flops_and_of_bytes():
     part = {"launches": 10, "bytes": 4_800_000_000, "flops": 989 * 10**9}
-    found = {"dtype": "bfloat16", "micro_batch": part, "optimizer_step": part | {"flops": 0}, "peak_bytes": 5}
-    counts = tmp_path / "counts.json"
-    assert check_cards.predict("NVIDIA H200", "small", counts=counts) is None
-    counts.write_text(json.dumps({"H200, small, deskGPT": found}))
-    predicted = check_cards.predict("NVIDIA H200", "small", counts=counts)
-    memory_ms = 1 / check_cards.OF_MEMORY
-    assert predicted.optimizer_ms == pytest.approx(memory_ms)
-    assert predicted.micro_batch_ms == pytest.approx(memory_ms + 1 / check_cards.OF_FLOPS)
-    assert (predicted.launches, predicted.peak_bytes) == (10, 5)
-    for other in (("NVIDIA H100 80GB HBM3", "small"), ("NVIDIA H200", "large"), ("NVIDIA H200", "small", "nanoGPT")):
-        assert check_cards.predict(*other, counts=counts) is None
-    assert check_cards.predict("a card of nobody's", "small", counts=counts) is None
+    found = {"dtype": "bfloat16", "micro_batch": part, "optimizer_step": part | {"flops": 0}}
+    memory_ms = 1 / check_cards.OF_MEMORY  # of 4.8 TB/s
+    expected = (memory_ms + 1 / check_cards.OF_FLOPS, memory_ms)  # and of 989 TFLOP/s
+    assert check_cards.predict("H200", found) == pytest.approx(expected)
+
+
+def test_peer_without_a_model_is_an_error_of_one_line(tmp_path):
+    done = shell("python", "bench/check_cards.py", f"--peer=nanogpt:{tmp_path}", timeout=120)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert str(tmp_path) in done.stderr
+
+
+PEER = """
+from dataclasses import dataclass
+import torch
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    bias: bool
+    vocab_size: int
+    dropout: float
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = torch.nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = torch.nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, idx, targets):
+        logits = self.head(self.table(idx))
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, fused=True)
+"""
+
+
+@pytest.mark.nightly
+def test_both_programs_are_counted_and_their_cpu_work_is_timed(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)  # where triton is
+    (tmp_path / "model.py").write_text(PEER)
+    config = "train_shakespeare_char --n_layer=1 --batch_size=2 --dropout=0.0"
+    ours, theirs = (check_cards.checked("check", "H100", config, peer) for peer in ("", str(tmp_path)))
+    of_head = 3 * 2 * (2 * 256) * 384 * 65  # FLOPs: forward, and backward to its input and its weight
+    assert theirs["micro_batch"]["flops"] == of_head
+    of_block = 3 * 2 * (2 * 256) * 12 * 384**2 + (2 + 5) * 2 * 2 * 256**2 * 384 // 2  # half of attention is masked
+    assert ours["micro_batch"]["flops"] == of_head + of_block
+    assert ours["micro_batch"]["launches"] > theirs["micro_batch"]["launches"] > 3
+    parameters = 2 * 384 * 65
+    passes = 7 + 1 + 2  # AdamW, which does not write gradients, the norm, and clipping
+    assert theirs["optimizer_step"]["bytes"] == pytest.approx(4 * passes * parameters, rel=1e-3)
+    for peer in ("", str(tmp_path)):
+        assert all(ms > 0 for ms in check_cards.checked("cpu_time", "H100", config, peer))
