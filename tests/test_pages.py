@@ -44,7 +44,11 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_
 NOT_RUN = (
     *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
     *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "git clone", "hf download"),
-    *("python bench/speed.py config/train_shakespeare_char_cpu.py --grid", "python bench/lab.py"),
+    *(
+        "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
+        "python bench/lab.py",
+        "python bench/check_cards.py",
+    ),
     *("python sample.py --serve", "lm_eval --model hf"),
 )
 # Compiling takes longer than the steps of these runs.

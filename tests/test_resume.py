@@ -129,10 +129,10 @@ def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(chars, full
     evaluate = train.evaluate
     calls = itertools.count(1)
 
-    def signalled(model, variant, batches, dist):
+    def signalled(*args):
         if next(calls) == 2 * 3 + 1:  # two splits each: in that of step 15
             send(signal.SIGTERM)
-        return evaluate(model, variant, batches, dist)
+        return evaluate(*args)
 
     stopped(tiny(chars, tmp_path, **LONG), lambda: setattr(train, "evaluate", signalled))
     assert store.load(tmp_path).iter_num == 15
