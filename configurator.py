@@ -1,11 +1,13 @@
-"""Settings of a script: a dataclass's defaults < Python config files < `--key=value`, checked and typed.
+"""Settings of a script: a dataclass's defaults < Python config files < `--key=value`, checked and
+typed.
 
     python train.py config/train_shakespeare_char.py --batch_size=8 --compile=False
 
-A config file is Python that runs in a namespace of its own, which starts with the values so far. The names that it
-assigns are settings. Names that start with `_`, modules, functions and classes are ignored. Each value is checked by
-deskgpt/system/settings.py, as the dataclass says. Settings of earlier versions, which the dataclass lists in a class
-attribute `retired`, have no effect; one line says so, and what there is in their place.
+A config file is Python that runs in a namespace of its own, which starts with the values so far.
+The names that it assigns are settings. Names that start with `_`, modules, functions and classes
+are ignored. Each value is checked by deskgpt/settings.py, as the dataclass says. Settings of
+earlier versions, which the dataclass lists in a class attribute `retired`, have no effect; one line
+says so, and what there is in their place.
 """
 
 from __future__ import annotations
@@ -23,37 +25,46 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, TypeVar
 
-from deskgpt.system.errors import ConfigError
-from deskgpt.system.files import note_once
-from deskgpt.system.settings import Setting, check, settings_of
+from deskgpt.errors import ConfigError
+from deskgpt.files import note_once
+from deskgpt.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 HELP = {"-h", "--help"}
 
-# ---- reading settings ----------------------------------------------------------------------------------------
+# ---- reading settings ----------------------------------------------------------------------------
 
 
 def configure(cls: type[Config], argv: list[str]) -> Config:
-    """Return an instance of dataclass `cls` from its defaults, the config files in argv and its --key=value.
+    """Return an instance of dataclass `cls` from its defaults, the config files in argv and its
+    --key=value.
 
-    Raises ConfigError, one line, for unknown names, wrong types and unreadable files. --help prints the settings and
-    exits.
+    Raises ConfigError, one line, for unknown names, wrong types and unreadable files. --help prints
+    the settings and exits.
     """
     return build(cls, read_settings(cls, argv))
 
 
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
-    """Return an instance of `cls`. Raises ConfigError if the dataclass's own checks refuse the values."""
+    """Return an instance of `cls`.
+
+    Raises ConfigError if the dataclass's own checks refuse the values.
+    """
     try:
         return cls(**values)
     except ValueError as e:
         raise ConfigError(str(e)) from None
 
 
-def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the value of every setting, by name, from defaults, config files and command line. Raises ConfigError.
+def read_settings(
+    cls: type, argv: list[str], base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the value of every setting, by name, from defaults, config files and command line.
 
-    base: values to use instead of the defaults, such as those of the run that is resumed; a path may be empty.
+    Raises ConfigError.
+
+    base: values to use instead of the defaults, such as those of the run that is resumed; a path
+    may be empty.
     """
     if HELP & {*argv}:
         print(help_text(cls))
@@ -62,14 +73,18 @@ def read_settings(cls: type, argv: list[str], base: Mapping[str, Any] | None = N
     values = {name: setting.default for name, setting in settings.items()}
     for name, value in (base or {}).items():
         is_empty_path = settings[name].is_path and isinstance(value, str) and not value
-        values[name] = "" if is_empty_path else check(value, settings[name], f"the resumed run's {name}")
+        values[name] = (
+            "" if is_empty_path else check(value, settings[name], f"the resumed run's {name}")
+        )
 
     # Config files come first, wherever they stand among the arguments.
     for argument in argv:
         if not argument.startswith("-"):
             values |= read_config_file(argument, cls, values)
     for argument in argv:
-        if argument.startswith("-") and not is_retired(argument.removeprefix("--").partition("=")[0], cls):
+        if argument.startswith("-") and not is_retired(
+            argument.removeprefix("--").partition("=")[0], cls
+        ):
             name, value = read_argument(argument, cls)
             values[name] = value
     return values
@@ -102,7 +117,9 @@ def read_argument(argument: str, cls: type) -> tuple[str, Any]:
 
 
 def parse(text: str, setting: Setting) -> Any:
-    """Return the value that `text`, from the command line, stands for; the text itself if it stands for none."""
+    """Return the value that `text`, from the command line, stands for; the text itself if it stands
+    for none.
+    """
     if setting.choices:
         return {str(choice).lower(): choice for choice in setting.choices}.get(text.lower(), text)
     if NoneType in setting.types and text in ("None", "none"):
@@ -117,7 +134,7 @@ def parse(text: str, setting: Setting) -> Any:
         return text
 
 
-# ---- config files --------------------------------------------------------------------------------------------
+# ---- config files --------------------------------------------------------------------------------
 
 
 def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,18 +154,28 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 line_of[node.id] = node.lineno
         for node in tree.body:
-            if isinstance(node, ast.AnnAssign) and node.value is None:  # as in YAML: Python forgets it
+            # As in YAML: Python forgets it
+            if isinstance(node, ast.AnnAssign) and node.value is None:
                 name, value = ast.unparse(node.target), ast.unparse(node.annotation)
-                raise ConfigError(f"{path}:{node.lineno}: {name}: {value} sets nothing; write {name} = {value}")
+                raise ConfigError(
+                    f"{path}:{node.lineno}: {name}: {value} sets nothing; write {name} = {value}"
+                )
         result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
     except ConfigError:
         raise
     except (Exception, SystemExit) as e:  # a file that exits would end the script without a word
-        raise ConfigError(f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}") from None
+        raise ConfigError(
+            f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}"
+        ) from None
 
     settings: dict[str, Any] = {}
     for name, value in result.items():
-        is_own = not isinstance(name, str) or name.startswith("_") or isinstance(value, ModuleType) or callable(value)
+        is_own = (
+            not isinstance(name, str)
+            or name.startswith("_")
+            or isinstance(value, ModuleType)
+            or callable(value)
+        )
         if is_own or is_retired(name, cls):
             continue
         where = f"{path}:{line_of.get(name, 1)}: {name}"
@@ -164,7 +191,9 @@ def line_of_error(e: BaseException, path: str) -> int:
     """Return the line of the config file at which running it raised e."""
     if isinstance(e, SyntaxError):
         return e.lineno or 1
-    lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path
+    ]
     return (lines[-1] if lines else None) or 1
 
 
@@ -177,11 +206,12 @@ def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
     raise ConfigError(f"{where} is not a setting; {hint}")
 
 
-# ---- --help --------------------------------------------------------------------------------------------------
+# ---- --help --------------------------------------------------------------------------------------
 
 
 def help_text(cls: type) -> str:
-    """Return the script's docstring, and every setting with its type, default and comment from the source.
+    """Return the script's docstring, and every setting with its type, default and comment from the
+    source.
 
     Settings that `cls` inherits come first: those of the model.
     """

@@ -1,12 +1,15 @@
 """GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation.
 
-What you read here is what runs, in training, evaluation, sampling and export. Where something is faster than plain
-torch, this file calls it (deskgpt/kernels/): write something else in its place, and that runs (docs/hacking.md).
+What you read here is what runs, in training, evaluation, sampling and export. Where something is
+faster than plain torch, this file calls it (deskgpt/kernels.py): write something else in its place,
+and that runs (docs/hacking.md).
 
-With GPT-2's choices, the names, order and shapes of the parameters are those of nanoGPT's `GPT`, so its checkpoints
-(weights and AdamW state) load here unchanged. This file reads and writes no files, prints nothing and picks no device.
+With GPT-2's choices, the names, order and shapes of the parameters are those of nanoGPT's `GPT`, so
+its checkpoints (weights and AdamW state) load here unchanged. This file reads and writes no files,
+prints nothing and picks no device.
 
-Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, S time of keys, V vocabulary.
+Shape legend: B batch, T time, C channels (n_embd), H heads, D = C // H, S time of keys, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,23 +18,35 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from deskgpt.kernels import causal_attention, chunked_cross_entropy, gelu_tanh, masked_attention, recomputed, relu2
-from deskgpt.kernels.kv_cache import KVCache
-from deskgpt.system.settings import AtLeast1, Fraction, Range, check_fields
+from deskgpt.kernels import (
+    causal_attention,
+    checkpoint_block,
+    chunked_cross_entropy,
+    gelu_tanh,
+    masked_attention,
+    relu2,
+)
+from deskgpt.settings import AtLeast1, Fraction, Range, check_fields
 
-# ---- settings ------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from deskgpt.kv_cache import KVCache
+
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What a user chooses about the model. train.py has these among its settings. Raises ValueError."""
+    """What a user chooses about the model. train.py has these among its settings.
+
+    Raises ValueError.
+    """
 
     # model
     n_layer: Annotated[int, Range(1, 1000)] = 12  # blocks
@@ -41,13 +56,13 @@ class ModelSettings:
     dropout: Fraction = 0.0  # 0 for pretraining; 0.1 and more for small data
     bias: bool = False  # in Linear and LayerNorm layers
     # modern choices; the defaults are GPT-2's
-    position: Literal["learned", "rope"] = "learned"  # how a token knows its place; rope: rotary positions
+    position: Literal["learned", "rope"] = "learned"  # learned, or rotary (RoPE)
     norm: Literal["layer", "rms"] = "layer"  # rms: without subtracting the mean
     qk_norm: bool = False  # RMS norm of each head's queries and keys
-    embedding_norm: bool = False  # RMS norm of each token's embedding: for vocabularies of thousands
-    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's; relu2 the fastest
+    embedding_norm: bool = False  # RMS norm of token embeddings, for large vocabularies
+    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's
     tie_weights: bool = True  # one matrix for token embedding and head
-    zero_init: bool = False  # layers that add to the residual stream, and an untied head, start at zero
+    zero_init: bool = False  # projections into the residual stream and an untied head start at 0
     token_shift: bool = False  # blocks see a quarter of their channels from the token before
 
     def __post_init__(self) -> None:
@@ -55,15 +70,20 @@ class ModelSettings:
         if self.n_embd % self.n_head:
             divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             best = min(divisors, key=lambda h: abs(h - self.n_head))
-            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try --n_head={best}")
+            raise ValueError(
+                f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try "
+                f"--n_head={best}"
+            )
         if self.position == "rope" and self.n_embd // self.n_head % 2:
-            raise ValueError(f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}")
+            raise ValueError(
+                f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}"
+            )
 
 
 # The model arguments that nanoGPT knows. The other settings are modern choices.
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-# What GPT-2 has of the modern choices. Checkpoints leave these out, so this table never changes: a default above may,
-# and what earlier checkpoints compute may not.
+# What GPT-2 has of the modern choices. Checkpoints leave these out, so this table never changes: a
+# default above may, and what earlier checkpoints compute may not.
 GPT2_CHOICES: dict[str, Any] = {
     "position": "learned",
     "norm": "layer",
@@ -79,56 +99,74 @@ MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NA
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelSettings):
-    vocab_size: Annotated[int, Range(1, 2**31)] = 50304  # GPT-2's 50257 rounded up: whole tiles in matmuls
+    # GPT-2's 50257 rounded up: whole tiles in matmuls.
+    vocab_size: Annotated[int, Range(1, 2**31)] = 50304
 
     @classmethod
     def from_settings(cls, settings: ModelSettings, vocab_size: int) -> GPTConfig:
-        return cls(vocab_size=vocab_size, **{f.name: getattr(settings, f.name) for f in fields(ModelSettings)})
+        return cls(
+            vocab_size=vocab_size,
+            **{f.name: getattr(settings, f.name) for f in fields(ModelSettings)},
+        )
 
     @classmethod
     def from_args(cls, model_args: dict[str, Any], source: str) -> GPTConfig:
-        """Return the configuration in a checkpoint. Raises ValueError, naming `source`, if it is not one of ours."""
+        """Return the configuration in a checkpoint.
+
+        Raises ValueError, naming `source`, if it is not one of ours.
+        """
         try:
             return cls(**{**GPT2_CHOICES, **model_args})
-        except (TypeError, ValueError) as e:  # a name that is not ours, a value of another type or out of range
+        except (TypeError, ValueError) as e:
+            # A name that is not ours, a value of another type or out of range.
             found = textwrap.shorten(str(model_args), 300, placeholder=" ...")
             why = textwrap.shorten(str(e), 300, placeholder=" ...")
-            raise ValueError(f"{source}: model_args={found} do not describe a GPT-2 ({why})") from None
+            raise ValueError(
+                f"{source}: model_args={found} do not describe a GPT-2 ({why})"
+            ) from None
 
     def as_args(self) -> dict[str, Any]:
-        """Return what `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads a GPT-2."""
+        """Return what `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads
+        a GPT-2.
+        """
         return {k: v for k, v in asdict(self).items() if (k, v) not in GPT2_CHOICES.items()}
 
 
-# ---- attention -----------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, dropout: float) -> Tensor:
-    """Causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D), in training and with a cache."""
+    """Causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D), in training and with
+    a cache.
+    """
     T = q.size(2)
     if k.size(2) == T:  # a whole text
         return causal_attention(q, k, v, dropout)
     # New tokens after those in the cache; a single one may look at all of them.
-    sees_all = T == 1 and context.cache is not None and not context.cache.fixed_size
+    sees_all = T == 1 and context.cache is not None and not context.cache.returns_all_slots
     mask = None if sees_all else context.key_positions <= context.positions[:, None]  # (T, S)
     return masked_attention(q, k, v, mask, dropout)
 
 
 def rotary_table(T: int, D: int) -> Tensor:
-    """Cosines and sines (2, T, D / 2) of the angles of T positions in heads of width D (RoFormer, arXiv:2104.09864)."""
+    """Cosines and sines (2, T, D / 2) of the angles of T positions in heads of width D (RoFormer,
+    arXiv:2104.09864).
+    """
     frequencies = 10000.0 ** -(torch.arange(0, D, 2) / D)  # (D / 2,)
     angles = torch.outer(torch.arange(T), frequencies)  # (T, D / 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotates pairs of channels of x (B, H, T, D); rotary (2, T, D / 2): the rows of rotary_table for its positions."""
+    """Rotates pairs of channels of x (B, H, T, D); rotary (2, T, D / 2): the rows of rotary_table
+    for its positions.
+    """
     cos, sin = rotary
     a, b = x.float().chunk(2, -1)  # the pairs that turn together are (i, i + D / 2)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
-# ---- network -------------------------------------------------------------------------------------------------
+# ---- network -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -171,7 +209,11 @@ class TokenShift(nn.Module):
         n = x.size(-1) // 4
         shifted = x[:, :, :n]  # (B, T, C // 4)
         kept = x[:, :, n:]
-        before = context.cache.swap(self, shifted[:, -1:]) if context.cache is not None else None
+        before = (
+            context.cache.swap_last_input(self, shifted[:, -1:])
+            if context.cache is not None
+            else None
+        )
         if before is None:
             before = torch.zeros_like(shifted[:, :1])
         shifted = torch.cat((before, shifted[:, :-1]), 1)
@@ -181,7 +223,8 @@ class TokenShift(nn.Module):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k, v in one matmul
+        # Q, k, v in one matmul
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head = config.n_head
@@ -258,17 +301,22 @@ class Transformer(nn.Module):
         elif config.position == "rope":
             rotary = rotary_table(config.block_size, config.n_embd // config.n_head)
         else:
-            raise ValueError(f"position={config.position} is not computed: write it in Transformer of model.py")
+            raise ValueError(
+                f"position={config.position} is not computed: write it in Transformer of model.py"
+            )
         self.register_buffer("rotary", rotary, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
-        # How it is computed; train.py sets these (deskgpt/compute/variant.py) and logs them.
-        self.residual_dtype: torch.dtype | None = None  # of the residual stream; None: the embedding's, float32
+        # How it is computed; train.py sets these (deskgpt/compute.py) and logs them.
+        # Of the residual stream; None: the embedding's, float32.
+        self.residual_dtype: torch.dtype | None = None
         self.recompute = "none"  # full: the backward pass computes the blocks' activations again
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of token ids idx (B, T), which follow those in the cache."""
+        """Final hidden states (B, T, C) of token ids idx (B, T), which follow those in the
+        cache.
+        """
         T = idx.size(1)
         length = T if cache is None else cache.length + T
         if length > self.block_size:
@@ -288,17 +336,18 @@ class Transformer(nn.Module):
         x = self.drop(x).to(self.residual_dtype or x.dtype)
         for block in self.h:
             if self.recompute != "none" and torch.is_grad_enabled():
-                x = recomputed(block, x, context)
+                x = checkpoint_block(block, x, context)
             else:
                 x = block(x, context)
-        return self.ln_f(x).to(self.residual_dtype or x.dtype)  # autocast's norm is float32; the head rounds it
+        # autocast's norm is float32; the head rounds it
+        return self.ln_f(x).to(self.residual_dtype or x.dtype)
 
 
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        # How the loss is computed; train.py sets these (deskgpt/compute/variant.py) and logs them.
+        # How the loss is computed; train.py sets these (deskgpt/compute.py) and logs them.
         self.compile_loss = False  # its softmax as one graph of torch.compile
         self.loss_chunks = 1  # of a micro-batch on a card
         self.transformer = Transformer(config)
@@ -306,14 +355,18 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.transformer.wte.weight = self.lm_head.weight  # GPT-2, after Press & Wolf 2017
         for name, module in self.named_modules():
-            is_tied_head = module is self.lm_head and config.tie_weights  # it was visited as transformer.wte
+            # It was visited as transformer.wte
+            is_tied_head = module is self.lm_head and config.tie_weights
             if isinstance(module, nn.Linear | nn.Embedding) and not is_tied_head:
                 self._init(name, module)
 
     def _init(self, name: str, module: nn.Linear | nn.Embedding) -> None:
-        """GPT-2's initial values, section 2.3 of its paper; zeros instead where zero_init says so."""
+        """GPT-2's initial values, section 2.3 of its paper; zeros instead where zero_init says
+        so.
+        """
         adds_to_residual = name.endswith("c_proj")
-        # Each block adds to the residual stream twice: scaled so that its variance does not grow with depth.
+        # Each block adds to the residual stream twice: scaled so that its variance does not grow
+        # with depth.
         std = 0.02 / math.sqrt(2 * self.config.n_layer) if adds_to_residual else 0.02
         nn.init.normal_(module.weight, std=std)
         if self.config.zero_init and (adds_to_residual or module is self.lm_head):
@@ -321,11 +374,15 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, None) without targets, (None, loss) with them: the logits of a training batch are never kept.
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, None) without targets, (None, loss) with them: the logits of a training batch
+        are never kept.
 
-        idx, targets: (B, T) int64, targets of -1 are ignored; logits (B, T, V). A third result may be a dict of further
-        losses by name, each a scalar tensor: training adds them to the loss, evaluation does not, and the log has each.
+        idx, targets: (B, T) int64, targets of -1 are ignored; logits (B, T, V). A third result may
+        be a dict of further losses by name, each a scalar tensor: training adds them to the loss,
+        evaluation does not, and the log has each.
         """
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
@@ -333,19 +390,25 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., V) of hidden states x (..., C), each token alone. The loss and generation both call this."""
+        """(..., V) of hidden states x (..., C), each token alone.
+
+        The loss and generation both call this.
+        """
         return self.lm_head(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, keeping no logits; 0 of no targets.
+        """F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, keeping no logits;
+        0 of no targets.
 
-        A card computes all logits at once if the step is then predicted to fit its memory, or as few chunks as fit
-        (estimate/memory.py: with_fewest_chunks). A CPU computes chunks of a fixed size.
+        A card computes all logits at once if the step is then predicted to fit its memory, or as
+        few chunks as fit (memory.py: with_fewest_chunks). A CPU computes chunks of a fixed size.
         """
         V = self.config.vocab_size
-        return chunked_cross_entropy(self.logits, x, targets, V, self.loss_chunks, self.compile_loss)
+        return chunked_cross_entropy(
+            self.logits, x, targets, V, self.loss_chunks, self.compile_loss
+        )
 
-    # ---- making and counting -----------------------------------------------------------------------------
+    # ---- making and counting ---------------------------------------------------------------------
 
     @classmethod
     def without_storage(cls, config: GPTConfig) -> GPT:
@@ -355,22 +418,30 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:
-        """Return a model with the weights `state`. Raises ValueError, naming `source`, if they do not fit."""
+        """Return a model with the weights `state`.
+
+        Raises ValueError, naming `source`, if they do not fit.
+        """
         try:
-            cls.without_storage(config).load_state_dict(state, assign=True)  # compares before memory is taken
+            # Compares before memory is taken
+            cls.without_storage(config).load_state_dict(state, assign=True)
             model = cls(config)
             if not model.lm_head.weight.is_meta:  # a rank that gets its weights from another
                 model.load_state_dict(state)
         except RuntimeError as e:  # missing or misshapen tensors
             why = textwrap.shorten(str(e), 200, placeholder=" ...")
-            raise ValueError(f"{source}: these weights are not a GPT of {asdict(config)}: {why}") from None
+            raise ValueError(
+                f"{source}: these weights are not a GPT of {asdict(config)}: {why}"
+            ) from None
         return model
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context to block_size tokens by cropping the position embeddings."""
         if block_size > self.config.block_size:
             longest = self.config.block_size
-            raise ValueError(f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}")
+            raise ValueError(
+                f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}"
+            )
         if block_size == self.config.block_size:
             return  # what was changed in the embeddings, such as a hook, stays
         self.config = replace(self.config, block_size=block_size)
@@ -381,26 +452,34 @@ class GPT(nn.Module):
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=not wpe.requires_grad)
 
     def num_params(self) -> int:
-        """Parameters without position embeddings; a tied token embedding counts once, as the head's matrix."""
+        """Parameters without position embeddings; a tied token embedding counts once, as the head's
+        matrix.
+        """
         positions = self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0
         return sum(p.numel() for p in self.parameters()) - positions
 
     def estimate_flops(self) -> int:
-        """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B).
+        """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311,
+        appendix B).
 
-        MFU rests on it. N counts the parameters of matmuls: an embedding only if it is also the head.
+        MFU rests on it. N counts the parameters of matmuls: an embedding only if it is also the
+        head.
         """
-        tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)} - {self.lm_head.weight}
+        tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)} - {
+            self.lm_head.weight
+        }
         n = sum(p.numel() for p in self.parameters()) - sum(table.numel() for table in tables)
         c = self.config
         return 6 * n + 12 * c.n_layer * c.n_head * (c.n_embd // c.n_head) * c.block_size
 
-    # ---- generation --------------------------------------------------------------------------------------
+    # ---- generation ------------------------------------------------------------------------------
 
     def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Return the logits (B, V) of the token that follows idx (B, T), of its last block_size tokens.
+        """Return the logits (B, V) of the token that follows idx (B, T), of its last block_size
+        tokens.
 
-        cache: of the call before. Where idx continues that call's, only the new tokens are computed.
+        cache: of the call before. Where idx continues that call's, only the new tokens are
+        computed.
         """
         idx = idx[:, -self.config.block_size :]
         if cache is None:
@@ -419,37 +498,47 @@ class GPT(nn.Module):
         seed: int = 0,
         vocab_size: int | None = None,
         cache: KVCache | None = None,
-        watch: Callable[[Tensor], None] | None = None,
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> Iterator[Tensor]:
-        """Yields the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >= 1.
+        """Yields the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T),
+        T >= 1.
 
-        Row i draws from a random stream of its own, seeded with seed + i: its text does not depend on how many others
-        are generated with it. temperature 0 takes the likeliest token. Ids from vocab_size on are padding and are never
-        drawn. Without a cache each token costs a whole forward pass; so it does beyond block_size tokens.
+        Row i draws from a random stream of its own, seeded with seed + i: its text does not depend
+        on how many others are generated with it. temperature 0 takes the likeliest token. Ids from
+        vocab_size on are padding and are never drawn. Without a cache each token costs a whole
+        forward pass; so it does beyond block_size tokens.
 
-        watch is called before each draw with the logits (B, vocab_size) in float32, which it must leave as they are.
+        on_logits is called before each draw with the logits (B, vocab_size) in float32, which it
+        must leave as they are.
         """
         streams = [torch.Generator().manual_seed(seed + i) for i in range(idx.size(0))]
         for _ in range(max_new_tokens):
             logits = self.next_logits(idx, cache).float()[:, :vocab_size]
-            if watch is not None:
-                watch(logits)
-            u = torch.stack([torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams])  # (B, 1)
+            if on_logits is not None:
+                on_logits(logits)
+            # (B, 1)
+            u = torch.stack(
+                [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
+            )
             new = sample_tokens(logits, u, temperature, top_k, top_p)  # (B, 1)
             idx = torch.cat((idx, new), 1)
             yield new[:, 0]
 
 
-def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """Token ids (B, 1) drawn from logits (B, V) by inverting the cumulative distribution at u (B, 1) in [0, 1).
+def sample_tokens(
+    logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float
+) -> Tensor:
+    """Token ids (B, 1) drawn from logits (B, V) by inverting the cumulative distribution at u (B,
+    1) in [0, 1).
 
-    top_k keeps the k likeliest tokens; of these top_p keeps the fewest that reach that probability together
-    (nucleus sampling, arXiv:1904.09751).
+    top_k keeps the k likeliest tokens; of these top_p keeps the fewest that reach that probability
+    together (nucleus sampling, arXiv:1904.09751).
     """
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
     device = logits.device
-    if device.type == "mps" or torch.are_deterministic_algorithms_enabled():  # no float64; no cumsum on CUDA
+    # No float64; no cumsum on CUDA
+    if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
         logits = logits.cpu()
     # Ordered in float32: the order is the same, and there are half as many bytes to sort.
     if top_k is not None and top_k < logits.size(1):
@@ -459,7 +548,8 @@ def sample_tokens(logits: Tensor, u: Tensor, temperature: float, top_k: int | No
     if top_p < 1:
         logits, order = logits.sort(dim=1, descending=True, stable=True)
     logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
-    logits = (logits - logits.amax(1, keepdim=True)) / temperature  # at most 0: no temperature overflows
+    # At most 0: no temperature overflows
+    logits = (logits - logits.amax(1, keepdim=True)) / temperature
     p = logits.softmax(1)  # (B, V)
     if top_p < 1:
         p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays

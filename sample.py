@@ -5,9 +5,9 @@
     python sample.py --out_dir=out-shakespeare-char --serve
     python sample.py --out_dir=out-chat --chat
 
-Prints each sample, prompt included, followed by a line of dashes; the first one while it is written. With --chat, you
-talk with the model. --serve shows a page in the browser for both, and answers programs that ask as they ask OpenAI's
-API. Writes no files.
+Prints each sample, prompt included, followed by a line of dashes; the first one while it is
+written. With --chat, you talk with the model. --serve shows a page in the browser for both, and
+answers programs that ask as they ask OpenAI's API. Writes no files.
 """
 
 from __future__ import annotations
@@ -23,48 +23,57 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 from configurator import configure
 from data.chat import template
 from data.text_files import read_text
-from deskgpt.generate.engine import InferenceEngine
-from deskgpt.generate.text import PROMPT, GenerationConfig, Sample
-from deskgpt.generate.trained import Trained, encode_prompt, load
-from deskgpt.generate.writer import Writer, talk
-from deskgpt.system import hardware, peaks
-from deskgpt.system.errors import one_line_errors
-from deskgpt.system.settings import AtLeast1, FilePath, Range
+from deskgpt.chat import Writer, talk
+from deskgpt.compute import default_dtype
+from deskgpt.device import limit_threads, resolve_device, unused_gpu
+from deskgpt.engine import (
+    PROMPT,
+    GenerationConfig,
+    InferenceEngine,
+    LoadedModel,
+    Sample,
+    encode_prompt,
+    load_model,
+)
+from deskgpt.errors import one_line_errors
+from deskgpt.settings import AtLeast1, FilePath, Range
 
 DASHES = "\n---------------"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleConfig(GenerationConfig):  # which has max_new_tokens, stop, temperature, top_k, top_p, seed
+# Which has max_new_tokens, stop, temperature, top_k, top_p, seed.
+class SampleConfig(GenerationConfig):
     # model
-    init_from: FilePath = "resume"  # resume (a checkpoint in out_dir), gpt2[-medium|-large|-xl], a checkpoint, a folder
-    out_dir: FilePath = "out"  # its ckpt.pt, the last model (to resume); or a file: out/ckpt_best.pt, the best (to use)
+    init_from: FilePath = "resume"  # resume (out_dir), gpt2[-medium|-large|-xl], a .pt or folder
+    out_dir: FilePath = "out"  # its ckpt.pt, the last model; or a file: out/ckpt_best.pt, the best
     # samples
     start: str = PROMPT  # the prompt; FILE:prompt.txt reads it from a file
     num_samples: AtLeast1 = 10  # generated side by side
     # talking
-    chat: bool = False  # answer what you type, line by line, with a model trained on chat data: docs/sampling.md
+    chat: bool = False  # answer what you type, with a model trained on chat data: docs/sampling.md
     system: str = ""  # the dialogue's first message: instructions to the assistant
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls
     # page
-    serve: bool = False  # instead of printing: a page to play with in this machine's browser, until Ctrl+C
+    serve: bool = False  # a page to play with in this machine's browser, until Ctrl+C
     port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
-    retired: ClassVar[dict[str, str]] = {"compile": "", "stream": ""}  # settings of earlier versions
+    # Settings of earlier versions
+    retired: ClassVar[dict[str, str]] = {"compile": "", "stream": ""}
 
 
 def main(c: SampleConfig) -> list[str]:
     """Print samples as c says; return their texts, prompt included."""
-    device = hardware.resolve_device(c.device)
-    hardware.limit_threads()
+    device = resolve_device(c.device)
+    limit_threads()
     if c.device == "auto" and device.type == "cpu":
-        reason = hardware.unused_gpu()
+        reason = unused_gpu()
         if reason:
             print(f"{reason}; sampling on the CPU", file=sys.stderr)
     prompt = prompt_of(c)
-    trained = load(c.init_from, c.out_dir, device)
+    trained = load_model(c.init_from, c.out_dir, device)
     trained.model.eval().to(device)
     writer = writer_of(c, prompt, trained)
     if c.serve:
@@ -80,7 +89,9 @@ def main(c: SampleConfig) -> list[str]:
 
 
 def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
-    """Print samples while they are written: the first one token by token, each further one after those before it."""
+    """Print samples while they are written: the first one token by token, each further one after
+    those before it.
+    """
     n = 0
     print(samples[0].text, end="", flush=True)
     for shown in written:
@@ -94,44 +105,56 @@ def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
         print(f"{sample.text}{DASHES}")
 
 
-# ---- set-up --------------------------------------------------------------------------------------------------
+# ---- set-up --------------------------------------------------------------------------------------
 
 
 def prompt_of(c: SampleConfig) -> str:
     """Return the prompt that c asks for. Raises ValueError if it is empty or is not UTF-8."""
     prompt = read_text(Path(c.start[5:]).expanduser()) if c.start.startswith("FILE:") else c.start
-    if any("\ud800" <= char <= "\udfff" for char in prompt):  # what Python makes of other bytes than UTF-8
-        raise ValueError(f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv")
+    # What Python makes of other bytes than UTF-8.
+    if any("\ud800" <= char <= "\udfff" for char in prompt):
+        raise ValueError(
+            f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv"
+        )
     if not prompt:
         raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
     return prompt
 
 
-def writer_of(c: SampleConfig, prompt: str, trained: Trained) -> Writer:
+def writer_of(c: SampleConfig, prompt: str, trained: LoadedModel) -> Writer:
     """Return the model in the dtype that c asks for; on a CPU that is float32 by default.
 
-    It talks if it saw dialogues, or with --chat. Raises ValueError if it cannot talk, or if there is no room for the
-    system message.
+    It talks if it saw dialogues, or with --chat. Raises ValueError if it cannot talk, or if there
+    is no room for the system message.
     """
     device = next(trained.model.parameters()).device
     dtype: str = c.dtype
     if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else peaks.fast_dtype(device)
-    chat_template = template.Template(trained.tokenizer) if c.chat or trained.saw_chat else None
-    if c.chat and not trained.saw_chat:
-        note = f"note: {trained.source} was not trained on data of data/chat/prepare.py: docs/sampling.md"
+        dtype = "float32" if device.type == "cpu" else default_dtype(device)
+    chat_template = (
+        template.Template(trained.tokenizer) if c.chat or trained.is_chat_model else None
+    )
+    if c.chat and not trained.is_chat_model:
+        note = (
+            f"note: {trained.source} was not trained on data of data/chat/prepare.py: "
+            "docs/sampling.md"
+        )
         print(note, file=sys.stderr)
-    engine = InferenceEngine(trained.model, encode_prompt(prompt, trained.tokenizer).to(device), dtype)
+    engine = InferenceEngine(
+        trained.model, encode_prompt(prompt, trained.tokenizer).to(device), dtype
+    )
     return Writer(trained, engine, c, prompt, chat_template, c.system)
 
 
 def serve(writer: Writer, port: int) -> None:
     """Serve the page and OpenAI's API until Ctrl+C. Raises OSError."""
-    from deskgpt.serve import openai_api, playground, server  # which need packages of their own
+    from deskgpt import server  # which need packages of their own
 
     about = f"{{address}}/{writer.token}/ (Ctrl+C ends it)\n"
     about += f"for programs, as OpenAI's API: base_url={{address}}/v1 api_key={writer.token}"
-    server.run_app(server.make_app([*playground.routes(writer), *openai_api.routes(writer)]), port, about)
+    server.run_app(
+        server.make_app([*server.page_routes(writer), *server.openai_routes(writer)]), port, about
+    )
 
 
 if __name__ == "__main__":

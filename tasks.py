@@ -1,14 +1,16 @@
-"""Run the common tasks, and install what they need. `make` calls this file; without make, type it yourself.
+"""Run the common tasks, and install what they need.
 
-    python tasks.py train                      a first model in a few minutes, text from it and its report
-    python tasks.py train --text novel.txt     the same on your own text
-    python tasks.py train --to novel.gguf      the same, and a file for llama.cpp and Ollama (--to my-model: a folder)
-    python tasks.py train -- --n_embd=256      with other settings of train.py
-    python tasks.py test                       the quick tests; with `-- -k word` those with this word in their name
-    python tasks.py test-all, test-nightly, check, qualify, check-cards        as `make` lists them
+`make` calls this file; without make, type it yourself.
 
-All tasks first make a virtual environment, .venv, and install what they need into it. This file uses only the standard
-library.
+    python tasks.py train                     a first model in a few minutes, text and its report
+    python tasks.py train --text novel.txt    the same on your own text
+    python tasks.py train --to novel.gguf     also a file for llama.cpp (my-model: a folder)
+    python tasks.py train -- --n_embd=256     with other settings of train.py
+    python tasks.py test                      the quick tests; `-- -k word`: with this word
+    python tasks.py test-all, test-nightly, check, qualify, check-cards    as `make` lists them
+
+All tasks first make a virtual environment, .venv, and install what they need into it. This file
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)
     found = ".".join(map(str, sys.version_info[:3]))
-    sys.exit(f"Python 3.11 or newer is needed, this is {found} at {sys.executable}; name one: make PYTHON=python3.12")
+    sys.exit(
+        f"Python 3.11 or newer is needed, this is {found} at {sys.executable}; name one: "
+        "make PYTHON=python3.12"
+    )
 
 import argparse
 import functools
@@ -32,15 +37,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves it out
 
-from deskgpt.system import wheels  # noqa: E402
-from deskgpt.system.files import check_unused, file_sha256  # noqa: E402
+from deskgpt import wheels  # noqa: E402
+from deskgpt.files import check_unused, file_sha256  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
 TASKS = {  # commands of the environment's Python; the last one gets what follows `--`
     "test": [[*PYTEST, "not slow and not nightly"]],
     "test-all": [[*PYTEST, "not nightly"]],
     "test-nightly": [[*PYTEST, "nightly"]],
-    "check": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]],
+    "check": [
+        ["-m", "ruff", "check", "."],
+        ["-m", "ruff", "format", "--check", "."],
+        ["-m", "mypy"],
+    ],
     "qualify": [["bench/qualify.py"]],
     "check-cards": [["bench/check_cards.py"]],
 }
@@ -51,23 +60,34 @@ def main(argv: list[str]) -> None:
     """Run the task that the command line names."""
     split = argv.index("--") if "--" in argv else len(argv)
     extra = argv[split + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=["train", *TASKS])
-    parser.add_argument("--text", type=absolute, default="", help="train on this file, not on Shakespeare's plays")
-    parser.add_argument("--to", type=absolute, default="", help="also export the model, as export.py --to does")
+    parser.add_argument(
+        "--text", type=absolute, default="", help="train on this file, not on Shakespeare's plays"
+    )
+    parser.add_argument(
+        "--to", type=absolute, default="", help="also export the model, as export.py --to does"
+    )
     parser.add_argument("--out", default="out-first", help="the folder where the run is saved")
     parser.add_argument("--venv", default=".venv", help="the folder of the environment")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
     if args.text and not (os.path.isfile(args.text) and os.path.getsize(args.text)):
-        sys.exit(f"error: cannot train on {args.text}: it is not a file with text in it; is its name right?")
+        sys.exit(
+            f"error: cannot train on {args.text}: it is not a file with text in it; is its "
+            "name right?"
+        )
     if args.to:
         try:
             check_unused(Path(args.to))
         except ValueError as e:
             sys.exit(f"error: {e}")
     os.chdir(ROOT)
-    python = install(ROOT / args.venv, "requirements.txt" if args.task == "train" else "requirements-dev.txt")
+    python = install(
+        ROOT / args.venv, "requirements.txt" if args.task == "train" else "requirements-dev.txt"
+    )
     if args.task == "train":
         train(python, args.text, args.out, args.to, extra)
         return
@@ -82,22 +102,33 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
-# ---- the first run -------------------------------------------------------------------------------------------
+# ---- the first run -------------------------------------------------------------------------------
 
-# Slower machines take few steps, which a lower momentum than the recipe's suits (docs/answers.md#recipes).
-FAST = ["config/train_shakespeare_char_fast.py", "--eval_interval=200", "--eval_tokens=65536", "--max_iters=1600"]
+# Slower machines take few steps, which a lower momentum than the recipe's suits
+# (docs/answers.md#recipes).
+FAST = [
+    "config/train_shakespeare_char_fast.py",
+    "--eval_interval=200",
+    "--eval_tokens=65536",
+    "--max_iters=1600",
+]
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
-# What other programs compute too. On a CPU the loss is about 0.05 higher (bench/results/2026-11-22-token-shift.md).
+# What other programs compute too. On a CPU the loss is about 0.05 higher
+# (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
-MATMULS = "from deskgpt.system import hardware, peaks; hardware.limit_threads(); "
-MATMULS += "device = hardware.resolve_device('auto'); "
-MATMULS += "print(device.type, max(0.0, peaks.measured_matmul_flops(device, peaks.fast_dtype(device)) / 1e12))"
+MATMULS = "from deskgpt import compute, device as d, peaks; d.limit_threads(); "
+MATMULS += "device = d.resolve_device('auto'); "
+MATMULS += (
+    "print(device.type, max(0.0, peaks.measured_matmul_flops(device, "
+    "compute.default_dtype(device)) / 1e12))"
+)
 
 
 def first_model(device: str, tflops: float) -> list[str]:
     """Return what to train in three minutes on a device whose matmuls reach so many TFLOP/s.
 
-    The limits are measured (bench/results/2026-11-22-first-run.md and 2026-11-26-first-run-zen4.md).
+    The limits are measured (bench/results/2026-11-22-first-run.md and
+    2026-11-26-first-run-zen4.md).
     """
     if device == "cuda":
         return ["config/train_shakespeare_char.py"]
@@ -108,50 +139,76 @@ def first_model(device: str, tflops: float) -> list[str]:
 
 
 def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
-    """Prepare data, train a small model on it for about three minutes, print text from it and write its report.
+    """Prepare data, train a small model on it for about three minutes, print text from it and write
+    its report.
 
     to: export the model there; then it is one that other programs have.
     """
     dataset = prepare(python, text)
     print0("measuring how fast this machine multiplies matrices")
     done = subprocess.run([str(python), "-c", MATMULS], stdout=subprocess.PIPE, text=True)
-    device, tflops = done.stdout.split() if done.returncode == 0 else ("cpu", "0")  # train.py prints what is wrong
+    # train.py prints what is wrong
+    device, tflops = done.stdout.split() if done.returncode == 0 else ("cpu", "0")
     settings = first_model(device, float(tflops))
     if to and device != "cuda":  # whose model is a GPT-2
         settings = [*settings, *FOR_EXPORT]
-    print0(f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training for about three minutes")
-    run(python, "train.py", *settings, "--max_minutes=3", f"--dataset={dataset}", f"--out_dir={out}", *extra)
+    print0(
+        f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training for about three minutes"
+    )
+    run(
+        python,
+        "train.py",
+        *settings,
+        "--max_minutes=3",
+        f"--dataset={dataset}",
+        f"--out_dir={out}",
+        *extra,
+    )
     run(python, "sample.py", f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=300")
     if call(python, "bench/report.py", out) == 0:
         print0(f"the run's curves and figures: {Path(out).absolute() / 'report.html'}")
     if to:
-        run(python, "export.py", f"--out_dir={out}", f"--to={to}", accepted=3)  # written, and not compared
+        # Written, and not compared
+        run(python, "export.py", f"--out_dir={out}", f"--to={to}", accepted=3)
 
 
 def prepare(python: Path, text: str) -> str:
-    """Prepare data and return its name: the text, else Shakespeare's plays, else the source code of Python."""
+    """Prepare data and return its name: the text, else Shakespeare's plays, else the source code of
+    Python.
+    """
     if text:  # each text has a folder of its own: a run needs its data to resume
         name = f"{re.sub(r'[^A-Za-z0-9]+', '_', Path(text).stem)}_{file_sha256(Path(text))[:8]}"
         run(python, "data/text/prepare.py", text, "--name", name)
         return name
     if (ROOT / "data" / "shakespeare_char" / "val.bin").exists():
         return "shakespeare_char"
-    print0("preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives up after 20 seconds")
+    print0(
+        "preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives "
+        "up after 20 seconds"
+    )
     if call(python, "data/shakespeare_char/prepare.py") == 0:
         return "shakespeare_char"
-    print0("No Shakespeare, see above: training on the source code of Python's standard library instead.")
+    print0(
+        "No Shakespeare, see above: training on the source code of Python's standard "
+        "library instead."
+    )
     modules = Path(sysconfig.get_paths()["stdlib"]) / "*.py"
     run(python, "data/text/prepare.py", modules, "--name", "python_char")
     return "python_char"
 
 
-# ---- the environment -----------------------------------------------------------------------------------------
+# ---- the environment -----------------------------------------------------------------------------
 
 
 def install(venv: Path, requirements: str) -> Path:
-    """Return the environment's Python, with the packages of this file, installed again if the files have changed."""
+    """Return the environment's Python, with the packages of this file, installed again if the files
+    have changed.
+    """
     python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    wanted = "".join((ROOT / f"{name}.txt").read_text() for name in ("constraints", "requirements", "requirements-dev"))
+    wanted = "".join(
+        (ROOT / f"{name}.txt").read_text()
+        for name in ("constraints", "requirements", "requirements-dev")
+    )
     for name in (requirements, "requirements-dev.txt"):  # the latter includes the former
         done = venv / f".installed-{name}"
         if python.exists() and done.exists() and done.read_text() == wanted:
@@ -160,19 +217,30 @@ def install(venv: Path, requirements: str) -> Path:
     if not python.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
-    print0(f"{why}. Installing {requirements} into {venv.name}: about {wheels.SIZE_GB[wheel] + 0.5:.1f} GB to download")
+    print0(
+        f"{why}. Installing {requirements} into {venv.name}: about "
+        f"{wheels.SIZE_GB[wheel] + 0.5:.1f} GB to download"
+    )
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements]
-    listed = subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True)
+    listed = subprocess.run(
+        [str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True
+    )
     if "index" not in listed.stdout and sys.platform != "darwin":
-        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]  # unless the user has chosen one
+        # Unless the user has chosen one
+        command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]
     if call(*command, "-c", "constraints.txt"):
-        sys.exit(f"error: pip could not install {requirements}, see above; is there a network? If so, {again}")
+        sys.exit(
+            f"error: pip could not install {requirements}, see above; is there a network? "
+            f"If so, {again}"
+        )
     (venv / f".installed-{requirements}").write_text(wanted)
     return python
 
 
 def run(*command: object, accepted: int = 0) -> None:
-    """Print a command and run it; end this script with its exit status if that is neither 0 nor accepted."""
+    """Print a command and run it; end this script with its exit status if that is neither 0 nor
+    accepted.
+    """
     print0("+ " + shlex.join(map(str, command)).replace(str(ROOT) + os.sep, ""))
     code = call(*command)
     if code not in (0, accepted):
@@ -187,6 +255,7 @@ def call(*command: object) -> int:
 
 
 if __name__ == "__main__":
-    # Ctrl+C reaches the running command too: wait until it has saved and ended, then pass on its status.
+    # Ctrl+C reaches the running command too: wait until it has saved and ended, then pass on its
+    # status.
     signal.signal(signal.SIGINT, lambda *_: None)
     main(sys.argv[1:])

@@ -1,17 +1,17 @@
 """Ask by experiment which of two ways to train is better, how sure that is and what it costs.
 
-    python bench/ask.py config/x.py --a "--learning_rate=3e-4" --b "--learning_rate=1e-3" --min_effect=0.01 --budget=1h
+    python bench/ask.py config/x.py --b "--learning_rate=1e-3" --min_effect=0.01 --budget=1h
     python bench/ask.py config/x.py --b docs/hacks/value_embeddings.patch
     python bench/ask.py config/x.py --b commit:HEAD~3
     python bench/ask.py @bench/questions/07-learning-rate.txt
 
-An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless --a says otherwise.
-Other settings are settings of both arms, which take turns on the same seeds and are judged on the same windows of
-val.bin. @FILE stands for the words of a file. The same command resumes a question that was stopped. docs/asking.md says
-more.
+An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless
+--a says otherwise. Other settings are settings of both arms, which take turns on the same seeds and
+are judged on the same windows of val.bin. @FILE stands for the words of a file. The same command
+resumes a question that was stopped. docs/asking.md says more.
 
-Exit status: 0 if b is better than a, 1 if it is worse or not different by --min_effect, 3 if the budget was not enough,
-2 for every error.
+Exit status: 0 if b is better than a, 1 if it is worse or not different by --min_effect, 3 if the
+budget was not enough, 2 for every error.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.asking.arms import TO_THE_END, Arm, folder_for_worktrees, make_arm
 from bench.asking.question import Question
 from bench.asking.running import Trainer, data_digest
 from bench.asking.statistics import PILOT
 from data.token_files import dataset_folder
-from deskgpt.run.log import RunLog
-from deskgpt.system import cache, hardware
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.device import device_name, resolve_device
+from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.files import cache_folder
+from deskgpt.logger import RunLog
 
 UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-MOST_TOKENS = 1 << 21  # of val.bin, evaluated at the end of a run if the config does not set eval_tokens
+# Of val.bin, evaluated at the end of a run if the config does not set eval_tokens.
+MOST_TOKENS = 1 << 21
 
-# ---- the command line ----------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 class Parser(OneLineParser):
@@ -53,11 +56,17 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (our own arguments, the arguments of train.py for both arms). Raises ConfigError."""
     parser = Parser(__doc__)
     parser.fromfile_prefix_chars = "@"
-    parser.add_argument("--a", metavar="ARM", default="", help='"--name=value ...", a patch, commit:REV')
+    parser.add_argument(
+        "--a", metavar="ARM", default="", help='"--name=value ...", a patch, commit:REV'
+    )
     parser.add_argument("--b", metavar="ARM", default="")
-    parser.add_argument("--min_effect", type=float, help="the smallest difference that matters, in nats")
+    parser.add_argument(
+        "--min_effect", type=float, help="the smallest difference that matters, in nats"
+    )
     parser.add_argument("--budget", default="1h", metavar="TIME", help="90s, 6min, 2h")
-    parser.add_argument("--ledger", metavar="FOLDER", help="of runs and answers; default: ~/.cache/deskgpt/ledger")
+    parser.add_argument(
+        "--ledger", metavar="FOLDER", help="of runs and answers; default: ~/.cache/deskgpt/ledger"
+    )
     a, common = parser.parse_known_args(joined(argv))
     a.budget_s = seconds(a.budget)
     if a.min_effect is not None and not 0 < a.min_effect < math.inf:
@@ -66,7 +75,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def joined(argv: list[str]) -> list[str]:
-    """Return `--b "--x=1"` as `--b=--x=1`: argparse takes a value that begins with dashes for an option."""
+    """Return `--b "--x=1"` as `--b=--x=1`: argparse takes a value that begins with dashes for an
+    option.
+    """
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--a", "--b"):
@@ -84,38 +95,53 @@ def seconds(text: str) -> float:
     return float(found[1]) * UNITS_S[found[2]]
 
 
-# ---- the question --------------------------------------------------------------------------------------------
+# ---- the question --------------------------------------------------------------------------------
 
 
 def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Arm, Arm]:
-    """Return the two arms that the command line names, their worktrees below a folder. Raises ConfigError."""
+    """Return the two arms that the command line names, their worktrees below a folder.
+
+    Raises ConfigError.
+    """
     if not a.b:
-        raise ConfigError('nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"')
+        raise ConfigError(
+            'nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"'
+        )
     x = make_arm("a", a.a, common, below)
     y = make_arm("b", a.b, common, below)
     if x.identity() == y.identity():
         raise ConfigError(f"a and b are the same training: {y.name}; change one of them")
     if x.settings["block_size"] != y.settings["block_size"]:
-        raise ConfigError("b has another block_size: it reads other windows, so losses do not compare")
+        raise ConfigError(
+            "b has another block_size: it reads other windows, so losses do not compare"
+        )
     return x, y
 
 
 def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below: Path) -> Question:
-    """Return the question that the command line asks. below: a folder for worktrees. Raises ConfigError."""
+    """Return the question that the command line asks. below: a folder for worktrees.
+
+    Raises ConfigError.
+    """
     arms = make_arms(a, common, below)
     first = arms[0].settings
     data = dataset_folder(first["dataset"]).resolve()
     device = first["device"]
     windows = first["eval_tokens"] or MOST_TOKENS  # the same for both arms, whatever their batch
     for arm in arms:
-        arm.give(**TO_THE_END, dataset=data, device=device, eval_tokens=windows, eval_interval=arm.steps)
-    machine = hardware.device_name(hardware.resolve_device(device))
+        arm.give(
+            **TO_THE_END, dataset=data, device=device, eval_tokens=windows, eval_interval=arm.steps
+        )
+    machine = device_name(resolve_device(device))
     trainer = Trainer(ledger / "runs", data_digest(data), machine)
     return Question(*arms, trainer, a.min_effect, a.budget_s, first["seed"])
 
 
 def ask(question: Question) -> None:
-    """Run the question, and print what is known after each round that decides nothing. Raises ConfigError."""
+    """Run the question, and print what is known after each round that decides nothing.
+
+    Raises ConfigError.
+    """
     for verdict in question.run_rounds():
         if verdict == "open":
             cost = f"; {question.cost_line()}" if question.rounds >= PILOT else ""
@@ -124,7 +150,7 @@ def ask(question: Question) -> None:
 
 def main() -> int:
     a, common = read_arguments(sys.argv[1:])
-    ledger = Path(a.ledger) if a.ledger else cache.folder() / "ledger"
+    ledger = Path(a.ledger) if a.ledger else cache_folder() / "ledger"
     ledger.mkdir(parents=True, exist_ok=True)
     with folder_for_worktrees(ledger) as below:
         question = make_question(a, common, ledger, below)
@@ -132,12 +158,17 @@ def main() -> int:
     answer = question.answer()
     print(answer["sentence"])
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
-    RunLog(ledger / "ledger.jsonl").write("answer", date=time.strftime("%Y-%m-%d"), config=configs, **answer)
+    RunLog(ledger / "ledger.jsonl").write(
+        "answer", date=time.strftime("%Y-%m-%d"), config=configs, **answer
+    )
     return int(answer["status"])
 
 
 def exit_status() -> int:
-    """Return the exit status of main. Whatever fails has status 2, a defect too: 1 would be an answer."""
+    """Return the exit status of main.
+
+    Whatever fails has status 2, a defect too: 1 would be an answer.
+    """
     try:
         with one_line_errors():
             return main()

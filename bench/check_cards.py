@@ -1,18 +1,22 @@
-"""Compile what inductor makes of our configs for NVIDIA cards that are not there, and count its work and memory.
+"""Compile what inductor makes of our configs for NVIDIA cards that are not there, and count its
+work and memory.
 
-    make check-cards                                                   # all cards and configs: minutes each
+    make check-cards                                          # all cards and configs: minutes each
     python bench/check_cards.py --cards "RTX 4070" --configs train_fineweb_125m
-    python bench/check_cards.py --peer nanogpt:../nanoGPT              # counted beside an unmodified nanoGPT
+    python bench/check_cards.py --peer nanogpt:../nanoGPT     # counted beside an unmodified nanoGPT
 
-For torch's CPU build, on Linux; triton is downloaded (0.2 GB) into ~/.cache/deskgpt. On a pretended card
-(pretend_card.py) inductor writes its Triton kernels of a training step, of the loss's softmax and of evaluation; ptxas,
-which triton brings, compiles every configuration that autotuning would try. The step itself runs on fake tensors:
-launches, bytes moved, FLOPs and bytes alive are counted. Exit status 1 if a kernel does not compile,
-wants more shared memory than the card has, or spills more than a few registers in all configurations.
+For torch's CPU build, on Linux; triton is downloaded (0.2 GB) into ~/.cache/deskgpt. On a pretended
+card (pretend_card.py) inductor writes its Triton kernels of a training step, of the loss's softmax
+and of evaluation; ptxas, which triton brings, compiles every configuration that autotuning would
+try. The step itself runs on fake tensors: launches, bytes moved, FLOPs and bytes alive are counted.
+Exit status 1 if a kernel does not compile, wants more shared memory than the card has, or spills
+more than a few registers in all configurations.
 
-The time is a roofline, whose shares of the peaks are those of one H200. A micro-batch is one that adds to gradients. An
-operator counts as one launch, and what the card waits for the CPU is not in the time.
+The time is a roofline, whose shares of the peaks are those of one H200. A micro-batch is one that
+adds to gradients. An operator counts as one launch, and what the card waits for the CPU is not in
+the time.
 """
+
 # ruff: noqa: E402 (torch comes after the card that it is to see)
 
 from __future__ import annotations
@@ -55,28 +59,30 @@ import train
 from bench.output import markdown_table
 from bench.speed import nanogpts_model
 from configurator import build, read_settings
-from deskgpt.compute.distributed import gradient_norms
-from deskgpt.compute.optimizer import step_if_finite
-from deskgpt.compute.variant import Variant, apply_variant
-from deskgpt.estimate.memory import Step, memory
-from deskgpt.estimate.plan import is_geforce
-from deskgpt.system import cache, hardware, peaks
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.system.terminal import in_gib
+from deskgpt import peaks
+from deskgpt.compute import ComputeMode, apply_compute, autocast, default_dtype
+from deskgpt.distributed import gradient_norms
+from deskgpt.errors import ConfigError, OneLineParser, in_gib, one_line_errors
+from deskgpt.files import cache_folder
+from deskgpt.memory import StepShape, is_geforce, step_memory
+from deskgpt.optim import step_if_finite
 from model import GPT, GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
 BESIDE_PEER = ("train_fineweb_125m --batch_size=16", "train_shakespeare_char")
 TRITON = "triton==3.7.1"  # which torch 2.13 requires
 
-# Shares of the published peaks that matmuls and attention, and all other kernels, are taken to reach: with these
-# nanoGPT's count gives the 26.8 ms that a micro-batch of 16 x 1024 took on an H200.
+# Shares of the published peaks that matmuls and attention, and all other kernels, are taken to
+# reach: with these nanoGPT's count gives the 26.8 ms that a micro-batch of 16 x 1024 took on an
+# H200.
 OF_FLOPS = 0.69
-OF_FLOPS_GEFORCE = 0.8  # nanoGPT's speeds on an RTX 4090 and an RTX 4070 need 0.67 and 1.0 (docs/figures.md)
+# nanoGPT's speeds on an RTX 4090 and an RTX 4070 need 0.67 and 1.0 (docs/figures.md)
+OF_FLOPS_GEFORCE = 0.8
 OF_MEMORY = 0.92
 FEW = 16  # bytes of spilled registers, which cost nothing that shows
 
-# Operators that move nothing; that write their first tensor and do not read it; and that read or write a part of it.
+# Operators that move nothing; that write their first tensor and do not read it; and that read or
+# write a part of it.
 WITHOUT_WORK: tuple[str, ...] = (
     "empty",
     "empty_like",
@@ -87,7 +93,16 @@ WITHOUT_WORK: tuple[str, ...] = (
     "device",
 )
 WITHOUT_WORK += ("is_same_size",)
-OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "scatter_", "index_put_")
+OVERWRITES = (
+    "copy_",
+    "_foreach_copy_",
+    "fill_",
+    "zero_",
+    "_foreach_zero_",
+    "normal_",
+    "scatter_",
+    "index_put_",
+)
 READS_PART = ("embedding", "index", "gather")
 WRITES_PART = ("scatter_", "scatter_add_", "index_put_", "index_add_")
 
@@ -102,16 +117,25 @@ IDLE: tuple[str, ...] = (
     "mul_.Tensor",
     "zero_.default",
 )
-IDLE += ("fill_.Scalar", "gather.default", "scatter_.src", "_foreach_norm.Scalar", "_foreach_mul_.Tensor")
+IDLE += (
+    "fill_.Scalar",
+    "gather.default",
+    "scatter_.src",
+    "_foreach_norm.Scalar",
+    "_foreach_mul_.Tensor",
+)
 IDLE += ("_fused_adamw_.default", "_scaled_dot_product_flash_attention.default")
 IDLE += ("_scaled_dot_product_flash_attention_backward.default",)
 ROUNDS = 40
 
-# ---- in a process that pretends a card -----------------------------------------------------------------------
+# ---- in a process that pretends a card -----------------------------------------------------------
 
 
 class Kernels:
-    """The Triton kernels that inductor writes for a card. They compile, but do not run: `run` is called instead."""
+    """The Triton kernels that inductor writes for a card.
+
+    They compile, but do not run: `run` is called instead.
+    """
 
     def __init__(self, card: pretend_card.Card) -> None:
         from triton.backends.compiler import GPUTarget
@@ -141,7 +165,10 @@ class Kernels:
                 try:
                     of_config, shared = self.memory_of(kernel, config)
                 except Exception as e:  # of no common class
-                    failed.append(f"{name} {config.kwargs}: {' '.join(f'{type(e).__name__}: {e}'.split())[:200]}")
+                    failed.append(
+                        f"{name} {config.kwargs}: "
+                        f"{' '.join(f'{type(e).__name__}: {e}'.split())[:200]}"
+                    )
                     continue
                 cubins += 1
                 spilled.append(of_config)
@@ -158,7 +185,9 @@ class Kernels:
         import triton
 
         meta = kernel._create_compile_meta(config)
-        code = triton.compiler.ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+        code = triton.compiler.ASTSource(
+            kernel.fn, meta["signature"], meta["constants"], meta["configs"][0]
+        )
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             binary = triton.compile(code, self.target, kernel._create_compile_options(config, meta))
@@ -171,32 +200,46 @@ class Kernels:
         import torch._inductor.runtime.triton_helpers
         import triton.runtime
 
-        driver = SimpleNamespace(get_current_target=lambda: self.target, get_current_device=lambda: 0)
+        driver = SimpleNamespace(
+            get_current_target=lambda: self.target, get_current_device=lambda: 0
+        )
         triton.runtime.driver.set_active(driver)
-        triton.knobs.compilation.always_compile = True  # the same kernel again, too: its log is wanted
+        # The same kernel again, too: its log is wanted.
+        triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         inductor: Any = torch._inductor
         inductor.config.benchmark_kernel = True  # writes down how many bytes a kernel moves
-        inductor.async_compile.AsyncCompile.triton = lambda *args, **kwargs: self.collect(*args, **kwargs)
+        inductor.async_compile.AsyncCompile.triton = lambda *args, **kwargs: self.collect(
+            *args, **kwargs
+        )
         inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
         # What graphs call in C++, which wants real tensors.
         guards: Any = torch._C._dynamo.guards
-        guards._empty_strided_cuda = lambda *args: torch.empty_strided(*args[:2], dtype=args[2], device="cuda")
-        guards._reinterpret_tensor = lambda t, size, stride, n=0: t.as_strided(size, stride, t.storage_offset() + n)
+        guards._empty_strided_cuda = lambda *args: torch.empty_strided(
+            *args[:2], dtype=args[2], device="cuda"
+        )
+        guards._reinterpret_tensor = lambda t, size, stride, n=0: t.as_strided(
+            size, stride, t.storage_offset() + n
+        )
 
 
 class Work(TorchDispatchMode):
-    """Count what runs on fake tensors: the bytes alive, launches, bytes moved, and FLOPs of matmuls and attention."""
+    """Count what runs on fake tensors: the bytes alive, launches, bytes moved, and FLOPs of matmuls
+    and attention.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = 0  # bytes
-        self.launches = self.moved = self.flops = 0  # matmuls and attention, bound by their FLOPs, move no bytes here
+        # Matmuls and attention, bound by their FLOPs, move no bytes here.
+        self.launches = self.moved = self.flops = 0
         self._sizes: dict[int, int] = {}  # of the storages alive, by address
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: torch.compile compiles although this mode is on, and its graphs run in it."""
+        """Return True: torch.compile compiles although this mode is on, and its graphs run in
+        it.
+        """
         return True
 
     def run(self, size: int) -> None:
@@ -221,7 +264,8 @@ class Work(TorchDispatchMode):
             return out
         if operator in flop_registry:
             flops = flop_registry[operator](*args, **kwargs, out_val=out)
-            self.flops += flops // 2 if "attention" in operator.__name__ else flops  # which is causal
+            # Which is causal
+            self.flops += flops // 2 if "attention" in operator.__name__ else flops
             self.run(0)
         else:
             self.run(bytes_moved(func, args, kwargs, out))
@@ -252,7 +296,9 @@ def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         if i == 0 and name in READS_PART:
             size = size_of(out)
         if i == 0 and name in WRITES_PART:  # as many numbers as it has positions or values
-            size = given.element_size() * max(t.numel() for t in tree_leaves(args[1:]) if isinstance(t, Tensor))
+            size = given.element_size() * max(
+                t.numel() for t in tree_leaves(args[1:]) if isinstance(t, Tensor)
+            )
         if i == 0 and (name in OVERWRITES or name.endswith("_like") or name.startswith("new_")):
             is_read = name == "index_put_" and args[3:] == (True,)  # which adds
         if argument.name == "grads":  # a fused optimizer's, which it scales
@@ -266,32 +312,51 @@ def size_of(value: Any) -> int:
     size = 0
     for t in tree_leaves(value):
         if isinstance(t, Tensor):
-            size += t.element_size() * math.prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step)
+            size += t.element_size() * math.prod(
+                n for n, step in zip(t.shape, t.stride(), strict=True) if step
+            )
     return size
 
 
 def card_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
 ) -> Tensor:
-    """Compute F.scaled_dot_product_attention by the card's operator: torch's own choice would be the CPU's."""
+    """Compute F.scaled_dot_product_attention by the card's operator: torch's own choice would be
+    the CPU's.
+    """
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
-    if torch.cuda.get_device_capability() >= (8, 0) and q.dtype != torch.float32 and attn_mask is None:
+    if (
+        torch.cuda.get_device_capability() >= (8, 0)
+        and q.dtype != torch.float32
+        and attn_mask is None
+    ):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal
+    )[0]
 
 
 class Program:
-    """What takes steps on the card: deskGPT, or an unmodified nanoGPT, each as its train.py does."""
+    """What takes steps on the card: deskGPT, or an unmodified nanoGPT, each as its train.py
+    does.
+    """
 
     def __init__(self, config_name: str, peer: str) -> None:
         """Set it up. peer: nanoGPT's folder, or nothing for ours."""
         name, *flags = config_name.split()
-        c = build(train.TrainConfig, read_settings(train.TrainConfig, [f"config/{name}.py", *flags]))
+        c = build(
+            train.TrainConfig, read_settings(train.TrainConfig, [f"config/{name}.py", *flags])
+        )
         self.config = GPTConfig.from_settings(c, 65 if "_char" in name else 50304)
-        dtype = peaks.fast_dtype(torch.device("cuda"))
+        dtype = default_dtype(torch.device("cuda"))
         residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-        self.variant = Variant(dtype, compiled=True, residual_dtype=residual_dtype)
+        self.variant = ComputeMode(dtype, compiled=True, residual_dtype=residual_dtype)
         self.scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
         self.is_ours = not peer
         self.model: Any
@@ -299,17 +364,21 @@ class Program:
         self.idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         if self.is_ours:
             self.network = self.model = GPT(self.config)
-            apply_variant(self.model, self.variant)
+            apply_compute(self.model, self.variant)
             self.optimizer = train.build_optimizer(c, self.model, dtype=dtype)
         else:
             self.model = nanogpts_model(Path(peer), self.config)
             self.network = torch.compile(self.model)
             betas = (c.beta1, c.beta2)
-            self.optimizer = self.model.configure_optimizers(c.weight_decay, c.learning_rate, betas, "cuda")
+            self.optimizer = self.model.configure_optimizers(
+                c.weight_decay, c.learning_rate, betas, "cuda"
+            )
 
     def forward(self) -> None:
-        """Compute the loss, and keep what the model returns until the next pass, as both loops do."""
-        with hardware.autocast(self.idx.device, self.variant.dtype):
+        """Compute the loss, and keep what the model returns until the next pass, as both loops
+        do.
+        """
+        with autocast(self.idx.device, self.variant.dtype):
             self.out = self.network(self.idx, self.idx)
 
     def micro_batch(self) -> None:
@@ -347,18 +416,24 @@ def check(kernels: Kernels, config_name: str, peer: str) -> dict[str, Any]:
             found["micro_batch"] = work.take()
             program.step()
             found["optimizer_step"] = work.take()
-        found |= {"dtype": program.variant.dtype, "tokens": program.idx.numel(), "peak_bytes": work.peak}
+        found |= {
+            "dtype": program.variant.dtype,
+            "tokens": program.idx.numel(),
+            "peak_bytes": work.peak,
+        }
         if peer:
             return found
         program.model.eval()
         with torch.no_grad():
             program.forward()
-    step = Step(program.config, len(program.idx), program.variant, "cuda")
-    return found | {"predicted_bytes": sum(memory(step).values())} | kernels.compile()
+    step = StepShape(program.config, len(program.idx), program.variant, "cuda")
+    return found | {"predicted_bytes": sum(step_memory(step).values())} | kernels.compile()
 
 
 def idle(operator: Any) -> Any:
-    """Return a function in place of an operator's kernel, which only allocates what the operator returns."""
+    """Return a function in place of an operator's kernel, which only allocates what the operator
+    returns.
+    """
     if not operator._schema.is_mutable:
         return operator.py_kernels[torch._C.DispatchKey.Meta]
     if not operator._schema.returns:
@@ -367,7 +442,9 @@ def idle(operator: Any) -> Any:
 
 
 def cpu_time(kernels: Kernels, config_name: str, peer: str) -> list[float]:
-    """Return the CPU's milliseconds for a micro-batch and an optimizer step whose kernels do nothing: medians."""
+    """Return the CPU's milliseconds for a micro-batch and an optimizer step whose kernels do
+    nothing: medians.
+    """
     with torch.device("cuda"):
         program = Program(config_name, peer)
     kernels.run = lambda size: None
@@ -387,22 +464,39 @@ def cpu_time(kernels: Kernels, config_name: str, peer: str) -> list[float]:
     return [statistics.median(times) for times in times_ms.values()]
 
 
-# ---- the command ---------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def triton_folder() -> str:
-    """Return where triton is. In the environment itself it would change what torch.compile does on a CPU."""
-    folder = cache.folder() / TRITON
+    """Return where triton is.
+
+    In the environment itself it would change what torch.compile does on a CPU.
+    """
+    folder = cache_folder() / TRITON
     if not (folder / "triton").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}", TRITON]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            f"--target={folder}",
+            TRITON,
+        ]
         subprocess.run(pip, check=True)
     return str(folder)
 
 
 def checked(function: str, card: str, *arguments: str) -> Any:
-    """Return what `check` or `cpu_time` finds in a process of its own. Raises SystemExit if it fails."""
+    """Return what `check` or `cpu_time` finds in a process of its own.
+
+    Raises SystemExit if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        env = os.environ | {
+            name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        }
         env |= {pretend_card.CARD: card}
         env |= {"PYTHONPATH": os.pathsep.join([triton_folder(), os.environ.get("PYTHONPATH", "")])}
         env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
@@ -412,7 +506,8 @@ def checked(function: str, card: str, *arguments: str) -> Any:
         sys.exit(f"error: {arguments[0]} cannot be checked for {card}:\n{done.stderr[-3000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     if function == "check":
-        found["failed"] += re.findall(r"^W\d{4} .*$", done.stderr, re.M)  # which a user would see, too
+        # Which a user would see, too
+        found["failed"] += re.findall(r"^W\d{4} .*$", done.stderr, re.M)
     return found
 
 
@@ -426,14 +521,27 @@ class Predicted(NamedTuple):
 def predict(name: str, found: dict[str, Any]) -> Predicted:
     """Return a roofline for one of pretend_card.py's cards of what `check` has counted."""
     known = peaks.find_card(name)
-    flops_per_ms = known.flops[found["dtype"]] / 1e3 * (OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS)
+    flops_per_ms = (
+        known.flops[found["dtype"]] / 1e3 * (OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS)
+    )
     bytes_per_ms = pretend_card.CARDS[name].gb_per_s * 1e6 * OF_MEMORY
     return Predicted(
-        *(found[part]["flops"] / flops_per_ms + found[part]["bytes"] / bytes_per_ms for part in Predicted._fields)
+        *(
+            found[part]["flops"] / flops_per_ms + found[part]["bytes"] / bytes_per_ms
+            for part in Predicted._fields
+        )
     )
 
 
-HEAD = ["card, program", "kernels, cubins, failed", "launches", "TFLOP", "GB moved", "ms", "tokens/s"]
+HEAD = [
+    "card, program",
+    "kernels, cubins, failed",
+    "launches",
+    "TFLOP",
+    "GB moved",
+    "ms",
+    "tokens/s",
+]
 HEAD += ["optimizer's step: launches, GB, ms", "GiB counted, predicted"]
 
 
@@ -456,8 +564,12 @@ def row_of(card: str, program: str, found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = OneLineParser(__doc__)
-    parser.add_argument("--cards", nargs="+", choices=pretend_card.CARDS, default=list(pretend_card.CARDS))
-    parser.add_argument("--configs", nargs="+", metavar="NAME", help="of config/NAME.py, with settings")
+    parser.add_argument(
+        "--cards", nargs="+", choices=pretend_card.CARDS, default=list(pretend_card.CARDS)
+    )
+    parser.add_argument(
+        "--configs", nargs="+", metavar="NAME", help="of config/NAME.py, with settings"
+    )
     parser.add_argument("--peer", help="nanogpt:PATH, counted beside ours")
     parser.add_argument("--cpu", action="store_true", help="time the CPU's work, in turns")
     a = parser.parse_args()
@@ -475,11 +587,15 @@ def main() -> None:
                 found = checked("check", card, config, folder)
                 rows.append(row_of(card, program, found))
                 problems += [f"{card}, {config}: {line}" for line in found["failed"]]
-        print(f"\n## {config}: expected, not measured\n\n{markdown_table(HEAD, rows, 1)}\n", flush=True)
+        print(
+            f"\n## {config}: expected, not measured\n\n{markdown_table(HEAD, rows, 1)}\n",
+            flush=True,
+        )
         for program in [*programs] * 3 * a.cpu:
             cpu = checked("cpu_time", a.cards[0], config, programs[program])
             print(
-                f"{program}, the CPU's ms of a micro-batch and an optimizer step: {cpu[0]:.2f}, {cpu[1]:.2f}",
+                f"{program}, the CPU's ms of a micro-batch and an optimizer step: "
+                f"{cpu[0]:.2f}, {cpu[1]:.2f}",
                 flush=True,
             )
     if problems:

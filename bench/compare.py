@@ -4,10 +4,10 @@
     python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html compare.html
     python bench/compare.py log.txt out-b
 
-A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed. Runs are called A, B, C in the order
-given; runs that differ in nothing but their seed are repeats. ± is a 95% interval over n repeats, and "± ?" means that
-the noise between seeds is not known. Losses are compared on the same validation windows and after equal tokens only.
---html FILE writes a page with curves.
+A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed. Runs are called A,
+B, C in the order given; runs that differ in nothing but their seed are repeats. ± is a 95% interval
+over n repeats, and "± ?" means that the noise between seeds is not known. Losses are compared on
+the same validation windows and after equal tokens only. --html FILE writes a page with curves.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.analysis.comparison import compare
 from bench.analysis.logs import read_runs
 from bench.analysis.page import page
-from bench.analysis.verdict import compare
 from bench.output import markdown_table
-from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import write_atomically
+from deskgpt.errors import OneLineParser, one_line_errors
+from deskgpt.files import write_atomically
 
 
 def main() -> None:
     parser = OneLineParser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="an out_dir, a log.jsonl or what nanoGPT printed"
+    )
     parser.add_argument("--html", metavar="FILE")
     a = parser.parse_args()
     found = compare(read_runs(a.runs))

@@ -1,19 +1,22 @@
-"""Take micro-batches apart on one device: ours without and with a CUDA graph, and an unmodified nanoGPT's, in turns.
+"""Take micro-batches apart on one device: ours without and with a CUDA graph, and an unmodified
+nanoGPT's, in turns.
 
     python bench/lab.py config/train_fineweb_125m.py --batch_size=16 --peer=nanogpt:../nanoGPT
-    python bench/lab.py config/train_fineweb_125m.py --batch_size=16 --peer=nanogpt:../nanoGPT --more
+    python bench/lab.py config/train_fineweb_125m.py --peer=nanogpt:../nanoGPT --more
 
-Settings are those of train.py. A micro-batch is forward pass, loss and backward pass, and adds to the gradients; its
-tokens are random and on the device already. All contestants live in one process and take turns for --rounds rounds, in
-another order each. Prints a line for each of them after each round, with medians so far, and at the end with a profile:
+Settings are those of train.py. A micro-batch is forward pass, loss and backward pass, and adds to
+the gradients; its tokens are random and on the device already. All contestants live in one process
+and take turns for --rounds rounds, in another order each. Prints a line for each of them after each
+round, with medians so far, and at the end with a profile:
 
     wall       ms of a micro-batch in a row, without a wait in between
     alone      ms of one with a wait before and after
     queueing   ms until the CPU has queued one
     busy       ms in which the device runs kernels, in all and by class
-    gaps       ms between kernels, in which it waits for the CPU: of at most 5 us, at most 50 us, longer ones
+    gaps       ms between kernels, in which it waits for the CPU: at most 5 us, 50 us, longer
 
-Wall less busy is what faster queueing can gain. A profile needs CUDA: n/a elsewhere. Exit status: 1 if one has failed.
+Wall less busy is what faster queueing can gain. A profile needs CUDA: n/a elsewhere. Exit status: 1
+if one has failed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn as nn
@@ -46,21 +50,22 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 import train
 from bench.speed import nanogpts_model, peer_of
 from configurator import build, read_settings
-from deskgpt.compute.cuda_graph import CudaGraph
-from deskgpt.compute.distributed import DistContext, init_distributed
-from deskgpt.compute.variant import Variant, apply_variant, choose_variant
-from deskgpt.estimate.fit import USABLE_SHARE
-from deskgpt.estimate.memory import Step, with_fewest_chunks
-from deskgpt.system import hardware
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.system.terminal import reason
+from deskgpt.compute import ComputeMode, CudaGraph, apply_compute, choose_compute, seed_all
+from deskgpt.device import memory_bytes, synchronize
+from deskgpt.distributed import DistContext, init_distributed
+from deskgpt.errors import ConfigError, OneLineParser, one_line_errors, reason
+from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
 from model import GPT, GPTConfig
 
 WARM_UP = 4  # passes, of which a graph records the third
 PROFILED = 3  # passes, of which the first does not count
 GAPS_US = (5.0, 50.0, math.inf)  # the longest of each class
 # Classes of kernels, by a pattern of their names; the first that matches counts.
-CLASSES = {"attention": "fmha|flash|sdpa|attention", "matmul": "gemm|nvjet|cutlass|xmma|splitk", "triton": "^triton"}
+CLASSES = {
+    "attention": "fmha|flash|sdpa|attention",
+    "matmul": "gemm|nvjet|cutlass|xmma|splitk",
+    "triton": "^triton",
+}
 LOSS_CHUNKS = 4  # of a model that is there to be compared
 Kernel = tuple[float, float, str]  # when it begins and ends in us, and its name
 
@@ -90,17 +95,17 @@ class Contestant:
         """Add the times of a round."""
         for _ in range(2):
             self.run()
-        hardware.synchronize(device)
+        synchronize(device)
         t0 = time.perf_counter()
         for _ in range(passes):
             self.run()
-        hardware.synchronize(device)
+        synchronize(device)
         self.wall_ms.append((time.perf_counter() - t0) * 1e3 / passes)
         for _ in range(passes):
             t0 = time.perf_counter()
             self.run()
             self.queueing_ms.append((time.perf_counter() - t0) * 1e3)
-            hardware.synchronize(device)
+            synchronize(device)
             self.alone_ms.append((time.perf_counter() - t0) * 1e3)
 
     def figures(self) -> str:
@@ -118,33 +123,38 @@ class Contestant:
         return f"{self.name}: {', '.join(words)}"
 
 
-# ---- contestants ---------------------------------------------------------------------------------------------
+# ---- contestants ---------------------------------------------------------------------------------
 
 Run = Callable[[], Tensor]  # a micro-batch; returns its loss
-Computed = tuple[nn.Module, Variant]  # a model, and how it is computed
+Computed = tuple[nn.Module, ComputeMode]  # a model, and how it is computed
 
 
 def contestants(
     c: train.TrainConfig, vocab_size: int, device: torch.device, nanogpt: Path | None, more: bool
 ) -> dict[str, Callable[[], Run]]:
-    """Return functions by the contestants' names, each of which makes a micro-batch of the settings c to be run.
+    """Return functions by the contestants' names, each of which makes a micro-batch of the settings
+    c to be run.
 
     Those of a program share its model. more: also those that are worth their time at one size only.
     """
     config = GPTConfig.from_settings(c, vocab_size)
-    hardware.seed_all(c.seed, device)
+    seed_all(c.seed, device)
     tokens = torch.randint(vocab_size, (c.batch_size, c.block_size + 1)).to(device)
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 1 / c.gradient_accumulation_steps
-    chosen = dataclasses.replace(choose_variant(c, DistContext(device), {}), cuda_graph=False)
-    step = Step(config, c.batch_size, chosen, device.type)
-    fewest = with_fewest_chunks(step, USABLE_SHARE * hardware.memory_bytes(device)).variant.loss_chunks
+    batch = (
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        1 / c.gradient_accumulation_steps,
+    )
+    chosen = dataclasses.replace(choose_compute(c, DistContext(device), {}), cuda_graph=False)
+    step = StepShape(config, c.batch_size, chosen, device.type)
+    fewest = with_fewest_chunks(step, USABLE_SHARE * memory_bytes(device)).variant.loss_chunks
     print(f"ours: {dataclasses.replace(chosen, loss_chunks=fewest)}")
 
     @functools.cache
     def ours(chunks: int) -> Computed:
         variant = dataclasses.replace(chosen, loss_chunks=chunks)
         model = GPT(config).to(device)
-        apply_variant(model, variant)
+        apply_compute(model, variant)
         return model, variant
 
     @functools.cache
@@ -152,9 +162,9 @@ def contestants(
         assert nanogpt is not None
         model = nanogpts_model(nanogpt, config).to(device)
         if device.type == "cpu":  # as bench/speed.py runs it
-            return model, Variant()
+            return model, ComputeMode()
         model.compile()
-        return model, Variant("bfloat16", compiled=True)
+        return model, ComputeMode("bfloat16", compiled=True)
 
     def micro_batch(make: Callable[[], Computed], graph: bool) -> Run:
         model, variant = make()
@@ -163,7 +173,7 @@ def contestants(
         graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=refuse)
 
         def run() -> Tensor:
-            hardware.seed_all(c.seed, device)  # the loop of train.py does so, too
+            seed_all(c.seed, device)  # the loop of train.py does so, too
             return graphed(*batch)["loss"]
 
         for _ in range(WARM_UP):
@@ -179,7 +189,9 @@ def contestants(
         found["ours + graph"] = lambda: micro_batch(as_trained, True)
         if more:
             in_chunks = functools.partial(ours, LOSS_CHUNKS)
-            found[f"ours + graph, loss in {LOSS_CHUNKS} chunks"] = lambda: micro_batch(in_chunks, True)
+            found[f"ours + graph, loss in {LOSS_CHUNKS} chunks"] = lambda: micro_batch(
+                in_chunks, True
+            )
         if more and nanogpt:
             found["nanoGPT + graph"] = lambda: micro_batch(nanogpts, True)
     return found
@@ -190,7 +202,7 @@ def refuse(why: str) -> NoReturn:
     raise RuntimeError(why)
 
 
-# ---- profiles ------------------------------------------------------------------------------------------------
+# ---- profiles ------------------------------------------------------------------------------------
 
 
 def profiled(run: Run, device: torch.device) -> Profile:
@@ -198,7 +210,7 @@ def profiled(run: Run, device: torch.device) -> Profile:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(PROFILED):
             run()
-        hardware.synchronize(device)
+        synchronize(device)
     kernels = []
     for e in found.events() or ():
         if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False):
@@ -223,21 +235,31 @@ def profile_of(kernels: Sequence[Kernel], passes: int) -> Profile:
             gaps_ms[next(i for i, longest in enumerate(GAPS_US) if gap <= longest)] += gap / n
         busy_us += max(0.0, end - max(begin, covered_until))
         covered_until = max(covered_until, end)
-        kind = next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.I)), "other")
+        kind = next(
+            (kind for kind, pattern in CLASSES.items() if re.search(pattern, name, re.I)), "other"
+        )
         by_class_ms[kind] += (end - begin) / n
     return Profile(len(ordered) // (passes - 1), busy_us / n, gaps_ms, by_class_ms)
 
 
-# ---- the command ---------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = OneLineParser(__doc__)
     parser.add_argument("--peer", help="nanogpt:PATH, an unmodified checkout")
-    parser.add_argument("--more", action="store_true", help="our loss in other chunks, and a graph of nanoGPT's passes")
+    parser.add_argument(
+        "--more",
+        action="store_true",
+        help="our loss in other chunks, and a graph of nanoGPT's passes",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--passes", type=int, default=12, help="of a round, in a row (default: %(default)s)")
-    parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50304")
+    parser.add_argument(
+        "--passes", type=int, default=12, help="of a round, in a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50304"
+    )
     a, given = parser.parse_known_args()
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     device = init_distributed(c.device, c.backend, c.dist_timeout_s).device
@@ -251,7 +273,9 @@ def main() -> None:
             run = make()
             loss = run().item()
             running.append(Contestant(name, run))
-            print(f"{name}: loss {loss!r}, ready after {time.perf_counter() - t0:.1f} s", flush=True)
+            print(
+                f"{name}: loss {loss!r}, ready after {time.perf_counter() - t0:.1f} s", flush=True
+            )
     print(f"ms of a micro-batch of {c.batch_size} x {c.block_size}:")
     for number in range(a.rounds):
         # In another order each round, so that no drift of the machine favours one of them.
@@ -259,8 +283,14 @@ def main() -> None:
             with caught(x.name, failed):
                 x.measure(device, a.passes)
         running = [x for x in running if x.name not in failed]
-        print(f"\nround {number + 1} of {a.rounds}", *[x.figures() for x in running], sep="\n", flush=True)
-    if ProfilerActivity.CUDA in supported_activities():  # at the end: a profiler may leave the CPU slower
+        print(
+            f"\nround {number + 1} of {a.rounds}",
+            *[x.figures() for x in running],
+            sep="\n",
+            flush=True,
+        )
+    # At the end: a profiler may leave the CPU slower.
+    if ProfilerActivity.CUDA in supported_activities():
         print("\nwith profiles")
         for x in running:
             with caught(x.name, failed):

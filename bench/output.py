@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 0) -> str:
-    """Return a Markdown table. The first left_columns columns are aligned to the left, the others to the right."""
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 0
+) -> str:
+    """Return a Markdown table.
+
+    The first left_columns columns are aligned to the left, the others to the right.
+    """
     alignment = ["---"] * left_columns + ["--:"] * (len(head) - left_columns)
     return "\n".join([markdown_row(head), f"|{'|'.join(alignment)}|", *map(markdown_row, rows)])
 
@@ -19,6 +24,11 @@ def markdown_row(cells: Sequence[str]) -> str:
 
 
 def about(*starts: dict[str, Any]) -> str:
-    """Return today's date, and device, versions and commit of the first of some runs, by its log's start event."""
+    """Return today's date, and device, versions and commit of the first of some runs, by its log's
+    start event.
+    """
     first = starts[0]
-    return f"{time.strftime('%Y-%m-%d')}, {first['device']}; {first['versions']}, commit {first['git_commit']}"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {first['device']}; {first['versions']}, commit "
+        f"{first['git_commit']}"
+    )

@@ -1,13 +1,15 @@
-"""Run a script on an NVIDIA card that is not there, to see that it takes the card's ways without a fault.
+"""Run a script on an NVIDIA card that is not there, to see that it takes the card's ways without a
+fault.
 
-    python bench/pretend_card.py --card "RTX 4070" train.py config/train_shakespeare_char.py --max_iters=20
+    python bench/pretend_card.py --card "RTX 4070" train.py config/x.py --max_iters=20
     python bench/pretend_card.py --card T4 -m pytest tests/test_gpu.py
 
-For torch's CPU build, on Linux, with a C++ compiler. The device is "cuda": its memory is the host's and its kernels are
-the CPU's (bench/pretend_card.cpp), so the numbers are right and every choice by device, dtype rule of autocast, loss
-scale, copy, memory limit (torch.OutOfMemoryError as on the card) and peak is the card's. What it cannot show: speed,
-the card's own kernels, asynchronous execution, several cards. torch.compile traces the code and runs the graphs as they
-are: what inductor generates is check_cards.py's.
+For torch's CPU build, on Linux, with a C++ compiler. The device is "cuda": its memory is the host's
+and its kernels are the CPU's (bench/pretend_card.cpp), so the numbers are right and every choice by
+device, dtype rule of autocast, loss scale, copy, memory limit (torch.OutOfMemoryError as on the
+card) and peak is the card's. What it cannot show: speed, the card's own kernels, asynchronous
+execution, several cards. torch.compile traces the code and runs the graphs as they are: what
+inductor generates is check_cards.py's.
 """
 
 from __future__ import annotations
@@ -59,21 +61,25 @@ runpy.run_path({path!r})["pretend"]()
 """
 
 
-# ---- in the process of the script ----------------------------------------------------------------------------
+# ---- in the process of the script ----------------------------------------------------------------
 
 
 def pretend(backend: str = "aot_eager_decomp_partition") -> None:
     """Make torch see the card that the environment names. Call it before torch is imported.
 
-    backend: torch.compile's. The default traces, and splits the passes as inductor does, but generates no code.
+    backend: torch.compile's. The default traces, and splits the passes as inductor does, but
+    generates no code.
     """
     if CARD not in os.environ:
         return
     assert "torch" not in sys.modules
-    for name in ("libc10.so", "libtorch_cpu.so"):  # not for all to see: llama.cpp's library would take symbols of them
+    # Not for all to see: llama.cpp's library would take symbols of them.
+    for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch_folder() / "lib" / name))
     library = ctypes.CDLL(str(build()))
-    library.card_allocated.restype = library.card_peak.restype = library.card_get_rng_state.restype = ctypes.c_int64
+    library.card_allocated.restype = library.card_peak.restype = (
+        library.card_get_rng_state.restype
+    ) = ctypes.c_int64
 
     import torch
 
@@ -125,7 +131,9 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         library.card_set_rng_state(raw, ctypes.c_int64(len(raw)))
 
     class Graph(TorchDispatchMode):
-        """A CUDA graph: what runs within it is undone, and runs in each replay, on the same tensors and numbers."""
+        """A CUDA graph: what runs within it is undone, and runs in each replay, on the same tensors
+        and numbers.
+        """
 
         def __init__(self) -> None:
             super().__init__()
@@ -143,11 +151,15 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
             self.random_state = get_state()
             return super().__enter__()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default:
                 raise RuntimeError("operation not permitted when stream is capturing")
             aliases = [argument.alias_info for argument in func._schema.arguments]
-            written = [x for x, alias in zip(args, aliases, strict=False) if alias and alias.is_write]
+            written = [
+                x for x, alias in zip(args, aliases, strict=False) if alias and alias.is_write
+            ]
             before = [x.clone() for x in written]
             out = func(*args, **(kwargs or {}))
             self.calls.append((func, args, kwargs or {}, out, written, before))
@@ -163,7 +175,9 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         def replay(self) -> None:
             below_autograd = torch._C._AutoDispatchBelowAutograd()
             for func, args, kwargs, out, *_ in self.calls:
-                for was, now in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                for was, now in zip(
+                    tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True
+                ):
                     if isinstance(was, torch.Tensor) and was.data_ptr() != now.data_ptr():
                         was.copy_(now)
             del below_autograd
@@ -171,10 +185,19 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
     set_fraction(1.0)
     # A function for each name: torch.compile has other rules for each.
     found = {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
-    found |= {name: always(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
+    found |= {
+        name: always(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")
+    }
     found |= {
         name: always(None)
-        for name in ("set_sync_debug_mode", "set_device", "set_stream", "synchronize", "empty_cache", "_lazy_init")
+        for name in (
+            "set_sync_debug_mode",
+            "set_device",
+            "set_stream",
+            "synchronize",
+            "empty_cache",
+            "_lazy_init",
+        )
     }
     for name in ("memory_allocated", "memory_reserved"):
         found[name] = lambda device=None: library.card_allocated()
@@ -188,7 +211,9 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
         "device_count": always(1),
-        "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0) or including_emulation,
+        "is_bf16_supported": lambda including_emulation=True: (
+            card.capability >= (8, 0) or including_emulation
+        ),
         "get_device_properties": always(properties),
         "get_device_capability": always(card.capability),
         "get_device_name": always(card.name),
@@ -256,14 +281,15 @@ def set_internals(torch: Any, library: ctypes.CDLL) -> None:
     torch.backends.cuda.is_built = always(True)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = always(None)
-    graphs = ModuleType("torch._inductor.cudagraph_trees")  # of which compiling wants only this here
+    # Of which compiling wants only this here.
+    graphs = ModuleType("torch._inductor.cudagraph_trees")
     vars(graphs).update(reset_cudagraph_trees=always(None), mark_step_begin=always(None))
     sys.modules[graphs.__name__] = graphs
     setattr(FakeTensorMode, "avoid_device_init", property(always(True)))  # noqa: B010 (its type is a method's)
     torch.Tensor.__deepcopy__ = lambda t, memo: t.detach().clone().requires_grad_(t.requires_grad)
 
 
-# ---- the command ---------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def torch_folder() -> Path:
@@ -275,15 +301,32 @@ def torch_folder() -> Path:
 
 
 def build() -> Path:
-    """Return the compiled library, kept for this source and this torch. Raises SystemExit if it does not compile."""
+    """Return the compiled library, kept for this source and this torch.
+
+    Raises SystemExit if it does not compile.
+    """
     torch = torch_folder()
     key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"pretend_card-{os.getuid()}-{key}.so"
     if library.exists():
         return library
     new = library.with_suffix(f".{os.getpid()}")
-    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-w", "-shared", "-fPIC", str(SOURCE), "-o", str(new)]
-    command += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", f"-L{torch / 'lib'}"]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        str(SOURCE),
+        "-o",
+        str(new),
+    ]
+    command += [
+        f"-I{torch / 'include'}",
+        f"-I{torch / 'include/torch/csrc/api/include'}",
+        f"-L{torch / 'lib'}",
+    ]
     done = subprocess.run([*command, "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {SOURCE} does not compile with this torch: {done.stderr[-2000:]}")
@@ -292,7 +335,9 @@ def build() -> Path:
 
 
 def environment(card: str, folder: Path) -> dict[str, str]:
-    """Return variables with which every Python pretends this card. folder: an empty one, kept while they are in use."""
+    """Return variables with which every Python pretends this card. folder: an empty one, kept while
+    they are in use.
+    """
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(path=__file__))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     build()  # now, and not in several processes at once
@@ -301,7 +346,9 @@ def environment(card: str, folder: Path) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--card", choices=CARDS, required=True)
     a, command = parser.parse_known_args()  # a script, or -m MODULE, with its arguments

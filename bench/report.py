@@ -1,10 +1,11 @@
-"""Make a page about one run: what it learned, how fast it was, its curves, and the texts that it wrote as it trained.
+"""Make a page about one run: what it learned, how fast it was, its curves, and the texts that it
+wrote as it trained.
 
     python bench/report.py out-shakespeare-char-cpu
 
-Reads log.jsonl in the out_dir and writes out_dir/report.html, also while the run trains. The page opens in any browser
-and needs no network; drawing it needs the package plotly. bench/compare.py RUN --html FILE makes the page of several
-runs, and of what nanoGPT printed.
+Reads log.jsonl in the out_dir and writes out_dir/report.html, also while the run trains. The page
+opens in any browser and needs no network; drawing it needs the package plotly. bench/compare.py RUN
+--html FILE makes the page of several runs, and of what nanoGPT printed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.analysis.comparison import compare
 from bench.analysis.logs import read_runs
 from bench.analysis.page import page, plotly_js
-from bench.analysis.verdict import compare
-from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import write_atomically
+from deskgpt.errors import OneLineParser, one_line_errors
+from deskgpt.files import write_atomically
 
 
 def main() -> None:
@@ -28,9 +30,13 @@ def main() -> None:
     plotly_js()  # at once, if the package is missing
     html = Path(a.out_dir, "report.html")
     if Path(a.out_dir).is_file():
-        raise ValueError(f"{a.out_dir} is no folder; bench/compare.py {a.out_dir} --html FILE makes a page of a file")
+        raise ValueError(
+            f"{a.out_dir} is no folder; bench/compare.py {a.out_dir} --html FILE makes a "
+            "page of a file"
+        )
     found = compare(read_runs([a.out_dir]))
-    write_atomically(html, page(found).encode("utf-8", "replace"))  # in place of a link of this name, too
+    # In place of a link of this name, too.
+    write_atomically(html, page(found).encode("utf-8", "replace"))
     print(html)
 
 

@@ -1,25 +1,28 @@
-"""Time steps of train.py with given settings, of other settings and of other programs, in turns; and their start.
+"""Time steps of train.py with given settings, of other settings and of other programs, in turns;
+and their start.
 
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT --start
-    python bench/speed.py config/train_gpt2.py --grid batch_size                 # which micro-batch is fastest here
+    # which micro-batch is fastest here
+    python bench/speed.py config/train_gpt2.py --grid batch_size
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
-Settings are those of train.py. Each contestant is a process of its own on random tokens, which is stopped after some
-steps; they take turns for --rounds rounds, in another order each, ours first. A step is timed from the arrival of the
-line before to the arrival of its own, whatever time a program prints: nanoGPT stops its clock before it waits for the
-card. Ctrl+C prints what has been measured so far. The first step is timed from the command on, with all imports,
-compiling and an evaluation of one batch; --start is for that: few steps, after a round that does not count, so that
-kernels are built. The peers:
+Settings are those of train.py. Each contestant is a process of its own on random tokens, which is
+stopped after some steps; they take turns for --rounds rounds, in another order each, ours first. A
+step is timed from the arrival of the line before to the arrival of its own, whatever time a program
+prints: nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured
+so far. The first step is timed from the command on, with all imports, compiling and an evaluation
+of one batch; --start is for that: few steps, after a round that does not count, so that kernels are
+built. The peers:
 
-    nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in bfloat16 and
-                          compiled, as its README has it
+    nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in
+                          bfloat16 and compiled, as its README has it
     ours:"--key=value"    train.py with other settings
-    checkout:PATH         train.py of another checkout of deskGPT, such as the commit before a change
+    checkout:PATH         train.py of another checkout of deskGPT, such as the last commit
 
---grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles it. Accumulation
-follows from the batch size, so that a step keeps the tokens that the config asks for. Prints a table in Markdown, whose
-rows name the settings to take.
+--grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles
+it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks
+for. Prints a table in Markdown, whose rows name the settings to take.
 """
 
 from __future__ import annotations
@@ -45,14 +48,15 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from bench import output
 from configurator import build, read_settings
-from deskgpt.run.log import read_events
-from deskgpt.system import hardware
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.device import resolve_device
+from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.logger import read_events
 from model import MODERN_CHOICES, NANOGPT_ARGS, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,21 +66,46 @@ ROUND_S = 10.0  # of steps, unless --steps says how many
 LINES_OF_FAILURE = 30  # of the output of a run that fails
 ITER = re.compile(r"iter \d+: loss \S+, time [\d.]+ms")
 
-# Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows these too.
-# compile=auto takes it for a long run.
-ENDLESS = ["--max_iters=1000000", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--wandb_log=False"]
+# Settings of a run with more steps than anyone waits for: it is stopped. nanoGPT's train.py knows
+# these too. compile=auto takes it for a long run.
+ENDLESS = [
+    "--max_iters=1000000",
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--wandb_log=False",
+]
 # What our train.py needs in addition.
-OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--auto_batch=False", "--eval_only=False"]
+OURS = [
+    *ENDLESS,
+    "--eval_tokens=0",
+    "--init_from=scratch",
+    "--auto_batch=False",
+    "--eval_only=False",
+]
 OURS += ["--dry_run=False", "--plan_for="]
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
-SIZES = ("n_layer", "n_head", "n_embd", "dropout", "bias", "batch_size", "block_size", "gradient_accumulation_steps")
+SIZES = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "dropout",
+    "bias",
+    "batch_size",
+    "block_size",
+    "gradient_accumulation_steps",
+)
 SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
 # What a grid cannot vary, because each run gets it from here.
-FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {"dataset", "out_dir", "gradient_accumulation_steps"}
+FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {
+    "dataset",
+    "out_dir",
+    "gradient_accumulation_steps",
+}
 
 
 @dataclass
-class Contestant:
+class BenchRun:
     """A program that is timed, and what was measured in its rounds so far."""
 
     name: str
@@ -84,28 +113,34 @@ class Contestant:
     cwd: Path
     out_dir: Path | None = None  # with a log.jsonl; a peer has none
     status: str = ""  # why there are no figures
-    start: dict[str, Any] = field(default_factory=dict)  # our log's first event, or what is known of a peer
-    rounds_ms: list[list[float]] = field(default_factory=list)  # by round, of each step but the first ones
-    first_s: list[float] = field(default_factory=list)  # by round, from the command to the end of the first step
+    # Our log's first event, or what is known of a peer.
+    start: dict[str, Any] = field(default_factory=dict)
+    # By round, of each step but the first ones.
+    rounds_ms: list[list[float]] = field(default_factory=list)
+    # By round, from the command to the end of the first step.
+    first_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)  # by round, as our log has it
 
 
-def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> Contestant:
+def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> BenchRun:
     """Return train.py of the checkout cwd with these settings, on the tokens in folder."""
     out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
     own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
-    return Contestant(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
+    return BenchRun(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
 
 
 def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
-    """Return the model of nanoGPT's model.py with these sizes. It returns logits and loss, as ours does."""
+    """Return the model of nanoGPT's model.py with these sizes.
+
+    It returns logits and loss, as ours does.
+    """
     spec: Any = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
 
 
-def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> Contestant:
+def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> BenchRun:
     """Return the contestant that --peer names. Raises ConfigError."""
     kind, _, what = text.partition(":")
     if kind == "ours" and what:
@@ -115,28 +150,36 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     checkout = Path(what).expanduser().resolve()
     if not (checkout / "train.py").is_file():
         raise ConfigError(f"--peer {text}: {checkout} holds no train.py")
-    return nanogpt(c, folder, checkout) if kind == "nanogpt" else ours(text, given, folder, checkout)
+    return (
+        nanogpt(c, folder, checkout) if kind == "nanogpt" else ours(text, given, folder, checkout)
+    )
 
 
-def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> Contestant:
-    """Return nanoGPT's train.py with the same work. Raises ConfigError if c has what nanoGPT lacks."""
+def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
+    """Return nanoGPT's train.py with the same work.
+
+    Raises ConfigError if c has what nanoGPT lacks.
+    """
     default = train.TrainConfig()
     for name in (*MODERN_CHOICES, "optimizer"):
         value = getattr(c, name)
         if value not in (getattr(default, name), "gelu"):  # both GELUs pass as the same work
             raise ConfigError(f"nanoGPT has no {name}={value}; leave out the peer, or this setting")
-    device = hardware.resolve_device(c.device)
+    device = resolve_device(c.device)
     on_cpu = device.type == "cpu"
     known = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
     settings = {name: getattr(c, name) for name in SHARED}
     settings |= {"device": device, "compile": known["compiled"], "dtype": known["dtype"]}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     flags += [*ENDLESS, f"--dataset={folder}", f"--out_dir={folder}/nanogpt"]
-    return Contestant("nanoGPT", [*PYTHON, "train.py", *flags], checkout, start=known)
+    return BenchRun("nanoGPT", [*PYTHON, "train.py", *flags], checkout, start=known)
 
 
-def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> list[Contestant]:
-    """Return a run for each value of --grid NAME=A,B,..., all with c's tokens per step. Raises ConfigError."""
+def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> list[BenchRun]:
+    """Return a run for each value of --grid NAME=A,B,..., all with c's tokens per step.
+
+    Raises ConfigError.
+    """
     name, _, listed = text.partition("=")
     if name in FIXED:
         raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
@@ -152,17 +195,21 @@ def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
         if name == "batch_size":
             accumulation, rest = divmod(sequences, config.batch_size)
             if rest:
-                raise ConfigError(f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step")
+                raise ConfigError(
+                    f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step"
+                )
             flags.append(f"--gradient_accumulation_steps={accumulation}")
         runs.append(ours(" ".join(flags), [*given, *flags], folder))
     return runs
 
 
-# ---- runs ----------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def write_data(folder: Path, vocab_size: int) -> None:
-    """Write random tokens, which make the same work as real ones, in files that both nanoGPT and deskGPT read."""
+    """Write random tokens, which make the same work as real ones, in files that both nanoGPT and
+    deskGPT read.
+    """
     if not 1 <= vocab_size < 1 << 16:
         raise ConfigError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
     folder.mkdir()
@@ -173,11 +220,15 @@ def write_data(folder: Path, vocab_size: int) -> None:
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def in_turns(runs: Sequence[Contestant], rounds: int, steps: int) -> None:
-    """Run the contestants in turns. One that fails gets its reason as status and is left out of later rounds."""
+def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
+    """Run the contestants in turns.
+
+    One that fails gets its reason as status and is left out of later rounds.
+    """
     for number in range(rounds):
         running = [x for x in runs if not x.status]
-        # In another order each round, so that no drift of the machine favours one of them. Ours first: they start soon.
+        # In another order each round, so that no drift of the machine favours one of them. Ours
+        # first: they start soon.
         for x in random.Random(number).sample(running, len(running)) if number else running:
             run(x, steps)
             outcome = x.status
@@ -187,16 +238,22 @@ def in_turns(runs: Sequence[Contestant], rounds: int, steps: int) -> None:
             print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 
-def run(x: Contestant, steps: int) -> None:
-    """Run one round: start x, add its first step and the times of the others to x, and stop it after `steps` steps.
+def run(x: BenchRun, steps: int) -> None:
+    """Run one round: start x, add its first step and the times of the others to x, and stop it
+    after `steps` steps.
 
-    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its status says why. Of a
-    round that Ctrl+C cuts, LEAST_STEPS are enough.
+    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its
+    status says why. Of a round that Ctrl+C cuts, LEAST_STEPS are enough.
     """
     lines: deque[str] = deque([""], maxlen=LINES_OF_FAILURE)
     instants = [time.perf_counter()]  # of the command, then of each step's line
     enough = False
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    pipes: Any = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
     with subprocess.Popen(x.command, cwd=x.cwd, **pipes) as process:
         try:
             for line in filter(str.strip, process.stdout or ()):
@@ -205,7 +262,11 @@ def run(x: Contestant, steps: int) -> None:
                     continue
                 instants.append(time.perf_counter())
                 n = len(instants) - 1
-                enough = n >= steps if steps else n >= LEAST_STEPS and instants[-1] - instants[1] >= ROUND_S
+                enough = (
+                    n >= steps
+                    if steps
+                    else n >= LEAST_STEPS and instants[-1] - instants[1] >= ROUND_S
+                )
                 if enough:
                     break
             else:
@@ -224,29 +285,41 @@ def run(x: Contestant, steps: int) -> None:
     print(*lines, sep="\n    ", flush=True)
 
 
-def add_round(x: Contestant, instants: Sequence[float]) -> None:
-    """Add a round's figures to x. instants: when its command began and when the line of each step came."""
+def add_round(x: BenchRun, instants: Sequence[float]) -> None:
+    """Add a round's figures to x. instants: when its command began and when the line of each step
+    came.
+    """
     x.first_s.append(instants[1] - instants[0])
     times_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(instants[1:])]
     still_allocate = min(10, len(times_ms) // 5)  # the first steps
     x.rounds_ms.append(times_ms[still_allocate:])
     if x.out_dir:
         events = read_events(x.out_dir / "log.jsonl")
-        x.start = {name: value for name, value in events[0].items() if name != "settings"}  # they name folders here
+        # They name folders here
+        x.start = {name: value for name, value in events[0].items() if name != "settings"}
         # The event of the last step may not be written yet; the peak was reached before it.
         x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
 
 
-# ---- figures -------------------------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------------
 
 
-def table(runs: Sequence[Contestant]) -> str:
+def table(runs: Sequence[BenchRun]) -> str:
     """Return a row for each contestant. Raises ValueError if none of ours has figures."""
     measured = [x for x in runs if x.rounds_ms and not x.status]
     first = next((x for x in measured if "peak_flops" in x.start), None)  # a peer does not log it
     if first is None:
         raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status or 'not measured'}")
-    head = ["", "dtype", "compiled", "tokens/step", "ms/step (p10, p90)", "tokens/s (rounds)", "MFU", "peak memory"]
+    head = [
+        "",
+        "dtype",
+        "compiled",
+        "tokens/step",
+        "ms/step (p10, p90)",
+        "tokens/s (rounds)",
+        "MFU",
+        "peak memory",
+    ]
     head += ["first step after (rounds)", "time per token / first"]
     rows = []
     for x in runs:
@@ -254,12 +327,18 @@ def table(runs: Sequence[Contestant]) -> str:
         figures = [reason, *[""] * (len(head) - 2)] if reason else figures_of(x, first)
         rows.append([x.name, *figures])
     starts = [first.start | x.start for x in measured]
-    peaks = dict.fromkeys(f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})" for start in starts)
-    return f"{output.markdown_table(head, rows, left_columns=3)}\n\nMFU refers to {' and '.join(peaks)}."
+    peaks = dict.fromkeys(
+        f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})" for start in starts
+    )
+    return (
+        f"{output.markdown_table(head, rows, left_columns=3)}\n\nMFU refers to "
+        f"{' and '.join(peaks)}."
+    )
 
 
-def figures_of(x: Contestant, first: Contestant) -> list[str]:
-    """Return the figures of a contestant, beside those of the first one, from rounds taken in turns.
+def figures_of(x: BenchRun, first: BenchRun) -> list[str]:
+    """Return the figures of a contestant, beside those of the first one, from rounds taken in
+    turns.
 
     What a peer does not log is as in the first one.
     """
@@ -268,7 +347,9 @@ def figures_of(x: Contestant, first: Contestant) -> list[str]:
     times = sorted(ms for of_round in x.rounds_ms for ms in of_round)
     ms = statistics.median(times)
     per_token = [statistics.median(of_round) / tokens for of_round in x.rounds_ms]
-    first_per_token = [statistics.median(of_round) / first.start["tokens_per_step"] for of_round in first.rounds_ms]
+    first_per_token = [
+        statistics.median(of_round) / first.start["tokens_per_step"] for of_round in first.rounds_ms
+    ]
     ratios = [a / b for a, b in zip(per_token, first_per_token, strict=False)]
     mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
     return [
@@ -286,15 +367,25 @@ def figures_of(x: Contestant, first: Contestant) -> list[str]:
 
 def main() -> None:
     parser = OneLineParser(__doc__)
-    parser.add_argument("--peer", action="append", default=[], help="see above; may be given several times")
+    parser.add_argument(
+        "--peer", action="append", default=[], help="see above; may be given several times"
+    )
     parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
-    parser.add_argument("--start", action="store_true", help="take few steps, for the time of the first one")
-    parser.add_argument("--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds")
+    parser.add_argument(
+        "--start", action="store_true", help="take few steps, for the time of the first one"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257")
+    parser.add_argument(
+        "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257"
+    )
     a, given = parser.parse_known_args()
     if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
-        raise ConfigError(f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps")
+        raise ConfigError(
+            f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps"
+        )
     c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
     # inductor's processes may still be ending when the folder is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
@@ -323,6 +414,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "offline")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C; else the run that is timed would train on
+    # As Ctrl+C; else the run that is timed would train on.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with one_line_errors():
         main()

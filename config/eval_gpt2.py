@@ -1,7 +1,8 @@
 # The loss of OpenAI's gpt2 (124M parameters) on a data set. Trains nothing and writes nothing.
 #
 #     python train.py config/eval_gpt2.py --dataset=shakespeare
-#     python train.py config/eval_gpt2.py --dataset=shakespeare --init_from=gpt2-xl     # or gpt2-medium, gpt2-large
+#     # or gpt2-medium, gpt2-large
+#     python train.py config/eval_gpt2.py --dataset=shakespeare --init_from=gpt2-xl
 
 init_from = "gpt2"
 eval_only = True

@@ -6,7 +6,8 @@
 
 out_dir = "out-shakespeare"
 dataset = "shakespeare"
-init_from = "gpt2-medium"  # 350M: weights, gradients and AdamW's moments take 5.7 GB; gpt2-xl's would take 25 GB
+# 350M: weights, gradients and AdamW's moments take 5.7 GB; gpt2-xl's would take 25 GB
+init_from = "gpt2-medium"
 
 eval_interval = 5
 eval_iters = 40

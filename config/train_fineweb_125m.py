@@ -1,14 +1,17 @@
-# GPT-2 (124M) on FineWeb-Edu, on one card of 12 GB: about two days for one epoch of the 10B-token sample.
+# GPT-2 (124M) on FineWeb-Edu, on one card of 12 GB: about two days for one epoch of the 10B-token
+# sample.
 #
 #     python data/fineweb_edu/prepare.py                     # or download tokens: docs/data.md
-#     python train.py config/train_fineweb_125m.py           # larger cards take a larger micro-batch by themselves
+#     # larger cards take a larger micro-batch by themselves
+#     python train.py config/train_fineweb_125m.py
 #     python train.py config/train_fineweb_125m.py --dry_run=True
-#     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070" # whether it fits into a card, and for how long
+#     # whether it fits into a card, and for how long
+#     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"
 #
-# What to expect: a known run with these sizes, batch and learning rate took 9.34 s per step on an RTX 4070. It reached
-# a val loss of 4.385 at step 1000, 3.596 at step 4000 and 3.358 at step 10,000. Its schedule and its validation
-# windows are not known, so these figures are only a guide: the earlier the learning rate decays, the lower the loss is
-# at a given step.
+# What to expect: a known run with these sizes, batch and learning rate took 9.34 s per step on an
+# RTX 4070. It reached a val loss of 4.385 at step 1000, 3.596 at step 4000 and 3.358 at step
+# 10,000. Its schedule and its validation windows are not known, so these figures are only a guide:
+# the earlier the learning rate decays, the lower the loss is at a given step.
 
 out_dir = "out-fineweb-125m"
 dataset = "fineweb_edu"
@@ -19,7 +22,8 @@ log_interval = 10
 
 n_layer = 12
 n_head = 12  # of 64 channels each
-n_embd = 768  # the smallest GPT-2: 123.6M parameters, counting once the token embedding that is also the head
+# The smallest GPT-2: 123.6M parameters, counting once the token embedding that is also the head.
+n_embd = 768
 block_size = 1024  # tokens of context, GPT-2's
 dropout = 0.0  # the run sees every token once and cannot overfit
 bias = False  # as in nanoGPT: a little faster, no worse

@@ -1,14 +1,15 @@
-# A model of GPT-2's size on FineWeb-Edu with what made small models learn faster: Muon, rotary positions, RMS norm of
-# embeddings, activations, queries and keys, squared ReLU, a separate output head, zero-initialised projections, token
-# shift.
+# A model of GPT-2's size on FineWeb-Edu with what made small models learn faster: Muon, rotary
+# positions, RMS norm of embeddings, activations, queries and keys, squared ReLU, a separate output
+# head, zero-initialised projections, token shift.
 #
 #     python data/fineweb_edu/prepare.py --tokens 1e9        # or download tokens: docs/data.md
-#     python train.py config/train_fineweb_125m_fast.py      # larger cards take a larger micro-batch by themselves
+#     # larger cards take a larger micro-batch by themselves
+#     python train.py config/train_fineweb_125m_fast.py
 #
-# It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token takes as many FLOPs
-# as with the 124M of config/train_fineweb_125m.py. On CUDA it is predicted to keep 3.2 GiB of activations at this
-# micro-batch, 3.7 GiB if not compiled; GPT-2 keeps 2.7 GiB either way. The learning rate and the schedule are not yet
-# tuned on a GPU at this size.
+# It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token
+# takes as many FLOPs as with the 124M of config/train_fineweb_125m.py. On CUDA it is predicted to
+# keep 3.2 GiB of activations at this micro-batch, 3.7 GiB if not compiled; GPT-2 keeps 2.7 GiB
+# either way. The learning rate and the schedule are not yet tuned on a GPU at this size.
 
 out_dir = "out-fineweb-125m-fast"
 dataset = "fineweb_edu"
@@ -30,7 +31,8 @@ embedding_norm = True  # without it small models need 18 to 47% more steps (docs
 activation = "relu2"
 tie_weights = False
 zero_init = True
-token_shift = True  # False: no model code of its own is needed to load it elsewhere (docs/export.md)
+# False: no model code of its own is needed to load it elsewhere (docs/export.md)
+token_shift = True
 
 batch_size = 8  # sequences per micro-batch
 gradient_accumulation_steps = 64  # x 8 x 1024 = 524,288 tokens per step

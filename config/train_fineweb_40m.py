@@ -1,11 +1,12 @@
-# The smaller companion of train_fineweb_125m.py: 40M parameters, a first look at FineWeb-Edu on a card of 12 GB.
+# The smaller companion of train_fineweb_125m.py: 40M parameters, a first look at FineWeb-Edu on a
+# card of 12 GB.
 #
 #     python data/fineweb_edu/prepare.py --tokens 3e9        # or download tokens: docs/data.md
 #     python train.py config/train_fineweb_40m.py
 #
-# What to expect: a known run with this width, depth, batch and learning rate took 3.9 s per step on an RTX 4070. It
-# reached a val loss of 4.459 at step 1000 and 3.657 at step 10,000. The caution in train_fineweb_125m.py applies here
-# too.
+# What to expect: a known run with this width, depth, batch and learning rate took 3.9 s per step on
+# an RTX 4070. It reached a val loss of 4.459 at step 1000 and 3.657 at step 10,000. The caution in
+# train_fineweb_125m.py applies here too.
 
 out_dir = "out-fineweb-40m"
 dataset = "fineweb_edu"

@@ -1,9 +1,11 @@
-# GPT-2 (124M) from scratch with the settings of nanoGPT's reproduction: days on 8 GPUs with 40 GB each.
+# GPT-2 (124M) from scratch with the settings of nanoGPT's reproduction: days on 8 GPUs with 40 GB
+# each.
 #
 #     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 #
-# Without torchrun, on one GPU, it is the same experiment and takes eight times as long. It needs OpenWebText as GPT-2
-# tokens in data/openwebtext (nanoGPT's token files work unchanged), or --dataset=another.
+# Without torchrun, on one GPU, it is the same experiment and takes eight times as long. It needs
+# OpenWebText as GPT-2 tokens in data/openwebtext (nanoGPT's token files work unchanged), or
+# --dataset=another.
 
 out_dir = "out-gpt2"
 dataset = "openwebtext"

@@ -1,11 +1,11 @@
-"""The data of a run: its two splits, their checksums, and the bytes of text that a token stands for."""
+"""The data of a run: its two splits, their checksums, and the bytes of text that a token stands
+for.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching import Batching
+from data.batches import BatchSplit, Checksums, Split
 from data.meta_files import read_record
-from data.splits import Split
-from data.token_files import GPT2, NumberFile, check_vocabulary, listed_checksums, read_meta, token_files
+from data.token_files import GPT2, check_vocabulary, listed_checksums, read_meta, token_files
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
-from deskgpt.system.errors import DataError
-from deskgpt.system.files import sha256
+from deskgpt.files import sha256
 
 SPLITS = ("train", "val")
-AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
 SHORT = 256  # tokens of a text on which a model is checked
 
 
 class Dataset:
-    """A folder of token files, as train.py uses it. `open` opens its splits, once the model is known."""
+    """A folder of token files, as train.py uses it.
+
+    `open` opens its splits, once the model is known.
+    """
 
     train: Split
     val: Split
@@ -41,8 +41,10 @@ class Dataset:
                 token_files(folder, split)
         self.meta = read_meta(folder)
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
-        self.chat: str | None = read_record(folder).get("chat")  # the name of the template, if the data are dialogues
-        self.bytes_per_token: float | None = None  # of the text that an evaluation reads, if it is known
+        # The name of the template, if the data are dialogues.
+        self.chat: str | None = read_record(folder).get("chat")
+        # Of the text that an evaluation reads, if it is known.
+        self.bytes_per_token: float | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -50,21 +52,32 @@ class Dataset:
         return padded_vocab_size(self.tokenizer, self.meta["vocab_size"])
 
     def open(
-        self, block_size: int, seed: int, vocab_size: int, tokenizer: dict[str, Any] | None, compares_checksums: bool
+        self,
+        block_size: int,
+        seed: int,
+        vocab_size: int,
+        tokenizer: dict[str, Any] | None,
+        compares_checksums: bool,
     ) -> None:
-        """Open both splits for a model with this vocabulary and tokenizer, None if that is not known.
+        """Open both splits for a model with this vocabulary and tokenizer, None if that is not
+        known.
 
         Raises ValueError if they do not belong to the model or are damaged.
         """
         check_vocabulary(self.folder, self.meta, vocab_size, tokenizer)
         self.train = Split(self.folder, "train", block_size, vocab_size, seed)
         self.val = Split(self.folder, "val", block_size, vocab_size, seed)
-        self.checksums = Checksums(self.folder, (self.train, self.val) if compares_checksums else ())
+        self.checksums = Checksums(
+            self.folder, (self.train, self.val) if compares_checksums else ()
+        )
         self.train.check = self.checksums.check
-        self._eval_digest = functools.cache(self.val.eval_digest)  # it is the same at every evaluation of a run
+        # It is the same at every evaluation of a run.
+        self._eval_digest = functools.cache(self.val.eval_digest)
 
     def short_text(self, block_size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no data."""
+        """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no
+        data.
+        """
         T = min(block_size, SHORT)
         try:
             val = Split(self.folder, "val", T, vocab_size)
@@ -81,102 +94,86 @@ class Dataset:
         for name, split in zip(SPLITS, (self.train, self.val), strict=True):
             listed = listed_checksums(self.folder, name).values()
             checksum = sha256("\n".join(listed).encode())[:16] if listed else None
-            found[f"{name} data"] = {"tokens": split.tokens, "fingerprint": split.fingerprint(), "sha256": checksum}
+            found[f"{name} data"] = {
+                "tokens": split.tokens,
+                "fingerprint": split.fingerprint(),
+                "sha256": checksum,
+            }
         return found
 
     def changes(self) -> list[str]:
         """Return a warning for each file that was written into since the last call."""
-        written = [file.path for file in self.train.files() + self.val.files() if file.was_written()]
-        return [f"{path} was written into while this run reads it: its tokens may have changed" for path in written]
+        written = [
+            file.path for file in self.train.files() + self.val.files() if file.was_written()
+        ]
+        return [
+            f"{path} was written into while this run reads it: its tokens may have changed"
+            for path in written
+        ]
 
     def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
-        """Return where the windows of a global batch of this many sequences begin, by token file."""
+        """Return where the windows of a global batch of this many sequences begin, by token
+        file.
+        """
         begins: dict[str, list[int]] = {}
-        places = self.train.places(position, np.arange(sequences), sequences)
+        places = self.train.sequence_offsets(position, np.arange(sequences), sequences)
         for shard, first in zip(*places, strict=True):
             begins.setdefault(self.train.shards[shard].path.name, []).append(int(first))
         return begins
 
-    # ---- evaluations -----------------------------------------------------------------------------------------
+    # ---- evaluations -----------------------------------------------------------------------------
 
-    def eval_metadata(self, batching: Batching) -> dict[str, int]:
+    def eval_metadata(self, batching: BatchSplit) -> dict[str, int]:
         """Return what tells evaluations apart, under the name of checkpoints."""
-        return {"windows per evaluation": self.val.n_eval_windows(batching.eval_windows)}
+        return {"windows per evaluation": self.val.n_eval_windows(batching.eval_sequences)}
 
-    def eval_digest(self, batching: Batching) -> str:
-        """Return a digest of the windows of val that an evaluation reads: losses compare if it is equal."""
-        return self._eval_digest(self.val.n_eval_windows(batching.eval_windows))
+    def eval_digest(self, batching: BatchSplit) -> str:
+        """Return a digest of the windows of val that an evaluation reads: losses compare if it is
+        equal.
+        """
+        return self._eval_digest(self.val.n_eval_windows(batching.eval_sequences))
 
-    # ---- for the log -----------------------------------------------------------------------------------------
+    # ---- for the log -----------------------------------------------------------------------------
 
-    def lines(self, batching: Batching, reads_text: bool) -> list[str]:
-        """Return what a run prints about its data. reads_text: read the text behind the tokens, for bits per byte."""
+    def lines(self, batching: BatchSplit, reads_text: bool) -> list[str]:
+        """Return what a run prints about its data. reads_text: read the text behind the tokens, for
+        bits per byte.
+        """
         tokens = f"{self.train.tokens:,} train, {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
         if self.meta == GPT2 and not (self.folder / "meta.json").exists():
-            found.append(f"warning: {self.folder} has no meta.json or meta.pkl: its tokens are taken for GPT-2's")
+            found.append(
+                f"warning: {self.folder} has no meta.json or meta.pkl: its tokens are "
+                "taken for GPT-2's"
+            )
         if reads_text:
             try:
-                windows = self.val.n_eval_windows(batching.eval_windows)
-                self.bytes_per_token = bytes_per_token(self.val, windows, from_meta_offline(self.tokenizer))
+                windows = self.val.n_eval_windows(batching.eval_sequences)
+                self.bytes_per_token = bytes_per_token(
+                    self.val, windows, from_meta_offline(self.tokenizer)
+                )
             except (ValueError, OSError, ImportError) as e:
                 found.append(f"bits per byte are not known: {e}")
         return found
 
     def bits_per_byte(self, val_loss: float) -> float | None:
-        """Return a val loss (nats per token) in bits per byte of its text (The Pile, arXiv:2101.00027, 3.1), if known.
+        """Return a val loss (nats per token) in bits per byte of its text (The Pile,
+        arXiv:2101.00027, 3.1), if known.
 
-        The nats of end_of_text count, though it has no bytes: a model has to predict where documents end, too.
+        The nats of end_of_text count, though it has no bytes: a model has to predict where
+        documents end, too.
         """
         return val_loss / self.bytes_per_token / math.log(2) if self.bytes_per_token else None
 
 
-# ---- checksums -----------------------------------------------------------------------------------------------
-
-
-class Checksums:
-    """Compare the files of splits, masks included, with the checksums that meta.json lists.
-
-    Raises DataError if one differs; of a large data set, `check` raises that later. `state` tells the log what is
-    compared.
-    """
-
-    def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
-        self._listed = listed_checksums(folder)
-        files = [file for split in splits for file in split.files() if file.path.name in self._listed]
-        self._fault: Exception | None = None
-        self._thread = threading.Thread(target=self._compare, args=[files], name="checksums", daemon=True)
-        self._thread.start()
-        if not self._listed:
-            self.state = "no checksums (no meta.json that lists files)"
-        elif sum(file.n_bytes for file in files) <= AT_ONCE:
-            self._thread.join()
-            self.check()
-            self.state = "checksums verified"
-        else:
-            self.state = "checksums are verified while it trains"
-
-    def check(self) -> None:
-        """Raise DataError if a file has turned out to be another so far. Cheap: for each step."""
-        if self._fault is not None:
-            raise DataError(str(self._fault))
-
-    def _compare(self, files: list[NumberFile]) -> None:
-        try:
-            for file in files:
-                if file.sha256() != self._listed[file.path.name]:
-                    raise ValueError(f"{file.path} is damaged or was changed (its checksum); prepare the data again")
-        except Exception as e:  # raised by `check`
-            self._fault = e
-
-
-# ---- the text behind the tokens ------------------------------------------------------------------------------
+# ---- the text behind the tokens ------------------------------------------------------------------
 
 
 def bytes_per_token(split: Split, n: int, tokenizer: Tokenizer) -> float:
     """Return the bytes of text per target of an evaluation that reads n windows of a split.
 
-    Raises ValueError if the tokenizer lacks one of the tokens, or the windows hold no text, and as Split.
+    Raises ValueError if the tokenizer lacks one of the tokens, or the windows hold no text, and as
+    Split.
     """
     lengths = tokenizer.token_bytes()  # 0 for end_of_text
     n_targets = 0
@@ -184,7 +181,9 @@ def bytes_per_token(split: Split, n: int, tokenizer: Tokenizer) -> float:
     for _, y in split.eval_chunks(n):
         targets = y[y >= 0]
         if targets.max(initial=0) >= len(lengths):  # the model's vocabulary may be padded
-            raise ValueError(f"the data holds token {targets.max()}, which its tokenizer does not have")
+            raise ValueError(
+                f"the data holds token {targets.max()}, which its tokenizer does not have"
+            )
         n_targets += len(targets)
         n_bytes += int(lengths[targets].sum())
     if not n_bytes:

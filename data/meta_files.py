@@ -1,7 +1,9 @@
-"""Read and check the descriptions beside token files: meta.json, and nanoGPT's meta.pkl. Anybody may have made them.
+"""Read and check the descriptions beside token files: meta.json, and nanoGPT's meta.pkl.
 
-meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with sorted keys and no
-spaces. Files without that key come from older versions.
+Anybody may have made them.
+
+meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with
+sorted keys and no spaces. Files without that key come from older versions.
 
 Reading runs no code and raises nothing but ValueError and OSError.
 """
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import MOST_IDS, from_meta, tokens_of
-from deskgpt.system.files import Fields, check_record, is_number, read_small, sha256
+from deskgpt.files import Fields, check_record, is_number, read_small, sha256
 
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
@@ -39,10 +41,12 @@ META: Fields = {
 }
 ENTRY: Fields = {
     "tokens": is_number,
-    "sha256": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None,
+    "sha256": lambda value: (
+        isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+    ),
 }
 
-# ---- meta.json -----------------------------------------------------------------------------------------------
+# ---- meta.json -----------------------------------------------------------------------------------
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -56,17 +60,25 @@ def read_record(folder: Path) -> dict[str, Any]:
         try:
             meta = json.loads(read_small(path, JSON_BYTES))
             if isinstance(meta, dict) and CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
-                raise ValueError("its checksum is not the one of its content: it is damaged or was changed by hand")
+                raise ValueError(
+                    "its checksum is not the one of its content: it is damaged or was "
+                    "changed by hand"
+                )
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         check_record(meta, META, required=("tokenizer", "vocab_size"))
         check_tokenizer(meta["tokenizer"], meta["vocab_size"])
         if (meta.get("end_of_text") or 0) >= meta["vocab_size"]:
-            raise ValueError(f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}")
+            raise ValueError(
+                f"end_of_text={meta['end_of_text']} is not below vocab_size={meta['vocab_size']}"
+            )
         for key, suffix in (("files", ".bin"), ("masks", ".mask")):
             for name, entry in meta.get(key, {}).items():
-                if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):  # nothing outside of the folder
-                    raise ValueError(f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}")
+                # Nothing outside of the folder
+                if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):
+                    raise ValueError(
+                        f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}"
+                    )
                 check_record(entry, ENTRY, required=("tokens", "sha256"))
     return meta
 
@@ -77,7 +89,9 @@ def described(path: Path) -> Iterator[Path]:
     try:
         yield path
     except ValueError as e:
-        raise ValueError(f"{path} does not describe token files ({e}); delete it and prepare the data again") from None
+        raise ValueError(
+            f"{path} does not describe token files ({e}); delete it and prepare the data again"
+        ) from None
 
 
 def to_json(meta: dict[str, Any]) -> bytes:
@@ -92,7 +106,9 @@ def checksum_of(meta: dict[str, Any]) -> str:
 
 
 def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
-    """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the vocabulary."""
+    """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the
+    vocabulary.
+    """
     if tokenizer in ({}, {"name": "gpt2"}):
         return
     if tokenizer.get("name") == "bpe":  # without tiktoken, which may not be installed
@@ -103,7 +119,7 @@ def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
 
 
-# ---- meta.pkl ------------------------------------------------------------------------------------------------
+# ---- meta.pkl ------------------------------------------------------------------------------------
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -112,7 +128,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_nanogpt(folder: Path) -> dict[str, Any]:
-    """Return the description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {} without one.
+    """Return the description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size", "end_of_text"}; {}
+    without one.
 
     The tokenizer is {} if it is not one of characters. Raises ValueError as read_record, OSError.
     """

@@ -15,24 +15,26 @@ from tqdm import tqdm
 
 from data.text_files import PACKED, TEXTS, documents_of, lines_in
 from data.tokenizer import Ids, Tokenizer, encoded_document, valid_unicode
-from deskgpt.system.files import replacing
-from deskgpt.system.limits import usable_cores
-from deskgpt.system.terminal import reason
+from deskgpt.errors import reason
+from deskgpt.files import replacing
+from deskgpt.limits import usable_cores
 
 FORMATS = (".parquet", *(f".jsonl{packed}" for packed in PACKED), *TEXTS)
 BATCH_CHARS = 1 << 19  # many, so that handing a batch to a thread costs nothing in comparison
 ROWS = 64  # of a parquet file that are decoded at once
-BUFFER = 8 << 20  # bytes: without a buffer, pyarrow reads the text of a row group, often gigabytes, at once
+# bytes: without a buffer, pyarrow reads the text of a row group, often gigabytes, at once
+BUFFER = 8 << 20
 NO_TOKENS = np.zeros(0, np.uint16)
 
 Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, and cut if there were more tokens
 
 
-# ---- documents -----------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------
 
 
 def documents_in_file(path: str, text_column: str) -> Iterator[str]:
-    """Yield the documents of a file: rows of parquet (also hf:// URLs), lines of jsonl, what <|endoftext|> separates.
+    """Yield the documents of a file: rows of parquet (also hf:// URLs), lines of jsonl, what
+    <|endoftext|> separates.
 
     Raises ValueError, ImportError.
     """
@@ -51,9 +53,15 @@ def documents_in_file(path: str, text_column: str) -> Iterator[str]:
     except ImportError:
         raise
     except KeyError:
-        raise ValueError(f"{where} has no column {text_column!r}; name the one with the text: --text_column") from None
-    except Exception as e:  # the errors of the hub, of its HTTP client, of pyarrow and of json share no class
-        remedy = "repair it, or wait for the network; the same command continues, finished shards are kept"
+        raise ValueError(
+            f"{where} has no column {text_column!r}; name the one with the text: --text_column"
+        ) from None
+    except Exception as e:
+        # The errors of the hub, of its HTTP client, of pyarrow and of json share no class.
+        remedy = (
+            "repair it, or wait for the network; the same command continues, finished "
+            "shards are kept"
+        )
         raise ValueError(f"{where} cannot be read ({reason(e)}); {remedy}") from None
 
 
@@ -75,13 +83,15 @@ def parquet_texts(path: str, text_column: str) -> Iterator[str]:
 
 
 def as_text(value: Any) -> str:
-    """Return a value of the column with the text; "" for none. Raises ValueError if it is not text."""
+    """Return a value of the column with the text; "" for none. Raises ValueError if it is not
+    text.
+    """
     if not isinstance(value, str | None):
         raise ValueError(f"the column holds {type(value).__name__}, not text")
     return value or ""
 
 
-# ---- tokens --------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -100,12 +110,15 @@ def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def tokens_in(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yield the tokens of documents in pieces, none of them empty, encoded ahead in several threads."""
+    """Yield the tokens of documents in pieces, none of them empty, encoded ahead in several
+    threads.
+    """
 
     def encode(batch: list[str]) -> Ids:
         return np.concatenate([encoded_document(tokenizer, text) for text in batch])
 
-    # Threads, not processes: tiktoken releases Python's lock, nothing is copied, and none is left when this is killed.
+    # Threads, not processes: tiktoken releases Python's lock, nothing is copied, and none is left
+    # when this is killed.
     cores = usable_cores()
     waiting = deque[Future[Ids]]()
     pool = ThreadPoolExecutor(cores)
@@ -123,8 +136,8 @@ def tokens_in(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
 def write_shards(folder: Path, sizes: dict[str, int], pieces: Iterator[Ids]) -> dict[str, Entry]:
     """Write tokens to files one after another, at most sizes[name] of them to each.
 
-    Return the entries of these files in meta.json. No file is empty: one for which no tokens are left has no entry.
-    Raises OSError.
+    Return the entries of these files in meta.json. No file is empty: one for which no tokens are
+    left has no entry. Raises OSError.
     """
     entries = {}
     ids = next(pieces, NO_TOKENS)  # the tokens left of the current piece
@@ -134,7 +147,9 @@ def write_shards(folder: Path, sizes: dict[str, int], pieces: Iterator[Ids]) -> 
         tokens = 0
         digest = hashlib.sha256()
         try:
-            bar = tqdm(desc=name, unit="tok", unit_scale=True, disable=None, leave=False, smoothing=0.05)
+            bar = tqdm(
+                desc=name, unit="tok", unit_scale=True, disable=None, leave=False, smoothing=0.05
+            )
             with bar, replacing(folder / name) as file:
                 while len(ids) and tokens < at_most:
                     taken = ids[: at_most - tokens]

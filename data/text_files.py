@@ -1,4 +1,6 @@
-"""Text that people have in files: UTF-8, packed or not, in one or several documents with <|endoftext|> between them."""
+"""Text that people have in files: UTF-8, packed or not, in one or several documents with
+<|endoftext|> between them.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,22 @@ from data.tokenizer import END_OF_TEXT
 PACKED = ("", ".gz", ".zst")  # suffixes of packed files
 TEXTS = tuple(f".txt{packed}" for packed in PACKED)
 NAMED_FILES = 10
-NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # surrogateescape makes the latter of bytes that are not UTF-8
-SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)  # a line of its own
+# Surrogateescape makes the latter of bytes that are not UTF-8.
+NOT_TEXT = re.compile("[\0\udc80-\udcff]")
+# A line of its own
+SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)
 
 
 def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files that these paths, patterns and folders mean.
 
-    A folder means its files with these suffixes, in name order, hidden ones left out. Raises ValueError if it has none.
+    A folder means its files with these suffixes, in name order, hidden ones left out. Raises
+    ValueError if it has none.
     """
     found = []
     for path in paths:
-        matches = [] if path.exists() else sorted(glob.glob(str(path)))  # Windows leaves patterns to programs
+        # Windows leaves patterns to programs
+        matches = [] if path.exists() else sorted(glob.glob(str(path)))
         files = []
         for file in sorted(path.rglob("*")):
             is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
@@ -51,15 +57,21 @@ def read_text(path: Path) -> str:
 
 
 def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
-    """Yield the lines of a text file, packed or not. newline: as of open; None makes each line end with "\n".
+    """Yield the lines of a text file, packed or not. newline: as of open; None makes each line end
+    with "\n".
 
     Raises ValueError at a line that is not text, OSError, ImportError.
     """
     try:
-        with open_unpacked(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline) as text:
+        with (
+            open_unpacked(path) as file,
+            io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline) as text,
+        ):
             for number, line in enumerate(text, 1):
                 if NOT_TEXT.search(line):
-                    raise ValueError(f"{path}, line {number}: this is not UTF-8 text; convert it first")
+                    raise ValueError(
+                        f"{path}, line {number}: this is not UTF-8 text; convert it first"
+                    )
                 yield line
     except (OSError, EOFError, zlib.error) as e:  # unpacking raises all of these
         if reason := getattr(e, "strerror", None):
@@ -79,8 +91,12 @@ def open_unpacked(path: Path) -> Any:
 
 
 def documents_of(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the documents of a text, separated by lines with nothing but <|endoftext|>; empty ones are left out."""
-    for is_separator, document in itertools.groupby(lines, lambda line: line.rstrip() == END_OF_TEXT):
+    """Yield the documents of a text, separated by lines with nothing but <|endoftext|>; empty ones
+    are left out.
+    """
+    for is_separator, document in itertools.groupby(
+        lines, lambda line: line.rstrip() == END_OF_TEXT
+    ):
         if not is_separator:
             yield "".join(document)
 
@@ -91,7 +107,9 @@ def documents_in(text: str) -> list[str]:
 
 
 def next_document(text: str, at: int) -> int:
-    """Return the first index from `at` on at which one of several documents begins; `at` if none does."""
+    """Return the first index from `at` on at which one of several documents begins; `at` if none
+    does.
+    """
     for separator in SEPARATOR.finditer(text, max(0, at - len(END_OF_TEXT) - 2)):
         if at <= separator.end() < len(text) - 1:
             return separator.end()

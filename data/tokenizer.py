@@ -1,6 +1,8 @@
-"""Text to token ids and back: characters, UTF-8 bytes, GPT-2's encoding, or merges of data/text/prepare.py.
+"""Text to token ids and back: characters, UTF-8 bytes, GPT-2's encoding, or merges of
+data/text/prepare.py.
 
-A small dictionary describes a tokenizer (`meta()`, `from_meta()`), in a data folder's meta.json and in checkpoints.
+A small dictionary describes a tokenizer (`meta()`, `from_meta()`), in a data folder's meta.json and
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from deskgpt.system.files import file_sha256, sha256
+from deskgpt.files import file_sha256, sha256
 
 Ids = npt.NDArray[np.uint16]
 
-GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # as tiktoken names and checks them
+# As tiktoken names and checks them
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -33,13 +36,17 @@ VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # ids: the bytes and END_OF_TEXT
 LONGEST_TOKEN = 128  # bytes; GPT-2's longest has as many
-MOST_MERGES_BYTES = 2 << 20  # of all lines in UTF-8: a checkpoint's and meta.json's limits leave room for as much
+# Of all lines in UTF-8: a checkpoint's and meta.json's limits leave room for as much.
+MOST_MERGES_BYTES = 2 << 20
 # GPT-2's pattern as tiktoken writes it: the same pieces, without going back over long white space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# How GPT-2's merges.txt spells bytes: printable ones of Latin-1 as themselves, the others, in order, from U+0100 on.
+# How GPT-2's merges.txt spells bytes: printable ones of Latin-1 as themselves, the others, in
+# order, from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
-CHAR_OF_BYTE = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(UNPRINTABLE)}
+CHAR_OF_BYTE = {byte: chr(byte) for byte in PRINTABLE} | {
+    byte: chr(256 + i) for i, byte in enumerate(UNPRINTABLE)
+}
 
 
 class Tokenizer(Protocol):
@@ -47,17 +54,24 @@ class Tokenizer(Protocol):
     end_of_text: int | None  # the token that documents begin with; None if the tokenizer has none
 
     def encode(self, text: str) -> Ids:
-        """Return token ids (n,) of plain text. Raises ValueError for characters that have no token."""
+        """Return token ids (n,) of plain text.
+
+        Raises ValueError for characters that have no token.
+        """
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return token ids (n,) of a prompt, in which the names of special tokens stand for these tokens."""
+        """Return token ids (n,) of a prompt, in which the names of special tokens stand for these
+        tokens.
+        """
         return self.encode(text)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 of token ids; several tokens can make up one character."""
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of text of each token (vocab_size,); 0 for end_of_text, which is not text."""
+        """Return the bytes of text of each token (vocab_size,); 0 for end_of_text, which is not
+        text.
+        """
         lengths = np.array([len(self.decode_bytes([i])) for i in range(self.vocab_size)], np.int64)
         if self.end_of_text is not None:
             lengths[self.end_of_text] = 0
@@ -68,7 +82,9 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character, ids in the order of `chars`, as nanoGPT's shakespeare_char has it."""
+    """One token per character, ids in the order of `chars`, as nanoGPT's shakespeare_char has
+    it.
+    """
 
     end_of_text: int | None = None
 
@@ -77,7 +93,10 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(chars)
         self._ids = {char: i for i, char in enumerate(chars)}
         if len(self._ids) < len(chars) or len(chars) > MOST_IDS:
-            raise ValueError(f"{len(chars):,} characters are more than uint16 holds, or one is there twice; try bytes")
+            raise ValueError(
+                f"{len(chars):,} characters are more than uint16 holds, or one is there "
+                "twice; try bytes"
+            )
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
@@ -89,7 +108,9 @@ class CharTokenizer(Tokenizer):
             return np.fromiter(map(self._ids.__getitem__, text), np.uint16, len(text))
         except KeyError:
             unknown = ", ".join(map(repr, sorted(set(text) - set(self.chars))[:10]))
-            raise ValueError(f"the tokenizer does not know {unknown}; its characters: {self.chars!r}") from None
+            raise ValueError(
+                f"the tokenizer does not know {unknown}; its characters: {self.chars!r}"
+            ) from None
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         # surrogatepass: text that was read with errors="surrogateescape" can hold lone surrogates
@@ -125,7 +146,8 @@ class BpeTokenizer(Tokenizer):
         self.end_of_text: int | None = encoding.eot_token
 
     def encode(self, text: str) -> Ids:
-        # disallowed_special=(): text may contain "<|endoftext|>"; it is spelt out in ordinary tokens
+        # disallowed_special=(): text may contain "<|endoftext|>"; it is spelt out in ordinary
+        # tokens
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def encode_prompt(self, text: str) -> Ids:
@@ -139,34 +161,51 @@ class BpeTokenizer(Tokenizer):
 
 
 def gpt2() -> BpeTokenizer:
-    """Return GPT-2's encoding. Raises ValueError if its files can be neither found nor downloaded."""
+    """Return GPT-2's encoding.
+
+    Raises ValueError if its files can be neither found nor downloaded.
+    """
     import tiktoken
 
     try:
         return BpeTokenizer(tiktoken.get_encoding("gpt2"), {"name": "gpt2"})
     except Exception as e:  # tiktoken downloads with requests and lets its exceptions through
         remedy = "connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds its files"
-        raise ValueError(f"tokenizer 'gpt2' cannot be downloaded ({type(e).__name__}); {remedy}") from None
+        raise ValueError(
+            f"tokenizer 'gpt2' cannot be downloaded ({type(e).__name__}); {remedy}"
+        ) from None
 
 
 def of_merges(merges: str) -> BpeTokenizer:
-    """Return an encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last one END_OF_TEXT.
+    """Return an encoding of one's own: id 0 to 255 is that byte, 256 + i merge number i, the last
+    one END_OF_TEXT.
 
-    merges: the lines of a merges.txt: two tokens, as CHAR_OF_BYTE spells them, with a space between. Raises ValueError.
+    merges: the lines of a merges.txt: two tokens, as CHAR_OF_BYTE spells them, with a space
+    between. Raises ValueError.
     """
     import tiktoken
 
     tokens = tokens_of(merges)
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(tokens)}
-    encoding = tiktoken.Encoding("bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    encoding = tiktoken.Encoding(
+        "bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
     return BpeTokenizer(encoding, {"name": "bpe", "merges": merges})
 
 
 def tokens_of(merges: Any) -> list[bytes]:
-    """Return the tokens of BpeTokenizer's merges by id, without END_OF_TEXT. Raises ValueError if one is wrong."""
-    if not isinstance(merges, str) or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES:
-        raise ValueError(f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes")
+    """Return the tokens of BpeTokenizer's merges by id, without END_OF_TEXT.
+
+    Raises ValueError if one is wrong.
+    """
+    if (
+        not isinstance(merges, str)
+        or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES
+    ):
+        raise ValueError(
+            f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes"
+        )
     lines = merges.split("\n") if merges else []
     tokens = {CHAR_OF_BYTE[byte]: bytes([byte]) for byte in range(256)}
     for number, line in enumerate(lines, 1):
@@ -175,7 +214,8 @@ def tokens_of(merges: Any) -> list[bytes]:
         is_new = left in tokens and right in tokens and token not in tokens
         if not is_new or len(token) > LONGEST_TOKEN or number > MOST_IDS - SMALLEST_BPE:
             raise ValueError(
-                f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, makes no new token of two others"
+                f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, makes no new "
+                "token of two others"
             )
         tokens[token] = tokens[left] + tokens[right]
     return list(tokens.values())
@@ -185,7 +225,10 @@ def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
     """Return GPT-2's ids, by their spelling, and its merges, from the files of tiktoken's cache."""
     from tiktoken.load import read_file_cached
 
-    files = {name: read_file_cached(GPT2_FILES + name, checksum) for name, checksum in GPT2_SHA256.items()}
+    files = {
+        name: read_file_cached(GPT2_FILES + name, checksum)
+        for name, checksum in GPT2_SHA256.items()
+    }
     merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # without the version line and the end
     return json.loads(files["encoder.json"]), merges
 
@@ -205,31 +248,49 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
 
 
 def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer as from_meta, without a download. Raises ValueError if tiktoken's cache lacks a file."""
+    """Return the tokenizer as from_meta, without a download.
+
+    Raises ValueError if tiktoken's cache lacks a file.
+    """
     if meta.get("name") == "gpt2":
-        default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+        default = os.environ.get(
+            "DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache")
+        )
         folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR", default))
         for name, checksum in GPT2_SHA256.items():
             path = folder / hashlib.sha1(f"{GPT2_FILES}{name}".encode()).hexdigest()
             # tiktoken would delete a damaged file and download it again.
             if not path.is_file() or file_sha256(path) != checksum:
-                raise ValueError("the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR); no run downloads")
+                raise ValueError(
+                    "the files of tokenizer 'gpt2' are not cached (TIKTOKEN_CACHE_DIR); no "
+                    "run downloads"
+                )
     return from_meta(meta)
 
 
 def valid_unicode(text: str) -> str:
-    """Return the text with U+FFFD for halves of surrogate pairs, which JSON can spell and UTF-8 cannot."""
+    """Return the text with U+FFFD for halves of surrogate pairs, which JSON can spell and UTF-8
+    cannot.
+    """
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def short_name(meta: dict[str, Any]) -> str:
-    """Return a tokenizer's name, followed by 12 hex digits that tell vocabularies of this name apart."""
+    """Return a tokenizer's name, followed by 12 hex digits that tell vocabularies of this name
+    apart.
+    """
     rest = {key: value for key, value in meta.items() if key != "name"}
-    return f"{meta['name']} {sha256(json.dumps(rest).encode())[:12]}" if rest else meta.get("name", "unknown")
+    return (
+        f"{meta['name']} {sha256(json.dumps(rest).encode())[:12]}"
+        if rest
+        else meta.get("name", "unknown")
+    )
 
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:
-    """Return the rows of a new model's embedding: a BPE vocabulary is rounded up to matmul tiles (50257 to 50304)."""
+    """Return the rows of a new model's embedding: a BPE vocabulary is rounded up to matmul tiles
+    (50257 to 50304).
+    """
     if meta.get("name") in (None, "char", "bytes"):
         return vocab_size
     return math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE

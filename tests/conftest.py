@@ -1,4 +1,6 @@
-"""What several test files share: a small data set, the real scripts as functions, and what is skipped where."""
+"""What several test files share: a small data set, the real scripts as functions, and what is
+skipped where.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ import torch
 from warm_python import warm_python
 
 from data.text.prepare import prepare
-from deskgpt.checkpoint import store
-from deskgpt.kernels import cpu_kernels
-from deskgpt.run.log import read_events
-from deskgpt.run.stopping import SIGNALS
+from deskgpt import cpu_kernels
+from deskgpt.checkpoint import CKPT_BEST, load_checkpoint
+from deskgpt.logger import read_events
+from deskgpt.stopping import SIGNALS
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,19 +39,24 @@ SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
 BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 CPU = torch.device("cpu")
 
-# `make test` runs two tests at a time, and the waiting threads of two torches would take each other's cores.
+# `make test` runs two tests at a time, and the waiting threads of two torches would take each
+# other's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more would be processes, which import torch first
+# More would be processes, which import torch first.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("whole", deadline=None)  # a slow machine fails no test
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a job in the background; the scripts would ignore it too
+# As in a job in the background; the scripts would ignore it too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if "PYTEST_XDIST_WORKER" not in os.environ:  # whose workers share it, and the kernels that one of them compiles
+# Whose workers share it, and the kernels that one of them compiles.
+if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory()  # goes when the tests end
-    os.environ["XDG_CACHE_HOME"] = _cache.name  # for what runs remember: the user's own files are left alone
+    # For what runs remember: the user's own files are left alone.
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 
@@ -64,7 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _each_test_compiles_anew():
-    """Past eight models torch compiles no further one with the same code, which no run of its own ever meets."""
+    """Past eight models torch compiles no further one with the same code, which no run of its own
+    ever meets.
+    """
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -73,12 +82,15 @@ def _each_test_compiles_anew():
 
 @functools.cache
 def spare_what_is_imported() -> None:
-    """Takes what is imported by now out of garbage collections: torch's compiler makes each of them take 0.2 s."""
+    """Takes what is imported by now out of garbage collections: torch's compiler makes each of them
+    take 0.2 s.
+    """
     gc.collect()
     gc.freeze()
 
 
-# A run of less than a second, as settings. The same on every machine: nothing is left to be chosen for the processor.
+# A run of less than a second, as settings. The same on every machine: nothing is left to be chosen
+# for the processor.
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "batch_size": 4}
 TINY |= {"gradient_accumulation_steps": 1, "learning_rate": 1e-2, "warmup_iters": 2, "max_iters": 6}
 TINY |= {"eval_interval": 3, "eval_iters": 2}
@@ -97,7 +109,7 @@ def flags(**settings: Any) -> list[str]:
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels of a run: torch's, and ours."""
     if request.param == "C++":
-        if not cpu_kernels.may_exist():
+        if not cpu_kernels.is_supported_platform():
             pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
         cpu_kernels.load()
     yield
@@ -112,8 +124,12 @@ class Finished:
 
 
 @pytest.fixture
-def script(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
-    """Runs a script of the repository as `python SCRIPT ARGS` does, in this process: torch is imported already."""
+def script(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Finished]:
+    """Runs a script of the repository as `python SCRIPT ARGS` does, in this process: torch is
+    imported already.
+    """
 
     def run(path: str, *args: str | Path) -> Finished:
         monkeypatch.setattr(sys, "argv", [path, *map(str, args)])
@@ -169,13 +185,17 @@ def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[st
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Return a function that starts commands from the repository's root, which end with the test."""
+    """Return a function that starts commands from the repository's root, which end with the
+    test.
+    """
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(terminal: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
         env = os.environ | environ
         with open(terminal, "a") as file:
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=env))
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=env)
+            )
         return processes[-1]
 
     yield start
@@ -205,17 +225,33 @@ def files_of_at_most(kib: int) -> Iterator[None]:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """Copy the repository into a folder, without its history and what git ignores. Return the copy."""
-    ignored = shutil.ignore_patterns(".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt")
+    """Copy the repository into a folder, without its history and what git ignores.
+
+    Return the copy.
+    """
+    ignored = shutil.ignore_patterns(
+        ".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt"
+    )
     return Path(shutil.copytree(ROOT, folder / "deskgpt", ignore=ignored))
 
 
-TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
+TORCHRUN = (
+    "python",
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node=2",
+    "train.py",
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """All files below a folder, by path."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -224,7 +260,7 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    return store.load(out_dir).model
+    return load_checkpoint(out_dir).model
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -247,7 +283,10 @@ def assert_equal(a: Any, b: Any) -> None:
 def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
     """What a run computed, by event and step; times left out, steps computed twice must agree."""
     out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
-    for kind, names in (("iter", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("train_loss", "val_loss", "lr"))):
+    for kind, names in (
+        ("iter", ("loss", "lr", "grad_norm", "tokens")),
+        ("eval", ("train_loss", "val_loss", "lr")),
+    ):
         for e in events(out_dir, kind):
             values = {name: e[name] for name in names}
             assert out[kind].setdefault(e["iter"], values) == values
@@ -255,13 +294,16 @@ def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Two runs computed the same to the last bit, and so did what their last and best checkpoints hold."""
+    """Two runs computed the same to the last bit, and so did what their last and best checkpoints
+    hold.
+    """
     assert trajectory(one) == trajectory(other)
-    for paths in ((one, other), (one / store.BEST, other / store.BEST)):
-        a = store.load(paths[0])
-        b = store.load(paths[1])
+    for paths in ((one, other), (one / CKPT_BEST, other / CKPT_BEST)):
+        a = load_checkpoint(paths[0])
+        b = load_checkpoint(paths[1])
         assert_equal(dict(a.model), dict(b.model))
-        assert_equal(a.optimizer["state"], b.optimizer["state"])  # the learning rate is set anew at each step
+        # The learning rate is set anew at each step.
+        assert_equal(a.optimizer["state"], b.optimizer["state"])
         for field in ("model_args", "scaler", "iter_num", "best_val_loss"):
             assert_equal(getattr(a, field), getattr(b, field))
 
@@ -281,7 +323,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def text() -> str:
-    """Tiny Shakespeare where it is at hand, else as many characters of Python's standard library."""
+    """Tiny Shakespeare where it is at hand, else as many characters of Python's standard
+    library.
+    """
     if SHAKESPEARE.exists():
         return SHAKESPEARE.read_text()
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -298,7 +342,9 @@ def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def documents(text: str) -> list[str]:
-    """About 300 texts of very different lengths, one of them longer than a task of the tokenizing threads."""
+    """About 300 texts of very different lengths, one of them longer than a task of the tokenizing
+    threads.
+    """
     draw, at, out = random.Random(1), 0, [text[:600_000] * 2]
     while at < 600_000:
         n = int(draw.paretovariate(1.1) * 400)
@@ -315,13 +361,17 @@ class Code:
 
 
 def corrupted(content: bytes, draw: random.Random) -> bytes:
-    """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or cut short there."""
+    """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or
+    cut short there.
+    """
     out = content
     while out == content:
         at = draw.randrange(len(content))
         piece = content[at : at + draw.choice((1, 2, 8, 512))]
         flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
-        new = draw.choice((flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece))))
+        new = draw.choice(
+            (flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece)))
+        )
         rest = content[at + len(piece) :] if draw.randrange(5) else b""
         out = content[:at] + new + rest
     return out

@@ -18,9 +18,9 @@ from conftest import flags, spare_what_is_imported
 
 import train
 from configurator import build
-from deskgpt.compute.distributed import DistContext
-from deskgpt.run.settings import resumed_settings
-from deskgpt.system.errors import message_for_user
+from deskgpt.distributed import DistContext
+from deskgpt.errors import message_for_user
+from deskgpt.resume import resumed_settings
 
 
 def free_port() -> str:
@@ -30,14 +30,27 @@ def free_port() -> str:
 
 
 def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int | None]:
-    """Call work(rank) in ranks with torchrun's variables; up to `failing` of them may. Return their exit statuses."""
+    """Call work(rank) in ranks with torchrun's variables; up to `failing` of them may.
+
+    Return their exit statuses.
+    """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        pytest.skip("a test before this one used the card, after which a process cannot fork; run this file by itself")
+        pytest.skip(
+            "a test before this one used the card, after which a process cannot fork; run "
+            "this file by itself"
+        )
     port = free_port()
-    rendezvous = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    rendezvous = {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
 
     def start(rank: int) -> None:
-        os.environ |= {k: str(v) for k, v in (rendezvous | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        os.environ |= {
+            k: str(v) for k, v in (rendezvous | {"RANK": rank, "LOCAL_RANK": rank}).items()
+        }
         work(rank)
 
     context = multiprocessing.get_context("fork")
@@ -56,7 +69,9 @@ def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int
 
 
 def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path) -> list[Any]:
-    """Return what `work` returns on each rank, or the message of the ValueError or RuntimeError that it raises."""
+    """Return what `work` returns on each rank, or the message of the ValueError or RuntimeError
+    that it raises.
+    """
     # Import these once, not once in each rank.
     import torch._dynamo
     import torch.distributed.fsdp
@@ -87,4 +102,6 @@ def run(world: int, c: train.TrainConfig) -> None:
 
 def resumed(out_dir: Path, **settings: Any) -> train.TrainConfig:
     """Return the settings of a resumed run."""
-    return build(train.TrainConfig, resumed_settings(train.TrainConfig, flags(**settings), str(out_dir)))
+    return build(
+        train.TrainConfig, resumed_settings(train.TrainConfig, flags(**settings), str(out_dir))
+    )

@@ -7,34 +7,86 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.log import read_events
+from deskgpt.logger import read_events
 
-SETTINGS: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
-SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400, "seed": 1, "dataset": "chars"}
-START: dict[str, Any] = {"parameters": 120.0, "flops_per_token": 1000, "peak_flops": 4e6, "peak_source": "measured"}
-START |= {"device": "a chip", "dtype": "float32", "compiled": False, "residual_dtype": "float32", "cpu_kernels": False}
-START |= {"world_size": 1, "git_commit": "abc", "tokenizer": "char", "train_tokens": 9000, "val_sha256": "f00"}
+SETTINGS: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 8,
+    "batch_size": 4,
+}
+SETTINGS |= {
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "max_iters": 400,
+    "seed": 1,
+    "dataset": "chars",
+}
+START: dict[str, Any] = {
+    "parameters": 120.0,
+    "flops_per_token": 1000,
+    "peak_flops": 4e6,
+    "peak_source": "measured",
+}
+START |= {
+    "device": "a chip",
+    "dtype": "float32",
+    "compiled": False,
+    "residual_dtype": "float32",
+    "cpu_kernels": False,
+}
+START |= {
+    "world_size": 1,
+    "git_commit": "abc",
+    "tokenizer": "char",
+    "train_tokens": 9000,
+    "val_sha256": "f00",
+}
 
 
 def log(
-    path: Path, val: dict[int, float], ms: float = 100.0, digest: Any = "abc", first_digest: Any = None, **changed: Any
+    path: Path,
+    val: dict[int, float],
+    ms: float = 100.0,
+    digest: Any = "abc",
+    first_digest: Any = None,
+    **changed: Any,
 ) -> str:
-    """Write the log.jsonl of a run with these val losses by step; 64 tokens and ms a step, 1000 FLOPs per token.
+    """Write the log.jsonl of a run with these val losses by step; 64 tokens and ms a step, 1000
+    FLOPs per token.
 
     digest: of the windows of each evaluation; first_digest: of the first one, if it read others.
     """
     s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
-    start = START | {"tokens_per_step": per_step} | {k: v for k, v in changed.items() if k not in SETTINGS}
+    start = (
+        START
+        | {"tokens_per_step": per_step}
+        | {k: v for k, v in changed.items() if k not in SETTINGS}
+    )
     lines = [{"event": "start", "iter": 0, "settings": s} | start]
     for i in range(max(val) + 1):
         if i in val:
-            loss: dict[str, Any] = {"train_loss": val[i] - 0.1, "val_loss": val[i], "val_se": 0.01, "eval_s": 2.0}
-            loss |= {"eval_windows": 10, "eval_digest": first_digest if first_digest and i == 0 else digest}
+            loss: dict[str, Any] = {
+                "train_loss": val[i] - 0.1,
+                "val_loss": val[i],
+                "val_se": 0.01,
+                "eval_s": 2.0,
+            }
+            loss |= {
+                "eval_windows": 10,
+                "eval_digest": first_digest if first_digest and i == 0 else digest,
+            }
             done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
             lines.append({"event": "eval", "iter": i, "lr": 1e-3} | loss | done)
         if i < max(val):
-            step = {"loss": 3.0, "lr": 1e-3, "grad_norm": 1.0, "time_ms": ms * (1 + 0.1 * (i % 3 - 1))}
+            step = {
+                "loss": 3.0,
+                "lr": 1e-3,
+                "grad_norm": 1.0,
+                "time_ms": ms * (1 + 0.1 * (i % 3 - 1)),
+            }
             done = {"tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
             lines.append({"event": "iter", "iter": i} | step | done)
     lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})
@@ -50,11 +102,16 @@ def rewrite(path: str, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
 
 def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: float) -> str:
-    """Return what nanoGPT prints, MFU included, for steps that take these times in all, by step in ms."""
+    """Return what nanoGPT prints, MFU included, for steps that take these times in all, by step
+    in ms.
+    """
     out, running = [], None
     for i, ms in times.items():
         if i in evaluated:
-            out += [f"step {i}: train loss {4 - i / 100:.4f}, val loss {4.1 - i / 100:.4f}", "saving checkpoint to out"]
+            out += [
+                f"step {i}: train loss {4 - i / 100:.4f}, val loss {4.1 - i / 100:.4f}",
+                "saving checkpoint to out",
+            ]
         mfu = peak_share_ms / ms
         running = None if i == 0 else mfu if running is None else 0.9 * running + 0.1 * mfu
         shown = -1.0 if running is None else running
@@ -63,18 +120,26 @@ def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], peak_share_ms: 
 
 
 # Of nanoGPT's steps in ms: the first warms up, and some have an evaluation before them.
-TIMES = dict.fromkeys(range(0, 100, 10), 1000.0) | {0: 9000.0, 20: 1010.0, 30: 990.0, 40: 6000.0, 80: 6000.0}
+TIMES = dict.fromkeys(range(0, 100, 10), 1000.0) | {
+    0: 9000.0,
+    20: 1010.0,
+    30: 990.0,
+    40: 6000.0,
+    80: 6000.0,
+}
 
 
-# ---- a checkout of nanoGPT, which cannot be had offline ------------------------------------------------------
+# ---- a checkout of nanoGPT, which cannot be had offline ------------------------------------------
 
 # Takes its settings and prints its lines, with a clock that stops before a step has ended.
 TRAIN = """
 import os, sys, time
 on_cpu = "--device=cpu" in sys.argv
-assert f"--compile={not on_cpu}" in sys.argv and any(a.startswith("--n_embd=") for a in sys.argv), sys.argv
+assert f"--compile={not on_cpu}" in sys.argv, sys.argv
+assert any(a.startswith("--n_embd=") for a in sys.argv), sys.argv
 data = next(a for a in sys.argv if a.startswith("--dataset=")).split("=")[1]
-assert os.path.exists(os.path.join(data, "meta.pkl")) and os.getcwd() == os.path.dirname(os.path.abspath(__file__))
+assert os.path.exists(os.path.join(data, "meta.pkl"))
+assert os.getcwd() == os.path.dirname(os.path.abspath(__file__))
 time.sleep(0.3)
 for i in range(1000):
     print(f"iter {i}: loss 4.2000, time 0.50ms, mfu -100.00%")

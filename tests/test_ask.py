@@ -1,4 +1,6 @@
-"""bench/ask.py: questions answered by real runs of a tiny model, and their costs and answers from made-up ones."""
+"""bench/ask.py: questions answered by real runs of a tiny model, and their costs and answers from
+made-up ones.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ from bench.asking.arms import Arm, check_out, folder_for_worktrees, make_arm
 from bench.asking.question import Question
 from bench.asking.running import data_digest
 from bench.asking.statistics import PILOT
-from deskgpt.run.log import read_events
-from deskgpt.system.errors import ConfigError
+from deskgpt.errors import ConfigError
+from deskgpt.logger import read_events
 
 MODEL = flags(**TINY | {"n_layer": 1, "max_iters": 20, "eval_tokens": 512, "learning_rate": 6e-4})
 PYTHON = sys.executable
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
-CANNOT_RUN = {"* float('nan')": "is broken", "* missing": "name 'missing' is not defined", "+": "SyntaxError"}
+CANNOT_RUN = {
+    "* float('nan')": "is broken",
+    "* missing": "name 'missing' is not defined",
+    "+": "SyntaxError",
+}
 
 
 def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
@@ -37,7 +43,9 @@ def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
     before = (ROOT / path).read_text()
     assert old in before
     after = before.replace(old, new)
-    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
+    lines = difflib.unified_diff(
+        before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}"
+    )
     patch = folder / f"{Path(path).stem}.patch"
     patch.write_text("".join(lines))
     return patch
@@ -60,7 +68,10 @@ def ledger(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
-    """Return a function that asks and returns the answer that the ledger keeps. Its runs start in a moment."""
+    """Return a function that asks and returns the answer that the ledger keeps.
+
+    Its runs start in a moment.
+    """
     monkeypatch.setattr(sys, "executable", str(python))
 
     def answer(ledger: Path, *words: str) -> dict[str, Any]:
@@ -78,8 +89,10 @@ def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
     [
         (BETTER, ["better"]),
         (["--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4"], ["worse"]),
-        (["--b", "--batch_size=2 --gradient_accumulation_steps=2"], ["same"]),  # two splits of one step
-        (["--b", "--learning_rate=1e30"], ["worse", "open"]),  # after 20 steps a barely beats guessing
+        # Two splits of one step
+        (["--b", "--batch_size=2 --gradient_accumulation_steps=2"], ["same"]),
+        # After 20 steps a barely beats guessing.
+        (["--b", "--learning_rate=1e30"], ["worse", "open"]),
     ],
 )
 def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, words, verdicts):
@@ -97,7 +110,9 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, 
 @pytest.mark.parametrize(("added", "why"), CANNOT_RUN.items())
 def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, added, why):
     before = (ROOT / "model.py").read_bytes()
-    patch = patch_of("model.py", "return self.lm_head(x)", f"return self.lm_head(x) {added}", tmp_path)
+    patch = patch_of(
+        "model.py", "return self.lm_head(x)", f"return self.lm_head(x) {added}", tmp_path
+    )
     done = script(*command(chars, tmp_path, "--b", str(patch)))
     assert done.code == 2
     assert why in done.err.splitlines()[-1]
@@ -108,7 +123,9 @@ def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
-def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(asking, ledger, tmp_path, chars):
+def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(
+    asking, ledger, tmp_path, chars
+):
     undisturbed = asking(ledger, *BETTER)
     words = [PYTHON, *command(chars, tmp_path, "--budget=1s")]
     process = subprocess.Popen([*words, *BETTER], cwd=ROOT, process_group=0)
@@ -131,7 +148,14 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(tmp_path, python,
         with raises_one_line(kind=ConfigError):
             ask.make_arms(*ask.read_arguments([*MODEL, *words]), tmp_path)
     with folder_for_worktrees(tmp_path) as below:
-        for text in ("--learning_rat=3", "commit:nonsense", "--seed=3", "1.88", "--x='1", "commit:--output=/tmp/x"):
+        for text in (
+            "--learning_rat=3",
+            "commit:nonsense",
+            "--seed=3",
+            "1.88",
+            "--x='1",
+            "commit:--output=/tmp/x",
+        ):
             with raises_one_line(kind=ConfigError):
                 make_arm(f"arm {text}", text, MODEL, below)
         for text in ("--learning_rate=6e-4", "--block_size=32"):
@@ -146,11 +170,15 @@ def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [f"bench/questions/{path.name}" for path in (ROOT / "bench/questions").glob("*")])
+@pytest.mark.parametrize(
+    "name", [f"bench/questions/{path.name}" for path in (ROOT / "bench/questions").glob("*")]
+)
 def test_stored_questions_can_be_asked_and_compare_equal_work(name, python, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert f"`python bench/ask.py @{name}`" in (ROOT / "docs/answers.md").read_text(encoding="utf-8")
+    assert f"`python bench/ask.py @{name}`" in (ROOT / "docs/answers.md").read_text(
+        encoding="utf-8"
+    )
     with folder_for_worktrees(tmp_path) as below:
         arms = ask.make_arms(*ask.read_arguments([f"@{name}"]), below)
     sizes = ("batch_size", "gradient_accumulation_steps", "block_size", "max_iters")
@@ -159,7 +187,10 @@ def test_stored_questions_can_be_asked_and_compare_equal_work(name, python, tmp_
 
 def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
     file = tmp_path / "question.txt"
-    file.write_text("# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n--b '--n_layer=2 --bias=True'\n--seed=1")
+    file.write_text(
+        "# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n--b '--n_layer=2 "
+        "--bias=True'\n--seed=1"
+    )
     a, common = ask.read_arguments([f"@{file}", "--min_effect=3", "--b", "--n_layer=4", "--seed=2"])
     assert (a.b, a.min_effect) == ("--n_layer=4", 3)
     assert common == ["config/x.py", "--seed=1", "--seed=2"]
@@ -168,7 +199,7 @@ def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
 
 
 def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
-    kernels = "deskgpt/kernels/cpu_kernels.cpp"
+    kernels = "deskgpt/cpu_kernels.cpp"
     line = (ROOT / kernels).read_text().splitlines()[0]
     changed = patch_of(kernels, line, f"// changed\n{line}", tmp_path)
     docs = patch_of("docs/asking.md", "# Asking", "# Changed\n# Asking", tmp_path)

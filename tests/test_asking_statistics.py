@@ -1,4 +1,6 @@
-"""bench/asking/statistics.py: what the intervals and costs promise, against scipy and by simulation."""
+"""bench/asking/statistics.py: what the intervals and costs promise, against scipy and by
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ NOISE |= {"exponential": stats.expon(), "lognormal": stats.lognorm(1)}
 
 
 def noise(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
-    """Return noise of mean 0 and variance 1, but for the last kind, whose arm diverges in 5% of its runs."""
+    """Return noise of mean 0 and variance 1, but for the last kind, whose arm diverges in 5% of its
+    runs.
+    """
     of_kind = NOISE.get(kind, NOISE["normal"])
     x = (of_kind.rvs(shape, random_state=draw) - of_kind.mean()) / of_kind.std()
     if kind not in NOISE:
@@ -29,8 +33,12 @@ def noise(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.nd
     return x
 
 
-def questions(kind: str, shape: tuple[int, int, int], ratio: float = 1.0, correlation: float = 0.0) -> np.ndarray:
-    """Return losses (questions, arms, rounds) of equal arms that share their seeds' luck; the first scatters more."""
+def questions(
+    kind: str, shape: tuple[int, int, int], ratio: float = 1.0, correlation: float = 0.0
+) -> np.ndarray:
+    """Return losses (questions, arms, rounds) of equal arms that share their seeds' luck; the first
+    scatters more.
+    """
     draw = np.random.default_rng(1)
     common = noise("normal", (shape[0], 1, shape[2]), draw)
     x = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * noise(kind, shape, draw)
@@ -54,7 +62,8 @@ def table_of_page(name: str) -> list[list[str]]:
 def assert_share(found: float, printed: str, n: int) -> None:
     """A share of n questions is the printed one, within what 1 of 1,000 samples exceeds."""
     p = float(printed.rstrip("%")) / 100
-    low, high = stats.binom.ppf([0.0005, 0.9995], n, [max(0, p - 0.0005), p + 0.0005])  # the page has rounded it
+    # The page has rounded it
+    low, high = stats.binom.ppf([0.0005, 0.9995], n, [max(0, p - 0.0005), p + 0.0005])
     assert low <= found * n <= high, f"{found:.2%} for {printed}"
 
 
@@ -85,25 +94,34 @@ def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told
     for _ in range(20):
         a, b = draw.normal(1.5, 1, 20), draw.normal(0, 1, 20)
         estimates = [own.difference(a[:n], b[:n]) for n in range(2, 21)]
-        verdicts = [own.verdict(e, 0.1) for e in estimates if own.verdict(e, 0.1) != "open"]
+        verdicts = [own.decide(e, 0.1) for e in estimates if own.decide(e, 0.1) != "open"]
         assert not estimates[0].known
         assert len(set(verdicts)) <= 1
         for before, after in itertools.pairwise(estimates):
             assert before.low <= after.low <= after.high <= before.high
-        assert next((e.n for e in estimates if e.low > 0 or e.high < 0), math.inf) == decided_after(a, b)
+        assert next((e.n for e in estimates if e.low > 0 or e.high < 0), math.inf) == decided_after(
+            a, b
+        )
 
 
 def test_no_difference_is_an_equivalence_test() -> None:
-    expected = {(-0.02, 0.02): "open", (-0.004, 0.006): "same", (0.015, 0.025): "better", (-0.025, -0.015): "worse"}
+    expected = {
+        (-0.02, 0.02): "open",
+        (-0.004, 0.006): "same",
+        (0.015, 0.025): "better",
+        (-0.025, -0.015): "worse",
+    }
     expected |= {(0.002, 0.008): "same"}  # real, and too small to matter
-    assert {k: own.verdict(Estimate(sum(k) / 2, *k, 50), 0.01) for k in expected} == expected
+    assert {k: own.decide(Estimate(sum(k) / 2, *k, 50), 0.01) for k in expected} == expected
     trained = [3.21, 3.19, 3.25, 3.2, 3.22]
-    assert own.verdict(own.difference(trained, [x + 1e-7 for x in trained]), 5e-5) == "same"
+    assert own.decide(own.difference(trained, [x + 1e-7 for x in trained]), 5e-5) == "same"
 
 
 def test_ordinary_intervals_are_the_textbooks() -> None:
     for freedom, error in ((1, ALPHA), (10, 0.01), (7, 1e-5), (10**9, ALPHA)):
-        assert own.t_quantile(freedom, error) == pytest.approx(stats.t.isf(error / 2, freedom), rel=2e-4)
+        assert own.t_quantile(freedom, error) == pytest.approx(
+            stats.t.isf(error / 2, freedom), rel=2e-4
+        )
     assert own.interval([1.5]) == (1.5, None)
     # The fraction of a degree of freedom is left out: 2.94 counts as 2.
     found = own.welch([1.0, 2.0, 3.0], [10.0, 12.0, 14.0])

@@ -1,4 +1,6 @@
-"""Mistakes of a user, each through the real script: one line names the value and the remedy, and no file changes."""
+"""Mistakes of a user, each through the real script: one line names the value and the remedy, and no
+file changes.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ from conftest import TINY, assert_one_line, contents, flags, tiny
 import train
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer
-from deskgpt.checkpoint import store
-from deskgpt.system import hardware
+from deskgpt.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,9 @@ def run(finished, tmp_path) -> Path:
 
 @pytest.fixture
 def assert_fails(run, script, tmp_path, monkeypatch):
-    """Check that train.py ends with one line of error that names these, and changes no file of the run."""
+    """Check that train.py ends with one line of error that names these, and changes no file of the
+    run.
+    """
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
@@ -51,7 +54,8 @@ def assert_fails(run, script, tmp_path, monkeypatch):
     return check
 
 
-# Arguments, the words of the error, and the status: 2 if the settings cannot be, 1 if they cannot be here.
+# Arguments, the words of the error, and the status: 2 if the settings cannot be, 1 if they cannot
+# be here.
 SETTINGS: list[tuple[str, list[str], int]] = [
     ("--n_head=3", ["n_embd=16", "n_head=3", "--n_head=2"], 2),
     ("--batch_size=1e12", ["batch_size=1000000000000", "gradient_accumulation_steps=1"], 2),
@@ -71,7 +75,9 @@ SETTINGS: list[tuple[str, list[str], int]] = [
 @pytest.mark.parametrize(("arguments", "named", "code"), SETTINGS)
 def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, run, assert_fails):
     named = [name.format(run=run) for name in named]
-    settings = flags(out_dir=run) if "resume" in arguments else flags(**TINY, dataset=chars, out_dir=run)
+    settings = (
+        flags(out_dir=run) if "resume" in arguments else flags(**TINY, dataset=chars, out_dir=run)
+    )
     assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
 
 
@@ -88,17 +94,23 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, script):
         os.truncate(tmp_path / "data" / "train.bin", 1000)
 
     threading.Thread(target=cut, daemon=True).start()
-    settings = TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "run", "max_iters": 10**6}
+    settings = TINY | {
+        "dataset": tmp_path / "data",
+        "out_dir": tmp_path / "run",
+        "max_iters": 10**6,
+    }
     done = script("train.py", *flags(**settings, max_hours=0.02))
     assert done.code == 1
     assert_one_line(done.err, "error: ", "train.bin", "200,000")
     stopped = re.search(r"^stopped by an error at step (\d+)$", done.out, re.M)
     assert stopped
-    assert store.load(tmp_path / "run").iter_num == int(stopped[1]) > 5
+    assert load_checkpoint(tmp_path / "run").iter_num == int(stopped[1]) > 5
 
 
-def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memory(run, assert_fails, monkeypatch):
-    monkeypatch.setattr(hardware, "usable_memory_bytes", lambda device: 1 << 30)
+def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memory(
+    run, assert_fails, monkeypatch
+):
+    monkeypatch.setattr("deskgpt.device.usable_memory_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(train, "named_losses", lambda *_: pytest.fail("it was tried"))
     found = torch.load(run / "ckpt.pt")
     found["config"]["batch_size"] = 1 << 20

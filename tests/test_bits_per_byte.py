@@ -1,4 +1,6 @@
-"""Bits per byte: the bytes of the very tokens evaluated, in every place where an evaluation shows."""
+"""Bits per byte: the bytes of the very tokens evaluated, in every place where an evaluation
+shows.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ import numpy as np
 import pytest
 from conftest import TINY, events, flags, needs_bpe
 
+from bench.analysis.comparison import compare
 from bench.analysis.logs import read_run
-from bench.analysis.verdict import compare
+from data.batches import Split
 from data.dataset import bytes_per_token
-from data.splits import Split
 from data.text.prepare import prepare
 from data.tokenizer import GPT2_FILES, BytesTokenizer, from_meta_offline
 
@@ -33,7 +35,10 @@ def split_of(folder: Path, ids: np.ndarray, vocab_size: int, block: int) -> Spli
 def test_of_gpt2_it_counts_the_bytes_that_its_own_vocabulary_file_names(tmp_path, text):
     tokenizer = from_meta_offline({"name": "gpt2"})
     ids = tokenizer.encode(text[:20_000] + MULTI_BYTE * 40)
-    file = Path(os.environ["TIKTOKEN_CACHE_DIR"]) / hashlib.sha1(f"{GPT2_FILES}encoder.json".encode()).hexdigest()
+    file = (
+        Path(os.environ["TIKTOKEN_CACHE_DIR"])
+        / hashlib.sha1(f"{GPT2_FILES}encoder.json".encode()).hexdigest()
+    )
     # A piece is written in printable characters, one for each of its bytes.
     n_bytes = {number: len(piece) for piece, number in json.loads(file.read_text()).items()}
     windows = (len(ids) - 1) // 64
@@ -49,7 +54,8 @@ def test_end_of_text_has_no_bytes_but_its_nats_count(tmp_path):
     ids = np.concatenate([[255, *tokenizer.encode(text)] for text in documents])
     split = split_of(tmp_path, ids, 256, block=len(ids) - 1)
     n_bytes = len("".join(documents).encode())
-    assert bytes_per_token(split, 1, tokenizer) == n_bytes / (len(ids) - 1)  # all but the first token are predicted
+    # All but the first token are predicted.
+    assert bytes_per_token(split, 1, tokenizer) == n_bytes / (len(ids) - 1)
 
 
 @needs_bpe
@@ -65,16 +71,24 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_micro_batch(tmp_path, text, script):
+def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_micro_batch(
+    tmp_path, text, script
+):
     mixed = "".join(text[i : i + 2000] + MULTI_BYTE for i in range(0, 100_000, 2000))
     prepare(mixed, tmp_path / "data", "char", "test text")
-    settings = TINY | {"dataset": tmp_path / "data", "out_dir": tmp_path / "out", "eval_tokens": 2048}
+    settings = TINY | {
+        "dataset": tmp_path / "data",
+        "out_dir": tmp_path / "out",
+        "eval_tokens": 2048,
+    }
     printed = []
     again = {"init_from": "resume", "eval_only": True, "batch_size": 8}
     for changed in ({"max_iters": 3}, {"init_from": "resume"}, again):
         done = script("train.py", *flags(**settings | changed))
         assert done.code == 0, done.err
-        printed += re.findall(r"^step \d+: train loss .*, val loss (\S+), bits per byte (\S+)$", done.out, re.M)
+        printed += re.findall(
+            r"^step \d+: train loss .*, val loss (\S+), bits per byte (\S+)$", done.out, re.M
+        )
     assert printed.pop() == printed[-1]  # at another micro-batch
     logged = events(tmp_path / "out", "eval")
     assert printed == [(f"{e['val_loss']:.4f}", f"{e['val_bpb']:.4f}") for e in logged]

@@ -1,4 +1,7 @@
-"""The pages in a real browser: what a person sees and does there. Needs Debian's chromium and chromium-driver."""
+"""The pages in a real browser: what a person sees and does there.
+
+Needs Debian's chromium and chromium-driver.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from data.tokenizer import CharTokenizer
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(shutil.which("chromedriver") is None, reason="no chromedriver and no Chromium for it"),
+    pytest.mark.skipif(
+        shutil.which("chromedriver") is None, reason="no chromedriver and no Chromium for it"
+    ),
 ]
 SCREENS = {"light": (1280, 900), "dark": (390, 844)}  # a laptop and a phone, by colour scheme
 BACKGROUND = {"light": range(200, 256), "dark": range(80)}  # of a page's red, green and blue
@@ -32,10 +37,18 @@ each_screen = pytest.mark.parametrize("scheme", SCREENS)
 
 @contextmanager
 def browser(scheme: str, address: str) -> Iterator[Any]:
-    """A headless Chromium of this colour scheme and its screen's size, with a page that fits into it."""
+    """A headless Chromium of this colour scheme and its screen's size, with a page that fits
+    into it.
+    """
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
-    for flag in ("headless", "no-sandbox", "disable-background-networking", "disable-component-update", "disable-sync"):
+    for flag in (
+        "headless",
+        "no-sandbox",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+    ):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
@@ -51,7 +64,9 @@ def browser(scheme: str, address: str) -> Iterator[Any]:
         assert driver.execute_script(wider) <= 0
         background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
         colours = map(int, re.findall(r"\d+", background)[:3])
-        assert address.startswith("file:") or all(colour in BACKGROUND[scheme] for colour in colours), background
+        assert address.startswith("file:") or all(
+            colour in BACKGROUND[scheme] for colour in colours
+        ), background
         assert driver.get_log("browser") == []  # no error, no refused request
     finally:
         driver.quit()
@@ -86,13 +101,22 @@ def test_page_about_runs_draws_its_charts_in_the_window(runs, name, scheme, scri
             assert chart.find_elements("css selector", "path.js-line, g.point path, .trace path")
 
 
-# ---- the playground --------------------------------------------------------------------------------------------
+# ---- the playground ------------------------------------------------------------------------------
 
 
 def serve(begin: Callable[..., Any], out_dir: Path, *args: str) -> str:
     """Return the address that `sample.py --serve` prints."""
     terminal = out_dir / "terminal"
-    words = [sys.executable, "-u", "sample.py", f"--out_dir={out_dir}", "--serve", "--device=cpu", "--port=0", *args]
+    words = [
+        sys.executable,
+        "-u",
+        "sample.py",
+        f"--out_dir={out_dir}",
+        "--serve",
+        "--device=cpu",
+        "--port=0",
+        *args,
+    ]
     begin(terminal, *words)
     until(lambda: re.search(r"http://127\S+\s", terminal.read_text()) is not None)
     return re.findall(r"http://127\S+", terminal.read_text())[0]
@@ -100,7 +124,9 @@ def serve(begin: Callable[..., Any], out_dir: Path, *args: str) -> str:
 
 def set_fields(driver: Any, **values: Any) -> None:
     for name, value in values.items():
-        driver.execute_script(f"document.getElementsByName('{name}')[0].value = arguments[0]", value)
+        driver.execute_script(
+            f"document.getElementsByName('{name}')[0].value = arguments[0]", value
+        )
 
 
 def wait_for_status(driver: Any, beginning: str) -> None:
@@ -111,7 +137,8 @@ def wait_for_status(driver: Any, beginning: str) -> None:
 def test_playground_writes_stops_and_repeats_a_text(begin, tmp_path, scheme):
     from selenium.webdriver.common.keys import Keys
 
-    saved(tmp_path, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
+    # vocab_size is 100
+    saved(tmp_path, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())
     address = serve(begin, tmp_path, "--start=the ")
     with browser(scheme, address) as driver:
         button = driver.find_element("id", "generate")
@@ -126,7 +153,8 @@ def test_playground_writes_stops_and_repeats_a_text(begin, tmp_path, scheme):
         assert texts[0] == texts[1] != texts[2]
 
         driver.find_element("css selector", ".token").send_keys(Keys.ARROW_RIGHT)
-        assert driver.find_element("id", "tip").is_displayed()  # the probabilities of the second token
+        # The probabilities of the second token
+        assert driver.find_element("id", "tip").is_displayed()
         set_fields(driver, max_new_tokens=100_000)
         button.click()
         until(lambda: bool(driver.find_elements("css selector", ".token")))

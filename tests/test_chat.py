@@ -1,4 +1,6 @@
-"""Chat data: from dialogues to tokens, masks and windows, the loss of what is learned, and talking."""
+"""Chat data: from dialogues to tokens, masks and windows, the loss of what is learned, and
+talking.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,16 @@ from hypothesis import strategies as st
 from test_fineweb import fails
 from torch.nn.functional import cross_entropy
 
-from data.batching import Batching
+from data.batches import BatchSplit, Loader, Split, eval_batches
 from data.chat.prepare import pack, prepare, read_dialogues
 from data.chat.template import Message, Template
-from data.loader import Loader, eval_batches
 from data.meta_files import read_record
-from data.splits import Split
 from data.text.prepare import prepare as prepare_text
 from data.tokenizer import BytesTokenizer, from_meta
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.evaluation import evaluate
-from deskgpt.compute.variant import Variant
-from deskgpt.generate.writer import fitting
+from deskgpt.chat import fitting
+from deskgpt.compute import ComputeMode
+from deskgpt.distributed import DistContext
+from deskgpt.evaluation import evaluate
 from model import GPT, GPTConfig
 
 T = 32
@@ -35,7 +35,10 @@ HELLO = [Message("user", "Hello!"), Message("assistant", "Hi.")]
 
 
 def write(path: Path, dialogues: list[list[Message]]) -> Path:
-    lines = [json.dumps({"messages": [message._asdict() for message in dialogue]}) for dialogue in dialogues]
+    lines = [
+        json.dumps({"messages": [message._asdict() for message in dialogue]})
+        for dialogue in dialogues
+    ]
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
@@ -43,10 +46,16 @@ def write(path: Path, dialogues: list[list[Message]]) -> Path:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
-messages = st.lists(st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts), min_size=1, max_size=5)
+messages = st.lists(
+    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts),
+    min_size=1,
+    max_size=5,
+)
 
 
-@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])]
+)
 @given(dialogue=messages, answer=texts)
 def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_what_they_continue(
     name, dialogue, answer
@@ -67,7 +76,9 @@ def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_w
         learned = ids[first : last + 1][mask[first : last + 1] == 1].tolist()
         if message.role == "assistant":
             assert learned.pop() == tokenizer.end_of_text
-        assert tokenizer.decode_bytes(learned).decode() == message.content * (message.role == "assistant")
+        assert tokenizer.decode_bytes(learned).decode() == message.content * (
+            message.role == "assistant"
+        )
 
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=60), st.integers(1, 40), st.booleans())
@@ -75,7 +86,9 @@ def test_packing_cuts_no_dialogue_that_fits_and_none_overlap(lengths, block_size
     if all_fit:
         lengths = [1 + n % block_size for n in lengths]
     starts, windows = pack(lengths, block_size)
-    used = Counter(place for start, n in zip(starts, lengths, strict=True) for place in range(start, start + n))
+    used = Counter(
+        place for start, n in zip(starts, lengths, strict=True) for place in range(start, start + n)
+    )
     assert max(used.values()) == 1
     assert max(used) < windows * block_size
     for start, n in zip(starts, lengths, strict=True):
@@ -89,27 +102,35 @@ def test_packing_cuts_no_dialogue_that_fits_and_none_overlap(lengths, block_size
 
 
 @settings(max_examples=20)
-@given(st.lists(messages.filter(lambda d: any(m.role == "assistant" for m in d)), min_size=2, max_size=6))
-def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(tmp_path_factory, dialogues):
+@given(
+    st.lists(
+        messages.filter(lambda d: any(m.role == "assistant" for m in d)), min_size=2, max_size=6
+    )
+)
+def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(
+    tmp_path_factory, dialogues
+):
     folder = tmp_path_factory.mktemp("c")
     prepare([write(folder / "d.jsonl", dialogues)], folder / "data", BytesTokenizer(), 16)
     template = Template(BytesTokenizer())
     for name, of_split in (("train", dialogues[:-1]), ("val", dialogues[-1:])):
         split = Split(folder / "data", name, 16, 256)  # packed data is not aligned
         learned = [template.encode(dialogue) for dialogue in of_split]
-        expected = Counter(token for encoded in learned for token in encoded.ids[encoded.mask == 1].tolist())
+        expected = Counter(
+            token for encoded in learned for token in encoded.ids[encoded.mask == 1].tolist()
+        )
         rows = np.arange(split.n_windows)
         for step in (0, 3):
             x, y = split.train_batch(step, rows, len(rows))
             assert Counter(y[y >= 0].tolist()) == expected
-            assert (split.n_learned(step, len(rows)) == (y >= 0).sum(1)).all()
+            assert (split.n_unmasked(step, len(rows)) == (y >= 0).sum(1)).all()
             assert np.array_equal(y[:, :-1][y[:, :-1] >= 0], x[:, 1:][y[:, :-1] >= 0])
         n = split.n_eval_windows(10**6)
         x, y = split.eval_batch(np.arange(n), n)
         assert Counter(y[y >= 0].tolist()) == expected
 
 
-# ---- files ---------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def test_dialogues_that_ship_are_prepared_and_text_in_their_place_has_no_mask(tmp_path, script):
@@ -122,21 +143,38 @@ def test_dialogues_that_ship_are_prepared_and_text_in_their_place_has_no_mask(tm
     prepare_text("plain text " * 20, tmp_path / "c", "char", "text")  # leaves no mask behind
     assert not list(tmp_path.glob("c/*.mask"))
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
-    fails(script(*prepare, f"--tokenizer={tmp_path / 'c'}"), "tokenizer char", "bytes")  # it has no end_of_text
+    # It has no end_of_text
+    fails(script(*prepare, f"--tokenizer={tmp_path / 'c'}"), "tokenizer char", "bytes")
 
 
 def test_dialogues_as_people_have_them(tmp_path):
     hello = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
-    parts = [hello[0], {"role": "assistant", "content": [{"type": "text", "text": "H"}, {"text": "i."}]}]
+    parts = [
+        hello[0],
+        {"role": "assistant", "content": [{"type": "text", "text": "H"}, {"text": "i."}]},
+    ]
     sharegpt = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
-    dialogues = [{"messages": hello}, hello, {"id": "7", "conversations": sharegpt}, {"messages": parts}]
+    dialogues = [
+        {"messages": hello},
+        hello,
+        {"id": "7", "conversations": sharegpt},
+        {"messages": parts},
+    ]
     content = "\ufeff" + "\r\n\r\n  ".join(map(json.dumps, dialogues))
     (tmp_path / "d.jsonl").write_text(content, "utf-8", newline="")
     assert list(read_dialogues(tmp_path / "d.jsonl")) == [HELLO] * 4
 
 
 NO_DIALOGUE = [
-    *(b'{"messages": [', b"[" * 100_000, b"7", b"\xff\xfe", b"{}", b'{"messages": null}', b'["hi"]'),
+    *(
+        b'{"messages": [',
+        b"[" * 100_000,
+        b"7",
+        b"\xff\xfe",
+        b"{}",
+        b'{"messages": null}',
+        b'["hi"]',
+    ),
     b'[{"role": "user"}]',
     b'[{"role": "tool", "content": "x"}]',
     b'[{"role": "assistant", "content": [{"type": "image"}]}]',
@@ -153,7 +191,7 @@ def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------
+# ---- the loss ------------------------------------------------------------------------------------
 
 
 def masked(folder: Path, split: str, learned: list[int]) -> Path:
@@ -164,7 +202,9 @@ def masked(folder: Path, split: str, learned: list[int]) -> Path:
     mask[learned] = 1
     np.resize(np.arange(250, dtype="<u2"), n).tofile(folder / f"{split}.bin")
     mask.tofile(folder / f"{split}.mask")
-    (folder / "meta.json").write_text(json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256, "packed": T}))
+    (folder / "meta.json").write_text(
+        json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256, "packed": T})
+    )
     return folder
 
 
@@ -192,13 +232,23 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
     losses = []
     for step in (0, 1):
         expected = reference_loss(model, *split.train_batch(step, np.arange(n), n))
-        gradients = torch.cat([g.flatten() for g in torch.autograd.grad(expected, list(model.parameters()))])
-        total = torch.zeros(())  # mean over ranks, one after another here, as DDP and Health take it
+        gradients = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(expected, list(model.parameters()))]
+        )
+        # Mean over ranks, one after another here, as DDP and Health take it.
+        total = torch.zeros(())
         for rank in range(world):
-            loader = Loader(split, Batching(micro, steps * world, rank=rank, world=world), CPU, step)
-            total = total + sum(model(batch.x, batch.y)[1] * batch.weight for batch in loader.step()) / world
+            loader = Loader(
+                split, BatchSplit(micro, steps * world, rank=rank, world=world), CPU, step
+            )
+            total = (
+                total
+                + sum(model(batch.x, batch.y)[1] * batch.weight for batch in loader.step()) / world
+            )
             loader.close()
-        found = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))])
+        found = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]
+        )
         assert total.item() == pytest.approx(expected.item(), rel=1e-5)
         assert (found - gradients).norm() <= 1e-5 * gradients.norm()
         losses.append(expected.item())
@@ -208,17 +258,26 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
 def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path, model):
     split = Split(masked(tmp_path / "m", "val", [5, 6, 7, 3 * T, 6 * T + 1]), "val", T, 256)
     expected = reference_loss(model, *split.eval_batch(np.arange(3), 3)).item()
-    for batch_size, world in ((1, 1), (1, 2), (1, 4), (3, 1)):  # of four, some ranks have padding only
-        batchings = [Batching(batch_size, world, eval_tokens=99, rank=rank, world=world) for rank in range(world)]
+    # Of four, some ranks have padding only.
+    for batch_size, world in ((1, 1), (1, 2), (1, 4), (3, 1)):
+        batchings = [
+            BatchSplit(batch_size, world, eval_tokens=99, rank=rank, world=world)
+            for rank in range(world)
+        ]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
-        assert evaluate(model, Variant(), chain(*shares), DistContext(CPU)).loss == pytest.approx(expected, rel=1e-5)
-    few = eval_batches(split, Batching(1, eval_tokens=2), CPU)
+        assert evaluate(
+            model, ComputeMode(), chain(*shares), DistContext(CPU)
+        ).loss == pytest.approx(expected, rel=1e-5)
+    few = eval_batches(split, BatchSplit(1, eval_tokens=2), CPU)
     assert all((y >= 0).any() for _, y, _ in few)  # of few windows, those that tell
 
 
 def test_masks_are_part_of_the_fingerprint_and_wrong_ones_and_other_windows_are_named(tmp_path):
-    prints = [Split(masked(tmp_path / str(k), "train", [k]), "train", T, 256).fingerprint() for k in (5, 6)]
+    prints = [
+        Split(masked(tmp_path / str(k), "train", [k]), "train", T, 256).fingerprint()
+        for k in (5, 6)
+    ]
     (tmp_path / "5" / "train.mask").unlink()
     assert len({*prints, Split(tmp_path / "5", "train", T, 256).fingerprint()}) == 3
     with raises_one_line(f"--block_size={T}"):
@@ -248,7 +307,8 @@ def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message
         assert (len(before) - len(messages)) % 2 == 0
         messages.append(Message("assistant", f"answer {n}"))
     assert len(messages) == 7  # three turns fit
-    first_question = [Message("system", "You are kind."), Message("user", "How are you?")]  # of docs/data.md
+    # Of docs/data.md
+    first_question = [Message("system", "You are kind."), Message("user", "How are you?")]
     assert fitting(template, 64, first_question) == first_question
     with raises_one_line("context of 160", 207):
         fitting(template, 160, [Message("user", "x" * 200)])

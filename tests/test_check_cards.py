@@ -1,4 +1,6 @@
-"""What bench/check_cards.py counts, against counts of another kind, and what it expects of a card."""
+"""What bench/check_cards.py counts, against counts of another kind, and what it expects of a
+card.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from bench import check_cards
 aten = torch.ops.aten
 x, y = torch.arange(1.0, 13).view(3, 4), torch.linspace(-2, 2, 12).view(3, 4)
 columns, rows = torch.tensor([[2], [0], [3]]), torch.tensor([2, 0])
-v, w = torch.tensor([[0.5], [0.25], [0.125]]), torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]])
+v, w = (
+    torch.tensor([[0.5], [0.25], [0.125]]),
+    torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]]),
+)
 ADAMW: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.1, "eps": 1e-8}
 ADAMW |= {"amsgrad": False, "maximize": False}
 CALLS: dict[str, tuple[Any, ...]] = {
@@ -56,7 +61,9 @@ def ran(function: Any, arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
     out = called(function, arguments)
     given = [flat(t) for t in tree_leaves(arguments) if isinstance(t, Tensor)]
     owned = {t.data_ptr() for t in given}
-    return given, [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.data_ptr() not in owned]
+    return given, [
+        t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.data_ptr() not in owned
+    ]
 
 
 def flat(t: Tensor) -> Tensor:
@@ -66,11 +73,15 @@ def flat(t: Tensor) -> Tensor:
 
 def copied(arguments: Any) -> Any:
     """Return the arguments in memory of their own, expanded as they were."""
-    return tree_map_only(Tensor, lambda t: flat(t).clone().as_strided(t.shape, t.stride()), arguments)
+    return tree_map_only(
+        Tensor, lambda t: flat(t).clone().as_strided(t.shape, t.stride()), arguments
+    )
 
 
 def bytes_that_matter(function: Any, arguments: Any) -> int:
-    """Count the numbers that a call changes, those on which a result depends, and those that are returned."""
+    """Count the numbers that a call changes, those on which a result depends, and those that are
+    returned.
+    """
     before = [flat(t) for t in tree_leaves(arguments) if isinstance(t, Tensor)]
     after, returned = ran(function, copied(arguments))
     total = sum(t.nbytes for t in returned)
@@ -162,10 +173,14 @@ def test_both_programs_are_counted_and_their_cpu_work_is_timed(tmp_path, monkeyp
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)  # where triton is
     (tmp_path / "model.py").write_text(PEER)
     config = "train_shakespeare_char --n_layer=1 --batch_size=2 --dropout=0.0"
-    ours, theirs = (check_cards.checked("check", "H100", config, peer) for peer in ("", str(tmp_path)))
-    of_head = 3 * 2 * (2 * 256) * 384 * 65  # FLOPs: forward, and backward to its input and its weight
+    ours, theirs = (
+        check_cards.checked("check", "H100", config, peer) for peer in ("", str(tmp_path))
+    )
+    # FLOPs: forward, and backward to its input and its weight.
+    of_head = 3 * 2 * (2 * 256) * 384 * 65
     assert theirs["micro_batch"]["flops"] == of_head
-    of_block = 3 * 2 * (2 * 256) * 12 * 384**2 + (2 + 5) * 2 * 2 * 256**2 * 384 // 2  # half of attention is masked
+    # Half of attention is masked
+    of_block = 3 * 2 * (2 * 256) * 12 * 384**2 + (2 + 5) * 2 * 2 * 256**2 * 384 // 2
     assert ours["micro_batch"]["flops"] == of_head + of_block
     assert ours["micro_batch"]["launches"] > theirs["micro_batch"]["launches"] > 3
     parameters = 2 * 384 * 65

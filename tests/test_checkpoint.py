@@ -20,43 +20,66 @@ import torch
 from conftest import Code, assert_equal, assert_one_line, corrupted, raises_one_line
 from tiny_models import state_of
 
-from deskgpt.checkpoint import ckpt_file, store
-from deskgpt.export.gpt2_weights import load_gpt2
-from deskgpt.system import files
+from deskgpt.checkpoint import (
+    CHECKSUM_COMMENT_BYTES,
+    CKPT_BEST,
+    FORMER_NAMES,
+    clean_out_dir,
+    load_checkpoint,
+    load_to_resume,
+    save_checkpoint,
+    write_ckpt_file,
+)
+from deskgpt.files import note_once, sync_folder
+from deskgpt.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig
 
 
-def test_checkpoint_is_read_as_it_was_saved_also_with_former_names_of_entries_and_from_a_fork(tmp_path):
-    dtypes = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.cfloat)
+def test_checkpoint_is_read_as_it_was_saved_also_with_former_names_of_entries_and_from_a_fork(
+    tmp_path,
+):
+    dtypes = (
+        torch.float64,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.cfloat,
+    )
     extra = {"mine": {str(dtype): torch.ones(2).to(dtype) for dtype in dtypes}}
-    saved = replace(state_of(7), progress={"losses": [1.0]}, metadata={"code": "x"}, extra_state=extra)
+    saved = replace(
+        state_of(7), progress={"losses": [1.0]}, metadata={"code": "x"}, extra_state=extra
+    )
     saved.model["transformer.factor.weight"] = torch.ones(2, 8)  # of a changed model.py
     expected = vars(saved) | {"model": dict(saved.model)}
-    store.save(saved, tmp_path, best=True)
+    save_checkpoint(saved, tmp_path, best=True)
     for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
-        assert_equal(vars(store.load(path)), expected)
+        assert_equal(vars(load_checkpoint(path)), expected)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
     content = dict(vars(saved))
-    for former, now in store.FORMER_NAMES.items():
+    for former, now in FORMER_NAMES.items():
         content[former] = content.pop(now)
-    ckpt_file.write(content, tmp_path / "ckpt.pt")
-    assert_equal(vars(store.load(tmp_path)), expected)
-    torch.save(vars(saved) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")  # as in forks of nanoGPT
-    assert store.load(tmp_path).best_val_loss == 1.5
+    write_ckpt_file(content, tmp_path / "ckpt.pt")
+    assert_equal(vars(load_checkpoint(tmp_path)), expected)
+    # As in forks of nanoGPT
+    torch.save(vars(saved) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")
+    assert load_checkpoint(tmp_path).best_val_loss == 1.5
 
 
 def test_head_with_weights_of_its_own_is_not_tied(tmp_path):
     """Forks of nanoGPT that untie it have nanoGPT's model_args, which do not tell."""
     saved = state_of()
     saved.model["lm_head.weight"] = saved.model["lm_head.weight"] + 1
-    store.save(saved, tmp_path, best=False)
-    loaded = store.load(tmp_path)
+    save_checkpoint(saved, tmp_path, best=False)
+    loaded = load_checkpoint(tmp_path)
     model = GPT.from_state(GPTConfig.from_args(loaded.model_args, "x"), loaded.model, "x")
     assert_equal(dict(model.state_dict()), dict(saved.model))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's names of open files")
-def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_ends(tmp_path, monkeypatch):
+def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_ends(
+    tmp_path, monkeypatch
+):
     calls: list[str] = []  # files that are flushed, and renames
     real_fsync, real_replace = os.fsync, os.replace
 
@@ -71,12 +94,14 @@ def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace_file)
-    store.save(state_of(), tmp_path, best=True)
+    save_checkpoint(state_of(), tmp_path, best=True)
     assert [b for a, b in itertools.pairwise(calls) if a == "rename"] == [str(tmp_path)] * 2
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows opens no folders")
-def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_written(tmp_path, monkeypatch, capsys):
+def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_written(
+    tmp_path, monkeypatch, capsys
+):
     real_fsync = os.fsync
 
     def fsync(fd: int) -> None:
@@ -85,55 +110,55 @@ def test_file_system_that_syncs_no_folders_is_named_once_and_checkpoints_are_wri
         real_fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    files.note_once.cache_clear()
+    note_once.cache_clear()
     for step in (1, 2):
-        store.save(state_of(step), tmp_path, best=True)
-    assert store.load(tmp_path).iter_num == 2
+        save_checkpoint(state_of(step), tmp_path, best=True)
+    assert load_checkpoint(tmp_path).iter_num == 2
     assert_one_line(capsys.readouterr().err.strip(), tmp_path, "cannot flush folders")
-    files.sync_folder(tmp_path / "none")  # nor if the folder cannot be opened
+    sync_folder(tmp_path / "none")  # nor if the folder cannot be opened
 
 
 def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
     """Also in a file without a checksum of ours, by those of its archive."""
     draw = random.Random(3)
     for step in (1, 2):
-        store.save(state_of(step), tmp_path, best=step == 1)
+        save_checkpoint(state_of(step), tmp_path, best=step == 1)
     last = tmp_path / "ckpt.pt"
     content = last.read_bytes()
     damages = [corrupted(content, draw) for _ in range(40)]
-    for i in range(1, ckpt_file.COMMENT_BYTES + 4, 3):  # of the checksum itself
+    for i in range(1, CHECKSUM_COMMENT_BYTES + 4, 3):  # of the checksum itself
         damages.append(content[:-i] + bytes([content[-i] ^ 1]) + content[len(content) - i + 1 :])
     for damaged in damages:
         last.write_bytes(damaged)
         lines: list[str] = []
-        assert store.load(tmp_path, lines.append).iter_num == 1
+        assert load_checkpoint(tmp_path, lines.append).iter_num == 1
         assert_one_line(*lines, last, "step 1")
         with raises_one_line("checkpoint", last.name):
-            store.load(last)  # named, it is not exchanged for another
+            load_checkpoint(last)  # named, it is not exchanged for another
     torch.save(vars(state_of(2)), last)
     content = last.read_bytes()
     for _ in range(40):
         last.write_bytes(corrupted(content, draw))
         with suppress(ValueError):
-            assert_equal(store.load(last).model, dict(state_of(2).model))
+            assert_equal(load_checkpoint(last).model, dict(state_of(2).model))
 
 
 def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_named(tmp_path):
-    store.save(state_of(1), tmp_path, best=True)
+    save_checkpoint(state_of(1), tmp_path, best=True)
     spoiled = vars(state_of())
     spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
     torch.save(spoiled, tmp_path / "ckpt.pt")
     lines: list[str] = []
-    assert store.load(tmp_path, lines.append).iter_num == 1
+    assert load_checkpoint(tmp_path, lines.append).iter_num == 1
     assert_one_line(*lines, "NaN", "ckpt_best.pt, step 1")
     (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
     with raises_one_line(tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt", "copy"):
-        store.load(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("numbers", [True, False])
 def test_file_that_is_cut_while_it_is_read_is_refused(numbers, tmp_path, monkeypatch):
-    store.save(state_of(), tmp_path, best=False)
+    save_checkpoint(state_of(), tmp_path, best=False)
     real_load = torch.load
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -143,20 +168,22 @@ def test_file_that_is_cut_while_it_is_read_is_refused(numbers, tmp_path, monkeyp
 
     monkeypatch.setattr(torch, "load", load)
     with raises_one_line("is not a readable checkpoint", tmp_path / "ckpt.pt"):
-        store.load(tmp_path, checksums=numbers)
+        load_checkpoint(tmp_path, checksums=numbers)
 
 
 def test_missing_checkpoint_and_folder_of_an_older_version_are_named(tmp_path):
     with raises_one_line("no such checkpoint", tmp_path / "out" / "ckpt.pt", "--out_dir"):
-        store.load(tmp_path / "out")
+        load_checkpoint(tmp_path / "out")
     (tmp_path / "ckpt-00000100").mkdir()
     (tmp_path / "ckpt-00000100" / "manifest.json").write_text("{}")
     with raises_one_line("older version", tmp_path, "export.py --to=ckpt.pt"):
-        store.load(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path):
-    store.save(replace(state_of(5), progress={"evaluations": [[5, 3.0, 3.0, 0.1]]}), tmp_path, best=False)
+    save_checkpoint(
+        replace(state_of(5), progress={"evaluations": [[5, 3.0, 3.0, 0.1]]}), tmp_path, best=False
+    )
     (tmp_path / "ckpt_best.pt").write_text("damaged")
     (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
     (tmp_path / "notes.tmp").write_text("the user's")
@@ -164,40 +191,63 @@ def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(
     if os.name != "nt":
         (tmp_path / "ckpt.pt.9-9.tmp").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     lines: list[str] = []
-    store.take_over(tmp_path, lines.append)
+    clean_out_dir(tmp_path, lines.append)
     assert_one_line(*lines, tmp_path / "ckpt_best.pt", "previous-1")
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5  # a copy of ckpt.pt
-    assert {p.name for p in tmp_path.iterdir()} == {"ckpt.pt", "ckpt_best.pt", "notes.tmp", "elsewhere", "previous-1"}
+    assert load_checkpoint(tmp_path / "ckpt_best.pt").iter_num == 5  # a copy of ckpt.pt
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "ckpt.pt",
+        "ckpt_best.pt",
+        "notes.tmp",
+        "elsewhere",
+        "previous-1",
+    }
     assert [p.name for p in (tmp_path / "previous-1").iterdir()] == ["ckpt_best.pt"]
 
 
 @pytest.mark.parametrize(("step", "loss"), [(5, 3.5), (7, math.inf)])
 def test_only_evaluated_weights_become_the_best(step, loss, tmp_path):
-    """Without ckpt_best.pt: it was deleted, or the run was stopped before its first evaluation after step 0."""
-    saved = replace(state_of(step, 3.0), progress={"evaluations": [[0, 4.0, 4.0, 0.1], [5, 3.0, 3.5, 0.1]]})
-    store.save(saved, tmp_path, best=False)
-    assert store.resume(tmp_path).best_val_loss == loss
-    store.take_over(tmp_path, print)
-    assert (tmp_path / store.BEST).exists() == (loss < math.inf)
-    assert store.resume(tmp_path).best_val_loss == loss
+    """Without ckpt_best.pt: it was deleted, or the run was stopped before its first evaluation
+    after step 0.
+    """
+    saved = replace(
+        state_of(step, 3.0), progress={"evaluations": [[0, 4.0, 4.0, 0.1], [5, 3.0, 3.5, 0.1]]}
+    )
+    save_checkpoint(saved, tmp_path, best=False)
+    assert load_to_resume(tmp_path).best_val_loss == loss
+    clean_out_dir(tmp_path, print)
+    assert (tmp_path / CKPT_BEST).exists() == (loss < math.inf)
+    assert load_to_resume(tmp_path).best_val_loss == loss
 
 
 def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
-    store.save(state_of(1), tmp_path, best=False)
+    save_checkpoint(state_of(1), tmp_path, best=False)
     before = (tmp_path / "ckpt.pt").read_bytes()
-    for entry in (Path("x"), np.ones(2), object, torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
-        with raises_one_line(tmp_path / "ckpt.pt", "is not written", "the checkpoint before it is intact"):
-            store.save(replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False)
+    for entry in (
+        Path("x"),
+        np.ones(2),
+        object,
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+    ):
+        with raises_one_line(
+            tmp_path / "ckpt.pt", "is not written", "the checkpoint before it is intact"
+        ):
+            save_checkpoint(
+                replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False
+            )
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
-# ---- damaged and untrusted files -----------------------------------------------------------------------------
+# ---- damaged and untrusted files -----------------------------------------------------------------
 
 
 def repacked(path: Path, compression: int, pickled: bytes = b"") -> None:
     """Write a checkpoint in an archive of this compression, or with another pickle."""
     torch.save(vars(state_of()), path.with_name("plain.pt"))
-    with zipfile.ZipFile(path.with_name("plain.pt")) as old, zipfile.ZipFile(path, "w", compression) as new:
+    with (
+        zipfile.ZipFile(path.with_name("plain.pt")) as old,
+        zipfile.ZipFile(path, "w", compression) as new,
+    ):
         for name in old.namelist():
             new.writestr(name, pickled if pickled and name.endswith("data.pkl") else old.read(name))
 
@@ -212,23 +262,40 @@ ODD = [
 ]
 WRONG: dict[str, tuple[Any, ...]] = {
     "iter_num": (-1, 2**62, 2**63, True, 1.0, None),
-    "best_val_loss": (math.nan, "1", None, torch.ones(2), 10**400, torch.tensor(1j), torch.ones(1).to_sparse()),
+    "best_val_loss": (
+        math.nan,
+        "1",
+        None,
+        torch.ones(2),
+        10**400,
+        torch.tensor(1j),
+        torch.ones(1).to_sparse(),
+    ),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
     "optimizer": (3, *({"x": odd} for odd in ODD[1:])),
     "progress": (3, {"evaluations": 3}, {"evaluations": [[1, 1.0, 10**400, 0]]}),
     "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
-    **dict.fromkeys(("config", "scaler", "wandb_run_id", "tokenizer", "extra_state"), (3, HOLDS_ITSELF)),
+    **dict.fromkeys(
+        ("config", "scaler", "wandb_run_id", "tokenizer", "extra_state"), (3, HOLDS_ITSELF)
+    ),
 }
-# ckpt.pt as bytes, as other entries of a checkpoint, or as a function that makes it; and the words of the error.
+# ckpt.pt as bytes, as other entries of a checkpoint, or as a function that makes it; and the words
+# of the error.
 REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (b"", ("empty", "fetch it again")),
     (b"<!DOCTYPE html><title>Virus scan warning</title>", ("error page", "fetch")),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS",)),
     (b"safetensors, perhaps", ("torch.save",)),
     ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
-    ({"shards": {}, "model": {"w": torch.ones(1, device="meta")}}, ("older version", "export.py --to=ckpt.pt")),
+    (
+        {"shards": {}, "model": {"w": torch.ones(1, device="meta")}},
+        ("older version", "export.py --to=ckpt.pt"),
+    ),
     (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
-    (partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22), ("absurd size",)),
+    (
+        partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22),
+        ("absurd size",),
+    ),
     *[({name: value}, ()) for name, values in WRONG.items() for value in values],
 ]
 if os.name != "nt":  # which has no such files
@@ -236,7 +303,9 @@ if os.name != "nt":  # which has no such files
 
 
 @pytest.mark.parametrize(("content", "named"), REFUSED)
-def test_untrusted_file_is_refused_before_it_runs_code_or_takes_memory(content, named, tmp_path, monkeypatch):
+def test_untrusted_file_is_refused_before_it_runs_code_or_takes_memory(
+    content, named, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "ckpt.pt"
     if isinstance(content, bytes):
@@ -247,12 +316,19 @@ def test_untrusted_file_is_refused_before_it_runs_code_or_takes_memory(content, 
         content(path)
     for asked in (tmp_path, path):
         with raises_one_line("is not a ", path, *named):
-            store.load(asked)
+            load_checkpoint(asked)
     assert not (tmp_path / "ran").exists()
 
 
 def test_damaged_gpt2_folders_and_models_that_compute_otherwise_are_refused(tmp_path):
-    gpt2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 20}
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 8,
+        "n_positions": 8,
+        "vocab_size": 20,
+    }
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     with raises_one_line("init_from", tmp_path, "no config.json"):
         load_gpt2(str(tmp_path))

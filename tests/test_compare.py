@@ -1,4 +1,6 @@
-"""Logs of runs as they are found, compare.py's figures worked out by hand, and report.py's pages."""
+"""Logs of runs as they are found, compare.py's figures worked out by hand, and report.py's
+pages.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from logs import TIMES, log, nanogpt, rewrite
 
 import train
 from bench.analysis import page
+from bench.analysis.comparison import Comparison, compare
 from bench.analysis.logs import Run, read_run, read_runs
 from bench.analysis.table import Group
-from bench.analysis.verdict import Comparison, compare
-from deskgpt.run.log import read_events
+from deskgpt.logger import read_events
 
 CURVE = {0: 4.0, 100: 3.0, 200: 2.5}
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
@@ -44,16 +46,31 @@ def test_evaluation_is_taken_out_of_nanogpts_times_and_mfu(tmp_path):
 def test_flops_of_a_nanogpt_run_on_several_gpus_are_those_of_all(tmp_path):
     of_8 = 854.8e6 * 491520 / 8 / 0.25 / 312e12  # the MFU of GPT-2 in steps of 250 ms
     about = ("tokens per iteration will be: 491,520", "number of parameters: 123.59M")
-    steps = [f"iter {i}: loss 3.0, time 250.00ms, mfu {100 * of_8:.2f}%" for i in range(10, 200, 10)]
+    steps = [
+        f"iter {i}: loss 3.0, time 250.00ms, mfu {100 * of_8:.2f}%" for i in range(10, 200, 10)
+    ]
     run = printed(tmp_path / "log.txt", *about, *steps)
     assert run.flops_per_token == pytest.approx(854.8e6, rel=1e-3)
     assert_one_line(*run.notes, "8 GPUs")
 
 
 def test_settings_that_nanogpt_prints_are_read(tmp_path):
-    lines = ["Overriding config with config/train_x.py:", "# a comment", "learning_rate = 1e-3 # a reason"]
-    lines += ["wandb_project='x'", "gradient_accumulation_steps = 5 * 8", "mine = 3", "Overriding: max_iters = 200"]
-    lines += ["Overriding: compile = False", "using fused AdamW: True", "step 0: train loss 4.0, val loss 4.0"]
+    lines = [
+        "Overriding config with config/train_x.py:",
+        "# a comment",
+        "learning_rate = 1e-3 # a reason",
+    ]
+    lines += [
+        "wandb_project='x'",
+        "gradient_accumulation_steps = 5 * 8",
+        "mine = 3",
+        "Overriding: max_iters = 200",
+    ]
+    lines += [
+        "Overriding: compile = False",
+        "using fused AdamW: True",
+        "step 0: train loss 4.0, val loss 4.0",
+    ]
     known = {"learning_rate": 1e-3, "wandb_project": "x", "max_iters": 200, "compile": False}
     # What is not a plain value, a setting or before the first step is not known.
     assert printed(tmp_path / "log.txt", *lines, "n_layer = 3").settings == known
@@ -74,7 +91,9 @@ def test_damaged_printed_logs_are_read_as_far_as_they_go(tmp_path, encoding):
 
 def test_a_printed_log_that_continues_after_a_restart_counts_each_step_once(tmp_path):
     first, second = dict(list(TIMES.items())[:7]), dict(list(TIMES.items())[4:])
-    run = printed(tmp_path / "log.txt", nanogpt(first, (0, 40), 200.0), nanogpt(second, (40, 80), 200.0))
+    run = printed(
+        tmp_path / "log.txt", nanogpt(first, (0, 40), 200.0), nanogpt(second, (40, 80), 200.0)
+    )
     assert [e["iter"] for e in run.iters] == list(TIMES)
     assert [e["iter"] for e in run.evals] == [0, 40, 80]
     assert_one_line(*run.notes, "begins 2 times")
@@ -96,7 +115,7 @@ def test_a_resumed_or_rewound_run_counts_each_step_once_and_the_time_of_all_part
     assert_one_line(*run.notes, "1 unreadable")
 
 
-# ---- comparisons ---------------------------------------------------------------------------------------------
+# ---- comparisons ---------------------------------------------------------------------------------
 
 
 def rows_of(found: Comparison) -> dict[str, list[str]]:
@@ -126,7 +145,9 @@ def test_every_column_is_what_it_is_by_hand(tmp_path):
     assert found.headline == "The val loss after 12,800 tokens, less that of A: B -0.1000 ± ?"
 
 
-def test_a_loss_that_is_not_a_number_has_a_note_and_such_a_run_is_not_compared_at_an_earlier_step(tmp_path):
+def test_a_loss_that_is_not_a_number_has_a_note_and_such_a_run_is_not_compared_at_an_earlier_step(
+    tmp_path,
+):
     a = log(tmp_path / "a", CURVE, peak_flops=1e5)
     b = log(tmp_path / "b", CURVE)
     rewrite(a, lambda e: {"loss": None} if e["event"] == "iter" and e["iter"] > 150 else {})
@@ -134,7 +155,9 @@ def test_a_loss_that_is_not_a_number_has_a_note_and_such_a_run_is_not_compared_a
     found = compare(read_runs([a, b]))
     assert rows_of(found)["MFU"] == ["640.00% (above the peak: wrong)", "16.00%"]
     assert found.headline == "The losses after equal training are not known"
-    assert found.lines == [f"{run}: its loss is not a number at step {n}." for run, n in (("A: a", 151), ("B: b", 200))]
+    assert found.lines == [
+        f"{run}: its loss is not a number at step {n}." for run, n in (("A: a", 151), ("B: b", 200))
+    ]
 
 
 def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_learning(tmp_path):
@@ -152,20 +175,30 @@ def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_
     ("changed", "named"),
     [
         ({}, []),
-        ({"digest": "abd"}, ["windows", "A 10 windows with digest abc", "B 10 windows with digest abd"]),
+        (
+            {"digest": "abd"},
+            ["windows", "A 10 windows with digest abc", "B 10 windows with digest abd"],
+        ),
         ({"digest": None}, ["windows", "A 10 windows", "B not known"]),
-        ({"first_digest": "abd"}, ["windows", "B 10 windows with digest abd, then 10 windows with digest abc"]),
+        (
+            {"first_digest": "abd"},
+            ["windows", "B 10 windows with digest abd, then 10 windows with digest abc"],
+        ),
         ({"val_sha256": "bad"}, ["data", "A f00", "B bad"]),
         ({"tokenizer": "bpe"}, ["tokenizers", "A char", "B bpe"]),
     ],
 )
-def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(tmp_path, changed, named):
+def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(
+    tmp_path, changed, named
+):
     a = log(tmp_path / "a", CURVE)
     b = log(tmp_path / "b", {0: 1.0, 100: 0.9, 200: 0.8}, **changed)  # a finetuned model
     found = compare(read_runs([a, b]))
     assert found.headline.startswith("The losses are not comparable") == bool(named)
     assert ("less that of A: B" in found.headline) == (not named)
-    assert [line for line in found.lines if "--eval_only=True" in line] == found.lines[: bool(named)]
+    assert [line for line in found.lines if "--eval_only=True" in line] == found.lines[
+        : bool(named)
+    ]
     for part in named:
         assert part in found.headline
 
@@ -173,7 +206,9 @@ def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(tmp_p
 def test_runs_of_unknown_data_do_not_compare_if_untrained_models_differ(tmp_path):
     a = log(tmp_path / "a", CURVE, val_sha256=None)
     b = log(tmp_path / "b", {0: 10.8, 100: 3.0, 200: 1.5}, val_sha256=None)
-    assert_one_line(compare(read_runs([a, b])).headline, "not comparable", "step 0", "A 4.00", "B 10.80")
+    assert_one_line(
+        compare(read_runs([a, b])).headline, "not comparable", "step 0", "A 4.00", "B 10.80"
+    )
 
 
 def seeds(folder: Path, n: int, last: float, **changed: Any) -> list[str]:
@@ -190,31 +225,49 @@ def test_repeats_are_compared_with_their_interval(tmp_path):
     found = compare(read_runs(a + b))
     assert rows_of(found)["lowest val loss"][0] == f"2.5100 ± {4.303 * 0.01 / 3**0.5:.4f} (n=3)"
     # 2.776 x sqrt(2/3) x 0.01
-    assert found.headline == "The val loss after 12,800 tokens, less that of A+B+C: D+E+F -0.2000 ± 0.0227"
+    assert (
+        found.headline
+        == "The val loss after 12,800 tokens, less that of A+B+C: D+E+F -0.2000 ± 0.0227"
+    )
 
 
 def test_steps_of_unequal_tokens_are_compared_at_equal_tokens(tmp_path):
     a = seeds(tmp_path / "a", 2, 2.5, max_iters=800)
-    b = [log(tmp_path / f"b{i}", {0: 4.0, 100: 2.9, 200: 2.4}, batch_size=8, seed=i) for i in range(2)]
-    # B has read as much as A after 100 steps. It is better after 200 steps of twice the tokens, which do not count.
-    assert_one_line(compare(read_runs(a + b)).headline, "after 12,800 tokens, less that of A+B: C+D +0.3950 ± ")
+    b = [
+        log(tmp_path / f"b{i}", {0: 4.0, 100: 2.9, 200: 2.4}, batch_size=8, seed=i)
+        for i in range(2)
+    ]
+    # B has read as much as A after 100 steps. It is better after 200 steps of twice the tokens,
+    # which do not count.
+    assert_one_line(
+        compare(read_runs(a + b)).headline, "after 12,800 tokens, less that of A+B: C+D +0.3950 ± "
+    )
 
 
-def test_schedules_of_unequal_length_are_not_compared_and_those_of_equal_minutes_are_repeats(tmp_path):
+def test_schedules_of_unequal_length_are_not_compared_and_those_of_equal_minutes_are_repeats(
+    tmp_path,
+):
     runs = [path for n in (200, 400) for path in seeds(tmp_path / f"{n}", 2, 2.5, max_iters=n)]
     found = compare(read_runs(runs))
     assert rows_of(found)["max_iters"] == ["200", "400"]
     assert_one_line(found.headline, "not compared", "unequal tokens")
-    minutes = [log(tmp_path / f"{i}", CURVE, seed=i, max_iters=300 + i, settings={"max_minutes": 3.0}) for i in (1, 2)]
+    minutes = [
+        log(tmp_path / f"{i}", CURVE, seed=i, max_iters=300 + i, settings={"max_minutes": 3.0})
+        for i in (1, 2)
+    ]
     assert "differ in nothing but their seed" in compare(read_runs(minutes)).headline
 
 
-# ---- pages ---------------------------------------------------------------------------------------------------
+# ---- pages ---------------------------------------------------------------------------------------
 
 
 def made_up(name: str) -> Run:
-    iters: list[dict[str, Any]] = [{"iter": i, "loss": 4 - i / 3000, "lr": 1e-3} | OWN for i in range(3000)]
-    evals: list[dict[str, Any]] = [{"iter": i * 500, "train_loss": 4.0, "val_loss": 4 - i / 9} for i in range(7)]
+    iters: list[dict[str, Any]] = [
+        {"iter": i, "loss": 4 - i / 3000, "lr": 1e-3} | OWN for i in range(3000)
+    ]
+    evals: list[dict[str, Any]] = [
+        {"iter": i * 500, "train_loss": 4.0, "val_loss": 4 - i / 9} for i in range(7)
+    ]
     return Run(name, {"note": EVIL}, {}, iters, evals, notes=[f"odd {EVIL}"])
 
 
@@ -228,7 +281,9 @@ def real(chars, tmp_path_factory) -> Path:
 def test_page_refers_to_nothing_outside_of_it_and_names_are_text(real):
     runs = [read_run(str(real)), made_up(EVIL)]
     runs[1].samples = [{"iter": i, "texts": [f"text {i} {EVIL}"]} for i in (0, 100)]
-    html = page.page(Comparison(runs, EVIL, [EVIL], [Group([EVIL], runs)] * 9, {"Wide": [[EVIL] * 10]}))
+    html = page.page(
+        Comparison(runs, EVIL, [EVIL], [Group([EVIL], runs)] * 9, {"Wide": [[EVIL] * 10]})
+    )
     assert html.count(page.plotly_js()) == 1
     assert len(re.findall(r'<figure\b.*?class="plotly-graph-div"', html, re.S)) == 6
     rest = html.replace(page.plotly_js(), "")
@@ -256,7 +311,12 @@ def test_what_is_wrong_is_one_line(script, tmp_path):
     run = log(tmp_path / "a", CURVE)
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(1 << 40)  # without taking room on the disk
-    compared = (["/nowhere"], ["pyproject.toml"], [tmp_path / "large.txt"], [run, "--html", "pyproject.toml/a.html"])
+    compared = (
+        ["/nowhere"],
+        ["pyproject.toml"],
+        [tmp_path / "large.txt"],
+        [run, "--html", "pyproject.toml/a.html"],
+    )
     wrong = [("bench/compare.py", *words) for words in compared]
     wrong += [("bench/report.py", f"{run}/{name}") for name in ("nowhere", "log.jsonl")]
     for words in wrong:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configurator import configure, help_text
-from deskgpt.system.errors import ConfigError
-from deskgpt.system.files import note_once
-from deskgpt.system.settings import settings_of
+from deskgpt.errors import ConfigError
+from deskgpt.files import note_once
+from deskgpt.settings import settings_of
 from sample import SampleConfig
 from train import TrainConfig
 
@@ -39,23 +39,41 @@ def test_command_line_wins_over_files_and_files_over_defaults(tmp_path_factory, 
     path = write(tmp_path_factory.mktemp("c"), f"{in_file[0]} = {in_file[1]!r}\n")
     # Config files come first, wherever they stand among the arguments.
     found = asdict(configure(TrainConfig, [f"--{given_too[0]}={given_too[1]}", path]))
-    expected = {f.name: f.default for f in fields(TrainConfig)} | dict([in_file]) | dict([given_too])
+    expected = (
+        {f.name: f.default for f in fields(TrainConfig)} | dict([in_file]) | dict([given_too])
+    )
     assert found == expected
     assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
 
 
 def test_numbers_as_people_type_them():
-    c = configure(TrainConfig, ["--max_iters=1e3", "--learning_rate=2", "--wandb_log", "--min_lr=none", "--bias=true"])
-    found = (c.max_iters, type(c.max_iters), c.learning_rate, type(c.learning_rate), c.wandb_log, c.min_lr, c.bias)
+    c = configure(
+        TrainConfig,
+        ["--max_iters=1e3", "--learning_rate=2", "--wandb_log", "--min_lr=none", "--bias=true"],
+    )
+    found = (
+        c.max_iters,
+        type(c.max_iters),
+        c.learning_rate,
+        type(c.learning_rate),
+        c.wandb_log,
+        c.min_lr,
+        c.bias,
+    )
     assert found == (1000, int, 2.0, float, True, None, True)
 
 
 def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
-    files = [write(tmp_path, "max_iters = 2\n", "a.py"), write(tmp_path, "max_iters = max_iters * 10\n", "b.py")]
+    files = [
+        write(tmp_path, "max_iters = 2\n", "a.py"),
+        write(tmp_path, "max_iters = max_iters * 10\n", "b.py"),
+    ]
     assert configure(TrainConfig, files) == TrainConfig(max_iters=20)
 
 
-def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(tmp_path, capsys):
+def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(
+    tmp_path, capsys
+):
     for argument in ("--attention=3", write(tmp_path, "attention = 3\n")):
         note_once.cache_clear()
         assert configure(TrainConfig, [argument, argument]) == TrainConfig()
@@ -106,7 +124,10 @@ def test_ready_made_runs_parse(path):
 
 def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(tmp_path):
     content = "import time\n_own_prefix = 'ft-'\ndef named(what): return _own_prefix + str(what)\n"
-    content += "wandb_run_name = named(time.time())\ngradient_accumulation_steps = 4 * 8\ndevice = 'cuda'\n"
+    content += (
+        "wandb_run_name = named(time.time())\ngradient_accumulation_steps = 4 * "
+        "8\ndevice = 'cuda'\n"
+    )
     c = configure(TrainConfig, [write(tmp_path, content), "--device=cpu"])
     assert (c.gradient_accumulation_steps, c.device, c.wandb_run_name[:3]) == (32, "cpu", "ft-")
     assert configure(TrainConfig, []).wandb_run_name == TrainConfig().wandb_run_name

@@ -20,8 +20,8 @@ from tiny_models import make, tokens
 from torch import Tensor
 
 import model as model_module
-from deskgpt.compute.cuda_graph import CudaGraph
-from deskgpt.run.stopping import StopController, signal_handler
+from deskgpt.compute import CudaGraph
+from deskgpt.stopping import StopConditions, signal_handler
 from model import GPT, Block, GPTConfig
 from train import main
 
@@ -29,7 +29,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
 
 CUDA = torch.device("cuda")
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=128, dropout=0.1)
-RUN = TINY | {"n_embd": 64, "block_size": 32, "device": "cuda", "learning_rate": 1e-3, "auto_batch": False}
+RUN = TINY | {
+    "n_embd": 64,
+    "block_size": 32,
+    "device": "cuda",
+    "learning_rate": 1e-3,
+    "auto_batch": False,
+}
 RUN |= {"gradient_accumulation_steps": 3, "dropout": 0.2, "max_iters": 8, "eval_interval": 4}
 MICRO_BATCHES = 10
 
@@ -56,7 +62,7 @@ def replays(monkeypatch):
     return done
 
 
-# ---- runs ----------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def trained(data, out_dir, **settings):
@@ -79,9 +85,13 @@ def test_run_with_graphs_is_the_run_without_bit_for_bit(settings, chars, tmp_pat
     assert not replays
     assert trained(chars, tmp_path / "graph", **settings) == plain
     steps = 8 - 2  # the first two have no graph
-    assert len(replays) > steps * settings.get("gradient_accumulation_steps", 3)  # evaluations have replays, too
+    # Evaluations have replays, too
+    assert len(replays) > steps * settings.get("gradient_accumulation_steps", 3)
     assert_same_run(tmp_path / "plain", tmp_path / "graph")
-    assert [events(tmp_path / name, "start")[0]["cuda_graph"] for name in ("plain", "graph")] == [False, True]
+    assert [events(tmp_path / name, "start")[0]["cuda_graph"] for name in ("plain", "graph")] == [
+        False,
+        True,
+    ]
     assert not events(tmp_path / "graph", "warning")
 
 
@@ -89,14 +99,14 @@ def test_signal_a_save_and_a_resumed_run_leave_no_trace(chars, tmp_path, monkeyp
     plain = trained(chars, tmp_path / "plain", cuda_graph=False)
     halves = tmp_path / "halves"
     handled = iter([None] * 5 + [signal.SIGTERM])
-    poll = StopController.poll
+    poll = StopConditions.check
 
     def with_signal(self, has_work):
         if has_work:
             signal_handler.signal = next(handled, None)
         return poll(self, has_work)
 
-    monkeypatch.setattr(StopController, "poll", with_signal)
+    monkeypatch.setattr(StopConditions, "check", with_signal)
     with pytest.raises(SystemExit):
         trained(chars, halves)
     monkeypatch.undo()
@@ -122,7 +132,9 @@ def test_memory_that_runs_out_with_a_graph_first_costs_the_graph(chars, tmp_path
     assert not events(tmp_path / "graph", "out_of_memory")  # the micro-batch was not halved
 
 
-def test_recording_that_does_not_fit_leaves_the_run_without_a_graph(chars, tmp_path, monkeypatch, replays):
+def test_recording_that_does_not_fit_leaves_the_run_without_a_graph(
+    chars, tmp_path, monkeypatch, replays
+):
     def starved(graph, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -136,7 +148,9 @@ def test_recording_that_does_not_fit_leaves_the_run_without_a_graph(chars, tmp_p
 
 
 def test_run_out_of_memory_after_many_steps_keeps_them(chars, tmp_path, monkeypatch):
-    """One rank, no smaller micro-batch allowed: the state of the last whole step is saved before the run ends."""
+    """One rank, no smaller micro-batch allowed: the state of the last whole step is saved before
+    the run ends.
+    """
     backward, calls = torch.Tensor.backward, itertools.count()
 
     def starved(x, *args, **kwargs):
@@ -153,7 +167,7 @@ def test_run_out_of_memory_after_many_steps_keeps_them(chars, tmp_path, monkeypa
     assert events(tmp_path, "iter")[-1]["iter"] == 7
 
 
-# ---- changed models --------------------------------------------------------------------------------------------
+# ---- changed models ------------------------------------------------------------------------------
 
 COUNT = 0
 HISTORY: list[int] = []
@@ -253,7 +267,9 @@ STATEFUL = {
 
 
 def edited_model(monkeypatch, edit=None) -> GPT:
-    """Return the same small model each time; edit(block, x, context) changes the input of each block."""
+    """Return the same small model each time; edit(block, x, context) changes the input of each
+    block.
+    """
     global COUNT
     COUNT = Edited.total = 0
     HISTORY.clear()
@@ -263,15 +279,21 @@ def edited_model(monkeypatch, edit=None) -> GPT:
     changed = (
         {}
         if edit is None
-        else {"forward": lambda self, x, context: Block.forward(self, edit(self, x, context), context)}
+        else {
+            "forward": lambda self, x, context: Block.forward(self, edit(self, x, context), context)
+        }
     )
     for name, value in changed.items():
         monkeypatch.setattr(Edited, name, value, raising=False)
     return make(CONFIG).to(CUDA)
 
 
-def train_micro_batches(model, *, graphed, between=lambda model, i: None, backward=lambda model, loss: loss.backward()):
-    """Return the losses of micro-batches, two of which make a step; the lines of refusals; and the recordings."""
+def train_micro_batches(
+    model, *, graphed, between=lambda model, i: None, backward=lambda model, loss: loss.backward()
+):
+    """Return the losses of micro-batches, two of which make a step; the lines of refusals; and the
+    recordings.
+    """
     lines: list[str] = []
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5)
 
@@ -297,7 +319,9 @@ def train_micro_batches(model, *, graphed, between=lambda model, i: None, backwa
 
 
 def compared(monkeypatch, edit=None, prepare=lambda model: None, **options):
-    """Return lines and recordings of a model with graphs, whose losses and weights are those of the plain loop."""
+    """Return lines and recordings of a model with graphs, whose losses and weights are those of the
+    plain loop.
+    """
     plain_model = edited_model(monkeypatch, edit)
     prepare(plain_model)
     plain, _, _ = train_micro_batches(plain_model, graphed=False, **options)
@@ -320,7 +344,8 @@ def test_plain_model_is_replayed_and_the_recorded_pass_is_one_of_the_run(monkeyp
     monkeypatch.setattr(GPT, "forward", counted)
     assert compared(monkeypatch) == ([], 1)
     assert len(replays) == MICRO_BATCHES - 2
-    assert len(passes) == MICRO_BATCHES + 3  # of the plain loop; and two without a graph and the one that is recorded
+    # Of the plain loop; and two without a graph and the one that is recorded.
+    assert len(passes) == MICRO_BATCHES + 3
 
 
 def test_passes_in_which_ranks_exchange_gradients_are_not_replayed(monkeypatch, replays):
@@ -350,7 +375,9 @@ def test_passes_in_which_ranks_exchange_gradients_are_not_replayed(monkeypatch, 
     assert len(replays) == 8 - 2
 
 
-@pytest.mark.parametrize(("edit", "why"), STATEFUL.items(), ids=[edit.__name__ for edit in STATEFUL])
+@pytest.mark.parametrize(
+    ("edit", "why"), STATEFUL.items(), ids=[edit.__name__ for edit in STATEFUL]
+)
 def test_model_whose_python_code_changes_something_is_refused_by_name(edit, why, monkeypatch):
     (line,), _ = compared(monkeypatch, edit)
     assert why in line
@@ -358,7 +385,9 @@ def test_model_whose_python_code_changes_something_is_refused_by_name(edit, why,
 
 def add_forward_hook(model):
     calls = itertools.count(1)
-    model.transformer.ln_f.register_forward_hook(lambda module, args, out: out * (1 + next(calls) / 100))
+    model.transformer.ln_f.register_forward_hook(
+        lambda module, args, out: out * (1 + next(calls) / 100)
+    )
 
 
 def add_gradient_hook(model):
@@ -410,9 +439,12 @@ def less_dropout(model, i):
             module.p = 0.1 if i < 6 else 0.0
 
 
-@pytest.mark.parametrize("between", [narrower, frozen_for_a_while, shorter, other_function, less_dropout])
+@pytest.mark.parametrize(
+    "between", [narrower, frozen_for_a_while, shorter, other_function, less_dropout]
+)
 def test_what_train_py_changes_between_steps_is_recorded_anew(between, monkeypatch):
-    monkeypatch.setattr(model_module, "gelu_tanh", model_module.gelu_tanh)  # undone between the two runs
+    # Undone between the two runs
+    monkeypatch.setattr(model_module, "gelu_tanh", model_module.gelu_tanh)
     original = model_module.gelu_tanh
 
     def fresh(model):

@@ -1,4 +1,6 @@
-"""Errors that a user can cause are one line and a status; output is harmless, and a run outlives it."""
+"""Errors that a user can cause are one line and a status; output is harmless, and a run outlives
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import sys
 import pytest
 from conftest import ROOT, TINY, assert_one_line, events, flags, shell
 
-from deskgpt.system import cache
-from deskgpt.system.errors import ConfigError, one_line_errors
+from deskgpt.errors import ConfigError, one_line_errors
+from deskgpt.files import cache_path, read_cache, write_cache
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
 
@@ -26,7 +28,11 @@ POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners 
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 1, "take a smaller input"),
         (RuntimeError("CUDA out of memory. Tried"), 1, "take a smaller input"),
-        (RuntimeError("NCCL error in: NCCLUtils.hpp:275\nLast error:\nFailed to CUDA calloc 6"), 1, "out of memory"),
+        (
+            RuntimeError("NCCL error in: NCCLUtils.hpp:275\nLast error:\nFailed to CUDA calloc 6"),
+            1,
+            "out of memory",
+        ),
     ],
 )
 def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, named, capsys):
@@ -36,16 +42,22 @@ def test_error_of_a_user_is_one_line_and_an_exit_status(error, status, named, ca
     assert_one_line(capsys.readouterr().err, named)
 
 
-OUT_OF_SHARED_MEMORY = "OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376."
+OUT_OF_SHARED_MEMORY = (
+    "OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376."
+)
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError(name="torch.nothing"), RuntimeError(OUT_OF_SHARED_MEMORY)])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError(name="torch.nothing"), RuntimeError(OUT_OF_SHARED_MEMORY)]
+)
 def test_defect_keeps_its_traceback(error):
     with pytest.raises(type(error)), one_line_errors():
         raise error
 
 
-def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_path, monkeypatch, capsys):
+def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(
+    tmp_path, monkeypatch, capsys
+):
     """Print the package's own error, such as versions that do not fit each other."""
     (tmp_path / "halfway").mkdir()
     (tmp_path / "halfway" / "__init__.py").write_text("raise ImportError('needs protobuf>=6')")
@@ -57,12 +69,15 @@ def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(tmp_
     assert "not installed" not in message
 
 
-# ---- output --------------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a POSIX shell and a device that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs a POSIX shell and a device that is always full"
+)
 @pytest.mark.parametrize(
-    ("redirected", "named"), [(">/dev/full", "No space left on device"), (">&-", "standard output is closed")]
+    ("redirected", "named"),
+    [(">/dev/full", "No space left on device"), (">&-", "standard output is closed")],
 )
 def test_output_that_cannot_be_written_is_an_error(redirected, named):
     for script in ("train.py", "data/text/prepare.py"):
@@ -84,18 +99,20 @@ def test_untrusted_names_give_the_terminal_no_commands(capfdbinary):
 def test_file_opened_after_the_start_is_not_taken_for_the_terminal(tmp_path):
     code = """
 import os, sys
-from deskgpt.system.terminal import open_standard_files, safe_output
+from deskgpt.errors import open_standard_files, safe_output
 open_standard_files()
 file = open(os.environ['X'], 'wb')
 assert file.fileno() > 2
 os.system('echo noise; echo noise >&2')
-with safe_output(lasts=True):
+with safe_output(ignore_write_errors=True):
     print('x')
     print('x', file=sys.stderr)
 """
     env = os.environ | {"PYTHON": sys.executable, "CODE": code, "X": str(tmp_path / "x")}
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
-        subprocess.run(["bash", "-c", f'"$PYTHON" -c "$CODE" {closed}'], cwd=ROOT, check=True, env=env)
+        subprocess.run(
+            ["bash", "-c", f'"$PYTHON" -c "$CODE" {closed}'], cwd=ROOT, check=True, env=env
+        )
         assert (tmp_path / "x").read_bytes() == b""
 
 
@@ -107,9 +124,22 @@ def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(chars, tmp_
 
     for action, status in (("ignore", 0), ("default", 128 + 1)):
         out_dir = tmp_path / action
-        settings = TINY | {"dataset": chars, "out_dir": out_dir, "max_iters": 400, "eval_interval": 400}
+        settings = TINY | {
+            "dataset": chars,
+            "out_dir": out_dir,
+            "max_iters": 400,
+            "eval_interval": 400,
+        }
         # setsid --ctty makes the terminal the run's own, so that its end is announced by SIGHUP.
-        command = ["setsid", "--ctty", "env", f"--{action}-signal=HUP", sys.executable, "train.py", *flags(**settings)]
+        command = [
+            "setsid",
+            "--ctty",
+            "env",
+            f"--{action}-signal=HUP",
+            sys.executable,
+            "train.py",
+            *flags(**settings),
+        ]
         ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 80))  # tqdm is silent in a width of 0
         process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -146,18 +176,20 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
 
 
 @POSIX
-def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_folder(tmp_path, monkeypatch):
+def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_folder(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.keep("x", "a", 1.5)
-    assert cache.read("x") == {"a": 1.5}
+    write_cache("x", "a", 1.5)
+    assert read_cache("x") == {"a": 1.5}
     for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
-        cache.path_of("x").write_bytes(content)
-        assert cache.read("x") == {}
-    cache.keep("x", "b", 2)
-    cache.path_of("x").chmod(0o666)  # others may have written it
-    assert cache.read("x") == {}
+        cache_path("x").write_bytes(content)
+        assert read_cache("x") == {}
+    write_cache("x", "b", 2)
+    cache_path("x").chmod(0o666)  # others may have written it
+    assert read_cache("x") == {}
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    cache.keep("x", "c", 3)
-    assert cache.path_of("x").parent == tmp_path / f"deskgpt-{os.getuid()}"
-    assert cache.read("x") == {"c": 3}
+    write_cache("x", "c", 3)
+    assert cache_path("x").parent == tmp_path / f"deskgpt-{os.getuid()}"
+    assert read_cache("x") == {"c": 3}

@@ -1,4 +1,6 @@
-"""export.py: the folder holds the very model, other programs compute what ours does, and nothing half-written stays."""
+"""export.py: the folder holds the very model, other programs compute what ours does, and nothing
+half-written stays.
+"""
 
 from __future__ import annotations
 
@@ -29,35 +31,49 @@ from tiny_models import make, tokens
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt import kernels
-from deskgpt.checkpoint import store
-from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.check import TOLERANCE, distance
-from deskgpt.export import carry, deskgpt_ops
-from deskgpt.export.gpt2_weights import load_gpt2, tokenizer_of
-from deskgpt.generate.trained import load
+from deskgpt import deskgpt_ops, export_sources, kernels
+from deskgpt.check_model import TOLERANCE, distance
+from deskgpt.checkpoint import Checkpoint, save_checkpoint
+from deskgpt.engine import load_model
+from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from train import main as train
 
 CHARS = "".join(map(chr, range(48, 48 + 65)))
-SMALL = GPTConfig(block_size=64, vocab_size=67, n_layer=2, n_head=2, n_embd=16)  # the last two rows are padding
+# The last two rows are padding
+SMALL = GPTConfig(block_size=64, vocab_size=67, n_layer=2, n_head=2, n_embd=16)
 MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True}
-OF_CLASS: dict[str, dict[str, Any]] = {"GPT2LMHeadModel": {}, "DeskGPTForCausalLM": MODERN | {"token_shift": True}}
+OF_CLASS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {},
+    "DeskGPTForCausalLM": MODERN | {"token_shift": True},
+}
 # Each choice alone, and all.
 CHOICES: dict[str, Any] = OF_CLASS["DeskGPTForCausalLM"] | {"activation": "relu2", "bias": True}
-COMBINATIONS = [{}, {"activation": "gelu"}, *({name: value} for name, value in CHOICES.items()), CHOICES]
-COMBINATIONS += [{"embedding_norm": True}, CHOICES | {"embedding_norm": True}]  # a norm that goes into the embedding
+COMBINATIONS = [
+    {},
+    {"activation": "gelu"},
+    *({name: value} for name, value in CHOICES.items()),
+    CHOICES,
+]
+# A norm that goes into the embedding.
+COMBINATIONS += [{"embedding_norm": True}, CHOICES | {"embedding_norm": True}]
 
-# What transformers copies from folders is remembered by their names: kept out of the user's own cache.
+# What transformers copies from folders is remembered by their names: kept out of the user's own
+# cache.
 _modules = tempfile.TemporaryDirectory()
 os.environ.setdefault("HF_MODULES_CACHE", _modules.name)
 
 
 def saved(
-    out_dir: Path, model: GPT | GPTConfig = SMALL, tokenizer: dict[str, Any] | None = None, chat: str | None = None
+    out_dir: Path,
+    model: GPT | GPTConfig = SMALL,
+    tokenizer: dict[str, Any] | None = None,
+    chat: str | None = None,
 ) -> GPT:
-    """Save a model, a random one if only its settings are given, as a checkpoint in out_dir, and return it."""
+    """Save a model, a random one if only its settings are given, as a checkpoint in out_dir, and
+    return it.
+    """
     model = make(model).eval() if isinstance(model, GPTConfig) else model
     out_dir.mkdir(parents=True, exist_ok=True)
     content = Checkpoint(
@@ -68,12 +84,16 @@ def saved(
         tokenizer=tokenizer or {"name": "char", "chars": CHARS},
         chat=chat,
     )
-    store.save(content, out_dir, best=False)
+    save_checkpoint(content, out_dir, best=False)
     return model
 
 
-def exported(folder: Path, model: GPT | GPTConfig = SMALL, *saved_with: Any, to: str = "exported") -> tuple[GPT, Path]:
-    """Return a model, a random one if only its settings are given, and the folder or file that it was exported to."""
+def exported(
+    folder: Path, model: GPT | GPTConfig = SMALL, *saved_with: Any, to: str = "exported"
+) -> tuple[GPT, Path]:
+    """Return a model, a random one if only its settings are given, and the folder or file that it
+    was exported to.
+    """
     model = saved(folder / "out", model, *saved_with)
     main(ExportConfig(out_dir=str(folder / "out"), to=str(folder / to)))
     return model, folder / to
@@ -85,22 +105,28 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype).eval()
 
 
-# ---- there and back ------------------------------------------------------------------------------------------
+# ---- there and back ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "bias"), [("GPT2LMHeadModel", False), ("DeskGPTForCausalLM", True)])
+@pytest.mark.parametrize(
+    ("name", "bias"), [("GPT2LMHeadModel", False), ("DeskGPTForCausalLM", True)]
+)
 def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
     (tmp_path / "exported").mkdir()  # an empty folder is taken
-    config = replace(SMALL, **OF_CLASS[name], bias=bias, tie_weights=bias, activation="relu2", dropout=0.1)
+    config = replace(
+        SMALL, **OF_CLASS[name], bias=bias, tie_weights=bias, activation="relu2", dropout=0.1
+    )
     model, folder = exported(tmp_path, config)
     args, weights = load_gpt2(str(folder))
     assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
     assert GPTConfig.from_args(args, "") == config
     assert_equal(weights, dict(model.state_dict()))
-    assert load(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
+    assert load_model(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-@pytest.mark.parametrize("choices", [{"activation": "gelu"}, {"activation": "relu2", "tie_weights": False}])
+@pytest.mark.parametrize(
+    "choices", [{"activation": "gelu"}, {"activation": "relu2", "tie_weights": False}]
+)
 def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
     model, folder = exported(tmp_path, replace(SMALL, bias=True, **choices))
     theirs = json.loads((folder / "config.json").read_text())
@@ -109,7 +135,11 @@ def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choic
     args, weights = load_gpt2(str(folder))
     assert GPTConfig.from_args(args, "") == model.config
     assert_equal(weights, dict(model.state_dict()))
-    other = {"tie_word_embeddings": True} if "tie_weights" in choices else {"activation_function": ["tanh"]}
+    other = (
+        {"tie_word_embeddings": True}
+        if "tie_weights" in choices
+        else {"activation_function": ["tanh"]}
+    )
     (folder / "config.json").write_text(json.dumps(theirs | other))
     with raises_one_line("init_from=", folder, *other):
         load_gpt2(str(folder))
@@ -134,15 +164,18 @@ def test_exported_run_has_a_card_and_is_sampled_from_and_trained_on(chars, tmp_p
     done = shell("python", "-c", lines, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 1
-    assert "[y/N]" not in done.stdout  # whether to run the model's code: nobody may be there to answer
+    # Whether to run the model's code: nobody may be there to answer.
+    assert "[y/N]" not in done.stdout
 
 
-# ---- what transformers computes ------------------------------------------------------------------------------
+# ---- what transformers computes ------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", COMBINATIONS)
-def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_again_is_taken_back(tmp_path, choices):
+def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_again_is_taken_back(
+    tmp_path, choices
+):
     from transformers import AutoTokenizer
 
     x = tokens(2, 26, vocab=65)
@@ -153,7 +186,7 @@ def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_aga
     theirs.save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
     _, weights = load_gpt2(str(tmp_path / "again"))
-    assert_equal(weights, dict(load(str(folder), "", torch.device("cpu")).model.state_dict()))
+    assert_equal(weights, dict(load_model(str(folder), "", torch.device("cpu")).model.state_dict()))
     assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
 
 
@@ -185,7 +218,9 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
     assert all(p.grad is not None for p in theirs.parameters())
     beams: dict[str, Any] = {"num_beams": 4, "do_sample": False, "max_new_tokens": 20}
     mask = (torch.arange(30).expand(2, -1) >= 5).long()
-    assert torch.equal(*(theirs.generate(x, attention_mask=mask, use_cache=use, **beams) for use in (True, False)))
+    assert torch.equal(
+        *(theirs.generate(x, attention_mask=mask, use_cache=use, **beams) for use in (True, False))
+    )
     with raises_one_line("block_size=64"):
         theirs(tokens(1, 65, vocab=65))
     with raises_one_line("dynamic"):
@@ -203,15 +238,26 @@ def test_padding_and_passes_with_a_cache_leave_logits_alone(tmp_path, choices):
     mask = torch.ones_like(x)
     mask[0, :7] = mask[1, :11] = mask[2, 9:] = mask[2, 4] = 0
     with torch.inference_mode():
-        expected = torch.cat([model(row[real.bool()][None])[0][0] for row, real in zip(x, mask, strict=True)])
-        for kind, steps in (("none", [12]), ("kept", [12]), ("kept", [4, 3, 1, 1, 3]), ("copied", [4, 5, 3])):
+        expected = torch.cat(
+            [model(row[real.bool()][None])[0][0] for row, real in zip(x, mask, strict=True)]
+        )
+        for kind, steps in (
+            ("none", [12]),
+            ("kept", [12]),
+            ("kept", [4, 3, 1, 1, 3]),
+            ("copied", [4, 5, 3]),
+        ):
             cache: Any = None
             found: list[torch.Tensor] = []
             for new in x.split(steps, 1):
                 seen = mask[:, : sum(logits.size(1) for logits in found) + new.size(1)]
-                out = theirs(new, attention_mask=seen, past_key_values=cache, use_cache=kind != "none")
+                out = theirs(
+                    new, attention_mask=seen, past_key_values=cache, use_cache=kind != "none"
+                )
                 found.append(out.logits)
-                cache = copy.deepcopy(out.past_key_values) if kind == "copied" else out.past_key_values
+                cache = (
+                    copy.deepcopy(out.past_key_values) if kind == "copied" else out.past_key_values
+                )
             assert (torch.cat(found, 1)[mask.bool()] - expected).abs().max() <= 1e-5
         cache.reorder_cache(torch.tensor([3, 3, 3, 3]))  # as beams do
         cache.crop(-3)
@@ -219,7 +265,9 @@ def test_padding_and_passes_with_a_cache_leave_logits_alone(tmp_path, choices):
         again = theirs(x[:, 9:], past_key_values=cache).logits
         assert (again - model(rows)[0][:, 9:]).abs().max() <= 1e-5
         computed: list[int] = []
-        theirs.gpt.transformer.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+        theirs.gpt.transformer.register_forward_pre_hook(
+            lambda module, args: computed.append(args[0].numel())
+        )
         left = torch.tensor([[0] * 7 + [1] * 6, [1] * 13])
         out = theirs(x[:2], attention_mask=left[:, :12])
         theirs(x[:2, :1], attention_mask=left, past_key_values=out.past_key_values)
@@ -228,7 +276,7 @@ def test_padding_and_passes_with_a_cache_leave_logits_alone(tmp_path, choices):
         assert distance(half(x).logits, model(x)[0], dim=-1) <= TOLERANCE["bfloat16"].logits
 
 
-# ---- a changed model -----------------------------------------------------------------------------------------
+# ---- a changed model -----------------------------------------------------------------------------
 
 CHECK = """
 import json, sys
@@ -254,7 +302,9 @@ print(json.dumps([type(theirs).__name__, theirs.generation_config.use_cache, fil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sliding_window", "value_embeddings", "rope_base", "mean", "own_file"])
+@pytest.mark.parametrize(
+    "name", ["sliding_window", "value_embeddings", "rope_base", "mean", "own_file"]
+)
 def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, python, tmp_path):
     folder = copy_of_repository(tmp_path)
     source = folder / "model.py"
@@ -262,11 +312,19 @@ def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, p
         old = "x = activation(self.c_fc(x), self.activation)"
         source.write_text(source.read_text().replace(old, f"{old}.cumsum(1) / 9"))
     elif name == "own_file":
-        (folder / "mine.py").write_text("from deskgpt.kernels import relu2\n\ndef act(x):\n    return -relu2(x)\n")
+        (folder / "mine.py").write_text(
+            "from deskgpt.kernels import relu2\n\ndef act(x):\n    return -relu2(x)\n"
+        )
         old = "    if name == "
-        source.write_text(source.read_text().replace(old, f"    from mine import act\n\n    return act(x)\n{old}", 1))
+        source.write_text(
+            source.read_text().replace(
+                old, f"    from mine import act\n\n    return act(x)\n{old}", 1
+            )
+        )
     else:
-        shell("git", "apply", ROOT / "docs" / "hacks" / f"{name}.patch", cwd=folder).check_returncode()
+        shell(
+            "git", "apply", ROOT / "docs" / "hacks" / f"{name}.patch", cwd=folder
+        ).check_returncode()
     done = shell(python, "-c", CHECK, name, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     cls, use_cache, files = json.loads(done.stdout.splitlines()[-1])
@@ -277,16 +335,24 @@ def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, p
 
 
 @pytest.mark.parametrize(
-    "line", ["import mine", "from deskgpt import kernels", "from deskgpt.kernels import cpu_kernels", "from . import x"]
+    "line",
+    [
+        "import mine",
+        "from deskgpt import kernels",
+        "from deskgpt import cpu_kernels",
+        "from . import x",
+    ],
 )
 def test_import_that_no_folder_can_have_is_refused_by_its_line(tmp_path, monkeypatch, line):
     folder = copy_of_repository(tmp_path)
     (folder / "mine.py").touch()
     source = folder / "model.py"
     source.write_text(source.read_text() + f"\n\nif False:\n    {line}\n")
-    monkeypatch.setattr(carry, "ROOT", folder)
-    with raises_one_line(source, f"line {len(source.read_text().splitlines())}", line, "nothing was exported"):
-        carry.sources()
+    monkeypatch.setattr(export_sources, "ROOT", folder)
+    with raises_one_line(
+        source, f"line {len(source.read_text().splitlines())}", line, "nothing was exported"
+    ):
+        export_sources.sources()
 
 
 def test_plain_functions_of_the_folder_compute_what_the_kernels_do():
@@ -299,7 +365,7 @@ def test_plain_functions_of_the_folder_compute_what_the_kernels_do():
         "masked_attention": (q, k, v, torch.rand(9, 9) + torch.eye(9) > 0.5),
         "gelu_tanh": (x,),
         "relu2": (x,),
-        "recomputed": (torch.nn.Bilinear(8, 8, 3), x, x.flip(1)),
+        "checkpoint_block": (torch.nn.Bilinear(8, 8, 3), x, x.flip(1)),
         "chunked_cross_entropy": (torch.tanh, x, targets, 8),
     }
     assert arguments.keys() == {*kernels.__all__}
@@ -310,7 +376,9 @@ def test_plain_functions_of_the_folder_compute_what_the_kernels_do():
 
 
 @pytest.mark.parametrize("to", ["folder", "a.gguf"])
-def test_export_that_nothing_was_compared_with_has_a_status_of_its_own(tmp_path, monkeypatch, script, to):
+def test_export_that_nothing_was_compared_with_has_a_status_of_its_own(
+    tmp_path, monkeypatch, script, to
+):
     pytest.importorskip("gguf")
     saved(tmp_path / "out")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -320,7 +388,7 @@ def test_export_that_nothing_was_compared_with_has_a_status_of_its_own(tmp_path,
     assert (tmp_path / to).exists()
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 ODD = "\r\n\t\0  \0 a  b\r\r\n\n\n   \ufffd é e\u0301 "
 ODD += "👩\u200d👩\u200d👧 नमस्ते ’s don't I'LL 12345 ½² ٣ \u3000x \x85 \u2028 ẞß ﬁ \u00a0"
@@ -351,18 +419,25 @@ def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
     tokenizer, odd = tokenizer_and_text(kind, text)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config_json(tokenizer, 64, None)))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config_json(tokenizer, 64, None))
+    )
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     ids = theirs(odd)["input_ids"]
     assert ids == tokenizer.encode(odd).tolist()
     assert theirs.decode(ids) == odd
-    assert theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == tokenizer.end_of_text
+    assert (
+        theirs.eos_token_id == theirs.bos_token_id == theirs.pad_token_id == tokenizer.end_of_text
+    )
     if kind == "char":
         with pytest.raises(Exception, match="Missing"):
             theirs("A\U0010fffdB")
 
 
-DIALOGUE = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who's there?\n"}]
+DIALOGUE = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Who's there?\n"},
+]
 DIALOGUE += [{"role": "assistant", "content": "Me."}, {"role": "user", "content": "Who?"}]
 
 

@@ -1,4 +1,6 @@
-"""data/fineweb_edu/prepare.py: the same bytes from any source however it is stopped, in one sequence or in parts."""
+"""data/fineweb_edu/prepare.py: the same bytes from any source however it is stopped, in one
+sequence or in parts.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,10 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
 
-from data.dataset import Checksums
+from data.batches import Checksums, Split
 from data.fineweb_edu.prepare import REPO, arguments, main
 from data.meta_files import read_record
-from data.splits import Split
-from deskgpt.system import files
+from deskgpt.files import locked_folder
 
 PREPARE = "data/fineweb_edu/prepare.py"
 SMALL = ("--tokenizer=bytes", "--shard_bytes=1", "--val_tokens=50_000")  # a shard for each file
@@ -40,9 +41,15 @@ def write_documents(path: Path, texts: Sequence[str | None]) -> Path:
     """Write a file of documents, with one more column, in the format of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        pq.write_table(pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())}), path, 100)
+        pq.write_table(
+            pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())}),
+            path,
+            100,
+        )
         return path
-    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
+    lines = "".join(
+        json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)
+    ).encode()
     path.write_bytes(PACK[path.suffix](lines) if path.suffix in PACK else lines)
     return path
 
@@ -51,7 +58,9 @@ def assert_holds(folder: Path, texts: list[str]) -> None:
     """Assert that val and the shards of train together are these documents, one byte per token."""
     paths = [folder / "val_000000.bin", *sorted(folder.glob("train_*.bin"))]
     found = np.concatenate([np.fromfile(path, "<u2") for path in paths])
-    assert found.astype(np.uint8).tobytes() == b"".join(END_OF_TEXT + text.encode() for text in texts if text)
+    assert found.astype(np.uint8).tobytes() == b"".join(
+        END_OF_TEXT + text.encode() for text in texts if text
+    )
 
 
 def fails(done: Finished, *named: object) -> None:
@@ -81,16 +90,23 @@ os.replace = rename_or_end
 """
 
 
-# ---- sources --------------------------------------------------------------------------------------------------
+# ---- sources -------------------------------------------------------------------------------------
 
 
 def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
-    """Names that look like patterns, other files in the same folder, and columns that change their type."""
+    """Names that look like patterns, other files in the same folder, and columns that change their
+    type.
+    """
     folder = tmp_path / "a [1] * x"
     write_documents(folder / "b[ab]?.parquet", ["one"])
     table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
     pq.write_table(table, folder / "c #.parquet")
-    lines = ['{"text": "three"}', "", '{"meta": {"x": [1]}, "text": "four \\ud800"}', '{"text": null}']
+    lines = [
+        '{"text": "three"}',
+        "",
+        '{"meta": {"x": [1]}, "text": "four \\ud800"}',
+        '{"text": null}',
+    ]
     (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
     (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"](b'{"text": "four and a half"}\r\n'))
     (folder / "e.txt").write_bytes(b"five\r\nsix\r\n<|endoftext|>\r\nsix and a half")
@@ -101,7 +117,15 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
         (folder / other).write_text("no")
     (tmp_path / "blob").write_bytes(b"seven")
     (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
-    done = script(PREPARE, "--source", folder, "--tokenizer=bytes", "--val_tokens=4", "--out", tmp_path / "out")
+    done = script(
+        PREPARE,
+        "--source",
+        folder,
+        "--tokenizer=bytes",
+        "--val_tokens=4",
+        "--out",
+        tmp_path / "out",
+    )
     assert (done.code, done.err) == (0, "")
     expected = ["one", "two", "two", "three", "four \ufffd", "four and a half"]
     expected += ["five\nsix\n", "six and a half", "seven", "eight"]
@@ -111,7 +135,18 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
 
 def test_faults_of_the_source_are_one_line(tmp_path, script):
     def assert_error(source: Path, *named: object, options: tuple[str, ...] = ()) -> None:
-        fails(script(PREPARE, "--source", source, *SMALL, *options, "--out", tempfile.mkdtemp(dir=tmp_path)), *named)
+        fails(
+            script(
+                PREPARE,
+                "--source",
+                source,
+                *SMALL,
+                *options,
+                "--out",
+                tempfile.mkdtemp(dir=tmp_path),
+            ),
+            *named,
+        )
 
     for name in ("good.parquet", "good.jsonl"):
         good = write_documents(tmp_path / name, ["a text"] * 3)
@@ -124,12 +159,20 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         assert_error(tmp_path / name, name)
     (tmp_path / "folder").mkdir()
     assert_error(tmp_path / "folder", "folder", "*.parquet")
-    assert_error(write_documents(tmp_path / "empty.parquet", ["", None, ""]), "empty.parquet", "--text_column")
+    assert_error(
+        write_documents(tmp_path / "empty.parquet", ["", None, ""]),
+        "empty.parquet",
+        "--text_column",
+    )
     for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]"):
-        (tmp_path / "a.jsonl").write_bytes(b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}')
+        (tmp_path / "a.jsonl").write_bytes(
+            b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}'
+        )
         assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
     assert_error(good, "char", options=("--tokenizer=char",))
-    assert_refused(script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source")
+    assert_refused(
+        script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source"
+    )
 
 
 def test_source_that_has_changed_is_noticed(tmp_path, script, documents):
@@ -143,18 +186,27 @@ def test_source_that_has_changed_is_noticed(tmp_path, script, documents):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory"
+)
 def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
-    source = write_documents(tmp_path / "big.parquet", [f"{i} {text}" for i in range(60) for text in documents])
-    code = f"import runpy; runpy.run_path('{PREPARE}', run_name='__main__'); print(open('/proc/self/status').read())"
-    done = shell("python", "-c", code, "--source", source, "--tokenizer=bytes", "--out", tmp_path / "out")
+    source = write_documents(
+        tmp_path / "big.parquet", [f"{i} {text}" for i in range(60) for text in documents]
+    )
+    code = (
+        f"import runpy; runpy.run_path('{PREPARE}', run_name='__main__'); "
+        "print(open('/proc/self/status').read())"
+    )
+    done = shell(
+        "python", "-c", code, "--source", source, "--tokenizer=bytes", "--out", tmp_path / "out"
+    )
     assert done.returncode == 0, done.stderr
     assert sum(path.stat().st_size for path in (tmp_path / "out").glob("*.bin")) > 200e6
     peak_kb = int(re.findall(r"^VmHWM:\s+(\d+)", done.stdout, re.M)[0])
     assert peak_kb * 1024 < 550e6  # Python and pyarrow take 150 MB of it
 
 
-# ---- in parts ------------------------------------------------------------------------------------------------
+# ---- in parts ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +221,9 @@ def texts(documents) -> list[list[str]]:
 def source(texts, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name, of_file in zip("abcdefg", texts, strict=True):
-        write_documents(folder / (f"{name}.parquet" if name in "acf" else f"{name}.jsonl.zst"), of_file)
+        write_documents(
+            folder / (f"{name}.parquet" if name in "acf" else f"{name}.jsonl.zst"), of_file
+        )
     return folder
 
 
@@ -194,7 +248,10 @@ def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts):
 
 @pytest.mark.parametrize("parts", ["", "201"])
 def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undisturbed, parts):
-    for tokens_, expected in (("--tokens=120_001", 120_001 + 2 * bool(parts)), ("--tokens=1e9", None)):
+    for tokens_, expected in (
+        ("--tokens=120_001", 120_001 + 2 * bool(parts)),
+        ("--tokens=1e9", None),
+    ):
         for part in [f"--part={number}/3" for number in parts] or [""]:
             made("--source", source, *SMALL, tokens_, *filter(None, [part]), "--out", tmp_path)
         n_made = sum(entry["tokens"] for entry in read_record(tmp_path)["files"].values())
@@ -202,10 +259,12 @@ def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undistu
     assert contents(tmp_path) == contents(undisturbed)
 
 
-def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(tmp_path, script, source, undisturbed):
+def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(
+    tmp_path, script, source, undisturbed
+):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
-    with files.locked_folder(tmp_path, "in use", ".part_1_3"):  # as another process holds it
+    with locked_folder(tmp_path, "in use", ".part_1_3"):  # as another process holds it
         fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
     assert "--part=2/3" in script(*prepare, "--part=1/3").out
     assert "train and" in script(*prepare, "--part=2/3").out
@@ -231,8 +290,12 @@ def test_other_settings_are_errors_and_change_nothing(script, source, undisturbe
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
-@pytest.mark.parametrize("parts", [[""], ["--part=0/2", "--part=1/2"]], ids=["one sequence", "two parts"])
-def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(tmp_path, python, source, parts):
+@pytest.mark.parametrize(
+    "parts", [[""], ["--part=0/2", "--part=1/2"]], ids=["one sequence", "two parts"]
+)
+def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
+    tmp_path, python, source, parts
+):
     options = (*SMALL, "--source", source)
     commands = [(*options, *filter(None, [part])) for part in parts]
     for command in commands:

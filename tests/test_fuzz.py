@@ -2,8 +2,9 @@
 
     FUZZ_EXAMPLES=20000 python -m pytest tests/test_fuzz.py -k checkpoints
 
-They must be read, or end as users see it: one line on stderr, raised on purpose by our own code, and an exit status.
-Anything else is a defect: another exception, an accidental message, 10 s of processor time, 300 MB of memory.
+They must be read, or end as users see it: one line on stderr, raised on purpose by our own code,
+and an exit status. Anything else is a defect: another exception, an accidental message, 10 s of
+processor time, 300 MB of memory.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from hypothesis.strategies import SearchStrategy
 from logs import TIMES, log, nanogpt
 
 import train
-from bench.analysis import page, verdict
+from bench.analysis import comparison, page
 from bench.analysis.logs import read_runs
 from configurator import build, configure
-from data.batching import Batching
+from data.batches import BatchSplit
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer, from_meta
-from deskgpt.checkpoint import store
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.variant import Variant, saved_variant
-from deskgpt.run.schedule import Schedule
-from deskgpt.run.settings import resumed_settings
-from deskgpt.run.train_state import TrainState
-from deskgpt.system import hardware
-from deskgpt.system.errors import is_out_of_memory, one_line_errors
+from deskgpt.checkpoint import CKPT, load_checkpoint, run_folder
+from deskgpt.compute import ComputeMode, saved_compute
+from deskgpt.device import resolve_device
+from deskgpt.distributed import DistContext
+from deskgpt.errors import is_out_of_memory, one_line_errors
+from deskgpt.optim import make_optimizer
+from deskgpt.resume import resumed_settings
+from deskgpt.stopping import Schedule
+from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -69,7 +70,9 @@ def _memory_is_limited(folder) -> Iterator[None]:
 
 @contextmanager
 def ends_as_documented() -> Iterator[None]:
-    """Fail if the block, which reads something odd, neither succeeds nor ends with an error for users."""
+    """Fail if the block, which reads something odd, neither succeeds nor ends with an error for
+    users.
+    """
     errors = io.StringIO()
     try:
         with redirect_stderr(errors), redirect_stdout(io.StringIO()), one_line_errors():
@@ -78,22 +81,62 @@ def ends_as_documented() -> Iterator[None]:
         cause = e.__context__
         if isinstance(cause, Exception):  # else it is the end of --help
             raised_by = str(traceback.extract_tb(cause.__traceback__)[-1].line)
-            by_accident = isinstance(cause, ValueError) and not raised_by.startswith("raise ")  # such as int("x")
+            # Such as int("x")
+            by_accident = isinstance(cause, ValueError) and not raised_by.startswith("raise ")
             if is_out_of_memory(cause) or by_accident:
                 raise cause from None
             assert len(errors.getvalue().splitlines()) == 1, errors.getvalue()
 
 
 # What a number, a setting, a name or a line may be instead.
-ODD_TEXTS = ["", "\0", "\n", "a\nb", "\ud800", "🧀", "None", "nan", "-inf", "1e999", "True", "' '", "../..", "-", "1,"]
-ODD_TEXTS += ["0" * 5000, "1" + "0" * 400, "(" * 5000, "[" * 300 + "]" * 300, "-" * 3000 + "1", "x" * 70_000]
-ODD_TEXTS += ["{[]: 1}", "10**9", "1_0", "0x10", "1e400", "-1", "0", "٣", "²", "*", "lambda: 0", "1/0"]
-odd_texts = st.text(st.characters(), max_size=20) | st.sampled_from(ODD_TEXTS)  # lone surrogates too
+ODD_TEXTS = [
+    "",
+    "\0",
+    "\n",
+    "a\nb",
+    "\ud800",
+    "🧀",
+    "None",
+    "nan",
+    "-inf",
+    "1e999",
+    "True",
+    "' '",
+    "../..",
+    "-",
+    "1,",
+]
+ODD_TEXTS += [
+    "0" * 5000,
+    "1" + "0" * 400,
+    "(" * 5000,
+    "[" * 300 + "]" * 300,
+    "-" * 3000 + "1",
+    "x" * 70_000,
+]
+ODD_TEXTS += [
+    "{[]: 1}",
+    "10**9",
+    "1_0",
+    "0x10",
+    "1e400",
+    "-1",
+    "0",
+    "٣",
+    "²",
+    "*",
+    "lambda: 0",
+    "1/0",
+]
+# Lone surrogates too
+odd_texts = st.text(st.characters(), max_size=20) | st.sampled_from(ODD_TEXTS)
 odd_numbers = st.one_of(
     st.integers(-3, 300),
     st.integers(),
     st.floats(),
-    st.sampled_from([10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**309, -(10**400), 1e308, 5e-324, -0.0, 1e-30]),
+    st.sampled_from(
+        [10**12, 2**31, 2**63 - 1, 2**63, 10**30, 10**309, -(10**400), 1e308, 5e-324, -0.0, 1e-30]
+    ),
 )
 randoms = st.randoms(use_true_random=True)
 odd_json = st.recursive(
@@ -114,9 +157,13 @@ def changed(value: Any, draw: Any, new: SearchStrategy[Any]) -> Any:
 
 
 names = st.sampled_from([f.name for f in fields(TrainConfig)])
-odd_words = st.builds("--{}={}".format, names, st.booleans() | st.floats(0, 1) | odd_numbers | odd_texts)
+odd_words = st.builds(
+    "--{}={}".format, names, st.booleans() | st.floats(0, 1) | odd_numbers | odd_texts
+)
 odd_words |= st.builds("{}{}".format, st.sampled_from(["", "-", "--", "--="]), odd_texts)
-odd_words |= st.sampled_from(["config/train_shakespeare_char.py", "config/nothing.py", ".", "config", "--help"])
+odd_words |= st.sampled_from(
+    ["config/train_shakespeare_char.py", "config/nothing.py", ".", "config", "--help"]
+)
 
 
 @fuzzed
@@ -128,9 +175,9 @@ def test_arguments(words):
         for step in (0, 1, c.warmup_iters, c.max_iters, c.lr_decay_iters):
             train.learning_rate(schedule, max(0, step))
         GPTConfig.from_settings(c, 256)
-        Batching.of(c)
-        store.folder_of(c.out_dir)
-        hardware.resolve_device(c.device)
+        BatchSplit.of(c)
+        run_folder(c.out_dir)
+        resolve_device(c.device)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +186,14 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)
     write_dataset(folder / "bytes", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
-    sizes = {"n_layer": 1, "n_embd": 4, "block_size": 8, "batch_size": 2, "max_iters": 4, "eval_interval": 2}
+    sizes = {
+        "n_layer": 1,
+        "n_embd": 4,
+        "block_size": 8,
+        "batch_size": 2,
+        "max_iters": 4,
+        "eval_interval": 2,
+    }
     with redirect_stdout(io.StringIO()):
         train.main(tiny(folder / "bytes", folder / "out", **sizes))
     return folder
@@ -150,15 +204,31 @@ def undamaged_logs(folder) -> list[Path]:
     """Return logs of a run, of nanoGPT, and of two runs that differ in a setting."""
     for batch_size in (4, 8):
         made = folder / f"made-{batch_size}"
-        log(made, {i: 4 - i / 40 for i in range(0, 24, 2)}, 90.0, batch_size=batch_size, bytes_per_token=2.0)
+        log(
+            made,
+            {i: 4 - i / 40 for i in range(0, 24, 2)},
+            90.0,
+            batch_size=batch_size,
+            bytes_per_token=2.0,
+        )
     printed = folder / "nanogpt.txt"
     printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
     return [printed, *sorted(folder.glob("*/log.jsonl"))]
 
 
-ODD_LOG_LINES = ["[" * 100_000, "data: " + "," * 100_000, '{"event": "iter", "iter": 1e5000}', '{"event": []}']
-ODD_LOG_LINES += [f"iter 3: loss {n}, time {n}ms, mfu {n}%" for n in ("9" * 400, ",,", "-1", "1e308", "nan", "1.2.3")]
-odd_lines = st.builds("{} = {}".format, names, odd_texts) | odd_texts | st.sampled_from(ODD_LOG_LINES)
+ODD_LOG_LINES = [
+    "[" * 100_000,
+    "data: " + "," * 100_000,
+    '{"event": "iter", "iter": 1e5000}',
+    '{"event": []}',
+]
+ODD_LOG_LINES += [
+    f"iter 3: loss {n}, time {n}ms, mfu {n}%"
+    for n in ("9" * 400, ",,", "-1", "1e308", "nan", "1.2.3")
+]
+odd_lines = (
+    st.builds("{} = {}".format, names, odd_texts) | odd_texts | st.sampled_from(ODD_LOG_LINES)
+)
 
 
 @fuzzed
@@ -167,9 +237,12 @@ def test_logs(folder, undamaged_logs, data):
     """Lines, or fields of lines, are replaced, or bytes are damaged."""
     paths = []
     draw = data.draw
-    for number, base in enumerate(draw(st.lists(st.sampled_from(undamaged_logs), min_size=1, max_size=4))):
+    for number, base in enumerate(
+        draw(st.lists(st.sampled_from(undamaged_logs), min_size=1, max_size=4))
+    ):
         lines = base.read_text().splitlines()
-        for at in draw(st.lists(st.just(0) | st.integers(0, len(lines) - 1), max_size=4)):  # the first has the settings
+        # The first has the settings
+        for at in draw(st.lists(st.just(0) | st.integers(0, len(lines) - 1), max_size=4)):
             if draw(st.booleans()):
                 lines[at] = draw(odd_lines)
             else:
@@ -181,10 +254,10 @@ def test_logs(folder, undamaged_logs, data):
         path.write_bytes(corrupted(content, draw(randoms)) if draw(st.booleans()) else content)
         paths.append(path)
     with ends_as_documented():
-        found = verdict.compare(read_runs([str(path) for path in paths]))
+        found = comparison.compare(read_runs([str(path) for path in paths]))
         found.tables()
         for run in found.runs:
-            json.dumps(verdict.summary(run))
+            json.dumps(comparison.summary(run))
         if not data.draw(st.integers(0, 49)):  # plotly is slow
             page.page(found)
 
@@ -192,35 +265,60 @@ def test_logs(folder, undamaged_logs, data):
 odd_tensors = st.builds(
     lambda shape, dtype: torch.zeros(shape, dtype=dtype),
     st.lists(st.sampled_from([0, 1, 2, 3, 8, 256]), max_size=3),
-    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+    st.sampled_from(
+        [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    ),
 )
-odd_parts = odd_tensors | odd_json | st.dictionaries(odd_texts | odd_numbers, odd_tensors | odd_json, max_size=2)
+odd_parts = (
+    odd_tensors
+    | odd_json
+    | st.dictionaries(odd_texts | odd_numbers, odd_tensors | odd_json, max_size=2)
+)
 
 
 @fuzzed
 @given(data=st.data(), random=randoms)
 def test_untrusted_checkpoints(folder, data, random):
-    """Values are changed, or bytes of the file are damaged. Without a checksum: an attacker would make it right."""
-    plain = {key: value for key, value in torch.load(folder / "out" / store.NAME).items() if key != "format"}
+    """Values are changed, or bytes of the file are damaged.
+
+    Without a checksum: an attacker would make it right.
+    """
+    plain = {
+        key: value for key, value in torch.load(folder / "out" / CKPT).items() if key != "format"
+    }
     is_damaged = data.draw(st.booleans())
     file = io.BytesIO()
     torch.save(plain if is_damaged else changed(plain, data.draw, odd_parts), file)
     path = folder / "untrusted.pt"
     path.write_bytes(corrupted(file.getvalue(), random) if is_damaged else file.getvalue())
-    with ends_as_documented():  # as train.py resumes it and does a step, and sample.py takes its tokenizer
+    # As train.py resumes it and does a step, and sample.py takes its tokenizer.
+    with ends_as_documented():
         c = build(TrainConfig, resumed_settings(TrainConfig, [], str(path)))
-        saved = store.load(path)
-        model = GPT.from_state(GPTConfig.from_args(saved.model_args, str(path)), saved.model, str(path))
+        saved = load_checkpoint(path)
+        model = GPT.from_state(
+            GPTConfig.from_args(saved.model_args, str(path)), saved.model, str(path)
+        )
         cpu = torch.device("cpu")
         optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
         scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
         none: Any = SimpleNamespace(tokenizer=None, chat=None)
         one = DistContext(cpu)
-        cut = Batching.of(c)
+        cut = BatchSplit.of(c)
         schedule = Schedule.of(c)
-        run = TrainState(asdict(c), model, optimizer, scaler, Variant(), cut, schedule, train.learning_rate, none, one)
+        run = TrainState(
+            asdict(c),
+            model,
+            optimizer,
+            scaler,
+            ComputeMode(),
+            cut,
+            schedule,
+            train.learning_rate,
+            none,
+            one,
+        )
         run.resume(saved, str(path), trains=True)
-        saved_variant(saved.variant, cpu)
+        saved_compute(saved.variant, cpu)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()

@@ -1,4 +1,6 @@
-"""export.py --to=model.gguf: llama.cpp computes what our model does, and reads and writes texts as it does."""
+"""export.py --to=model.gguf: llama.cpp computes what our model does, and reads and writes texts as
+it does.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,47 @@ from torch import Tensor
 
 from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer
-from deskgpt.export import gguf_format
-from deskgpt.export.gguf_format import Llama
+from deskgpt import export_gguf
+from deskgpt.export_gguf import Llama
 from export import ExportConfig, main
 from model import GPTConfig, activation
 
 gguf = pytest.importorskip("gguf")
-needs_llama = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="xllamacpp, which is llama.cpp, is missing")
+needs_llama = pytest.mark.skipif(
+    find_spec("xllamacpp") is None, reason="xllamacpp, which is llama.cpp, is missing"
+)
 BYTES = {"name": "bytes"}
-SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)  # the last two rows are padding
+# The last two rows are padding
+SMALL = GPTConfig(block_size=64, vocab_size=258, n_layer=2, n_head=2, n_embd=32)
 
 
 @needs_llama
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", gguf_format.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", export_gguf.ARCHITECTURES)
 def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture):
-    settings = gguf_format.ARCHITECTURES[architecture]
+    settings = export_gguf.ARCHITECTURES[architecture]
     prompt = "To be, or ñot"
     for n, tokenizer in enumerate((BytesTokenizer(), CharTokenizer.of(prompt + ODD))):
         choices = {"bias": bool(n)} | settings
         if choices["bias"]:
             choices["activation"] = "gelu"
-        config = replace(SMALL, n_head=4, vocab_size=tokenizer.vocab_size + 2, tie_weights=not n, **choices)
+        config = replace(
+            SMALL, n_head=4, vocab_size=tokenizer.vocab_size + 2, tie_weights=not n, **choices
+        )
         model, path = exported(tmp_path / str(n), config, tokenizer.meta(), to="a.gguf")
-        assert f"llama.cpp's {architecture}\nllama.cpp (xllamacpp) computes the same" in capsys.readouterr().out
+        assert (
+            f"llama.cpp's {architecture}\nllama.cpp (xllamacpp) computes the same"
+            in capsys.readouterr().out
+        )
         options = {"temperature": 0.0, "ignore_eos": True, "return_tokens": True}
-        theirs = Llama(str(path), 64).ask("completion", prompt=prompt, n_predict=40, **options)["tokens"]
+        theirs = Llama(str(path), 64).ask("completion", prompt=prompt, n_predict=40, **options)[
+            "tokens"
+        ]
         ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
         n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
-        assert theirs == [int(new) for new in model.generate(ids, 40, temperature=0, vocab_size=n_tokens)]
+        assert theirs == [
+            int(new) for new in model.generate(ids, 40, temperature=0, vocab_size=n_tokens)
+        ]
 
 
 def prefix(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -62,9 +76,12 @@ def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
 
 @needs_llama
 @pytest.mark.parametrize(
-    ("function", "change", "to"), [("causal_attention", prefix, "a.gguf"), ("MLP.forward", running_mean, "a")]
+    ("function", "change", "to"),
+    [("causal_attention", prefix, "a.gguf"), ("MLP.forward", running_mean, "a")],
 )
-def test_model_that_another_program_computes_otherwise_is_not_exported(tmp_path, monkeypatch, function, change, to):
+def test_model_that_another_program_computes_otherwise_is_not_exported(
+    tmp_path, monkeypatch, function, change, to
+):
     monkeypatch.setattr(f"model.{function}", change)
     saved(tmp_path / "out", SMALL, BYTES)
     with raises_one_line("model.py", "logits differ", "nothing was exported"):
@@ -78,7 +95,11 @@ def test_model_that_another_program_computes_otherwise_is_not_exported(tmp_path,
 def test_llama_cpp_reads_and_writes_our_tokens_and_dialogues(text, tmp_path, kind):
     tokenizer, odd = tokenizer_and_text(kind, text)
     _, path = exported(
-        tmp_path, replace(SMALL, vocab_size=tokenizer.vocab_size), tokenizer.meta(), template.NAME, to="a.gguf"
+        tmp_path,
+        replace(SMALL, vocab_size=tokenizer.vocab_size),
+        tokenizer.meta(),
+        template.NAME,
+        to="a.gguf",
     )
     llama = Llama(str(path), 64)
     for sample in (odd, ODD):
@@ -90,7 +111,9 @@ def test_llama_cpp_reads_and_writes_our_tokens_and_dialogues(text, tmp_path, kin
         assert ended[1:] == [tokenizer.end_of_text]
     if kind == "bytes":
         rendered = llama.ask("apply-template", messages=DIALOGUE)["prompt"]
-        ids = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)["tokens"]
+        ids = llama.ask("tokenize", content=rendered, add_special=True, parse_special=True)[
+            "tokens"
+        ]
         assert ids == prompt_of_dialogue()
 
 
@@ -103,18 +126,23 @@ def test_file_has_no_padding_of_the_vocabulary(tmp_path):
 def test_all_that_llama_cpp_lacks_is_named_with_what_to_change():
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"token_shift": True}, ["--token_shift=False"]),
-        (MODERN_SETTINGS | {"norm": "layer"}, ["token_shift=True", "--token_shift=False", "--norm=rms"]),
+        (
+            MODERN_SETTINGS | {"norm": "layer"},
+            ["token_shift=True", "--token_shift=False", "--norm=rms"],
+        ),
     ]
     for config, named in cases:
         with raises_one_line("llama.cpp", *named):
-            gguf_format.architecture_of(replace(SMALL, **config))
+            export_gguf.architecture_of(replace(SMALL, **config))
     model = make(SMALL)
     model.transformer.h[0].register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
     with raises_one_line("transformer.h.0.gain", "nothing was exported"):
-        gguf_format.tensors_of(SMALL, model.state_dict(), 256)
+        export_gguf.tensors_of(SMALL, model.state_dict(), 256)
 
 
-def test_full_disk_and_a_missing_package_are_one_line_and_leave_nothing(tmp_path, script, monkeypatch):
+def test_full_disk_and_a_missing_package_are_one_line_and_leave_nothing(
+    tmp_path, script, monkeypatch
+):
     saved(tmp_path / "out", SMALL, BYTES)
     with files_of_at_most(20), raises_one_line("a.GGUF", "free some disk space", kind=OSError):
         main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.GGUF")))

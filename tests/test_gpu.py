@@ -1,4 +1,5 @@
-"""What differs on a GPU, at the shapes that runs have: heads of 64, and contexts of 64 tokens or more.
+"""What differs on a GPU, at the shapes that runs have: heads of 64, and contexts of 64 tokens or
+more.
 
 pytest tests/test_gpu.py                              # on a card; without one they skip
 python bench/pretend_card.py --card T4 -m pytest tests/test_gpu.py
@@ -18,39 +19,61 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, TORCHRUN, assert_equal, assert_one_line, events, flags, shell, tiny, weights
+from conftest import (
+    TINY,
+    TORCHRUN,
+    assert_equal,
+    assert_one_line,
+    events,
+    flags,
+    shell,
+    tiny,
+    weights,
+)
 from tiny_models import MODERN_SETTINGS, make, tokens
 
 import train
-from data.loader import Loader
-from deskgpt.checkpoint import store
-from deskgpt.compute.check import check_model, distance
-from deskgpt.compute.distributed import gradient_norms
-from deskgpt.compute.optimizer import make_optimizer, step_if_finite
-from deskgpt.compute.variant import Variant
-from deskgpt.estimate.memory import Step, memory
-from deskgpt.generate.engine import InferenceEngine
+from data.batches import Loader
+from deskgpt.check_model import check_model, distance
+from deskgpt.checkpoint import load_checkpoint
+from deskgpt.compute import ComputeMode, autocast
+from deskgpt.device import DTYPES, memory_bytes, usable_memory_bytes
+from deskgpt.distributed import gradient_norms
+from deskgpt.engine import InferenceEngine
+from deskgpt.errors import DataError
 from deskgpt.kernels import chunked_cross_entropy
-from deskgpt.kernels.kv_cache import GraphedKVCache
-from deskgpt.run.log import read_events
-from deskgpt.run.report import Report
-from deskgpt.system import hardware
-from deskgpt.system.errors import DataError
+from deskgpt.kv_cache import GraphedKVCache
+from deskgpt.logger import RunLogger, read_events
+from deskgpt.memory import StepShape, step_memory
+from deskgpt.optim import make_optimizer, step_if_finite
 from model import GPT, GPTConfig
 from train import main
 
 DEVICE = torch.device(os.environ.get("DESKGPT_TEST_DEVICE", "cuda"))
 ON_CUDA = DEVICE.type == "cuda"
-PRETENDED = "DESKGPT_PRETEND_CARD" in os.environ  # bench/pretend_card.py: a CPU computes, so sizes are small
+# bench/pretend_card.py: a CPU computes, so sizes are small
+PRETENDED = "DESKGPT_PRETEND_CARD" in os.environ
 
 pytestmark = pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no card")
 cuda_only = pytest.mark.skipif(not ON_CUDA, reason="about CUDA itself")
 each_model = pytest.mark.parametrize("settings", [{}, MODERN_SETTINGS], ids=["gpt2", "modern"])
 
 # Settings of a run, and the model alone.
-RUN = TINY | {"n_embd": 128, "block_size": 64, "device": str(DEVICE), "learning_rate": 1e-3, "auto_batch": False}
+RUN = TINY | {
+    "n_embd": 128,
+    "block_size": 64,
+    "device": str(DEVICE),
+    "learning_rate": 1e-3,
+    "auto_batch": False,
+}
 GPT2_124M: dict[str, Any] = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
-GPT2: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 64, "vocab_size": 512}
+GPT2: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 128,
+    "block_size": 64,
+    "vocab_size": 512,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +87,7 @@ def _full_float32():
 @pytest.fixture
 def limited_memory():
     """Return a function that limits the card's memory, until the test ends."""
-    yield lambda size: torch.cuda.set_per_process_memory_fraction(size / hardware.memory_bytes(DEVICE))
+    yield lambda size: torch.cuda.set_per_process_memory_fraction(size / memory_bytes(DEVICE))
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
@@ -88,7 +111,8 @@ def batch(config, rows=4):
 def test_gpu_takes_the_steps_that_the_cpu_takes(optimizer, settings, chars, tmp_path):
     settings = {"optimizer": optimizer, **settings}
     expected = trained(chars, tmp_path / "cpu", device="cpu", dtype="float32", **settings)
-    for dtype, tolerance in {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}.items():  # float32 matmuls are TF32
+    # float32 matmuls are TF32
+    for dtype, tolerance in {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}.items():
         found = trained(chars, tmp_path / dtype, dtype=dtype, **settings)
         assert found == pytest.approx(expected, rel=tolerance), dtype
 
@@ -98,7 +122,9 @@ def test_gpu_takes_the_steps_that_the_cpu_takes(optimizer, settings, chars, tmp_
 def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings, chars, tmp_path):
     settings = settings | {"dtype": "auto", "activation_checkpoint": recompute}
     expected = trained(chars, tmp_path / "eager", **settings)
-    assert trained(chars, tmp_path / "compiled", compile=True, **settings) == pytest.approx(expected, rel=1e-2)
+    assert trained(chars, tmp_path / "compiled", compile=True, **settings) == pytest.approx(
+        expected, rel=1e-2
+    )
     start = events(tmp_path / "compiled", "start")[0]
     in_bfloat16 = ON_CUDA and start["dtype"] == "bfloat16"
     assert (start["compiled"], start["residual_dtype"] == "bfloat16") == (True, in_bfloat16)
@@ -107,17 +133,22 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
 @each_model
 @pytest.mark.parametrize("compiled", [False, True])
 def test_deterministic_runs_are_equal_bit_for_bit(compiled, settings, chars, tmp_path):
-    settings = settings | {"deterministic": True, "compile": compiled, "dtype": "auto", "sample_interval": 1}
+    settings = settings | {
+        "deterministic": True,
+        "compile": compiled,
+        "dtype": "auto",
+        "sample_interval": 1,
+    }
     first, again = (trained(chars, tmp_path / name, **settings) for name in ("first", "again"))
     assert first == again
     assert_equal(weights(tmp_path / "first"), weights(tmp_path / "again"))
 
 
 @each_model
-@pytest.mark.parametrize("dtype", hardware.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_variant_computes_what_eager_float32_does(compiled, dtype, settings):
-    variant = Variant(dtype, compiled)
+    variant = ComputeMode(dtype, compiled)
     if compiled and variant.dtype == "bfloat16":
         variant = replace(variant, residual_dtype="bfloat16")
     config = GPTConfig(**GPT2, **settings)
@@ -163,23 +194,26 @@ def test_run_that_runs_out_of_memory_says_so_in_one_line_and_resumes_closely(
     assert done.code == 1
     assert_one_line(done.err, "out of memory", "--batch_size")
     assert [*losses(tmp_path / "halves")] == [0, 1, 2, 3]
-    assert store.load(tmp_path / "halves").iter_num == 3
+    assert load_checkpoint(tmp_path / "halves").iter_num == 3
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert script("train.py", *settings, "--init_from=resume").code == 0
     assert losses(tmp_path / "halves") == pytest.approx(expected, rel=1e-4)
-    assert store.load(tmp_path / "halves").scaler
+    assert load_checkpoint(tmp_path / "halves").scaler
 
 
 @cuda_only
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_next(dtype, chars, tmp_path, monkeypatch):
+def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_next(
+    dtype, chars, tmp_path, monkeypatch
+):
     happened = []
 
     def noted(module, name, what, reads="error"):
         function = getattr(module, name)
 
         def call(*args, **kwargs):
-            torch.cuda.set_sync_debug_mode(reads)  # what a copy from the card does that waits for it, from here on
+            # What a copy from the card does that waits for it, from here on.
+            torch.cuda.set_sync_debug_mode(reads)
             happened.append(what)
             time.sleep(0.02 * (what == "step"))
             return function(*args, **kwargs)
@@ -189,17 +223,21 @@ def test_run_waits_for_no_step_but_that_of_a_log_line_and_then_has_queued_the_ne
     noted(train, "step_if_finite", "step")
     noted(torch.cuda.Event, "query", "event")
     noted(torch.cuda, "synchronize", "wait", "default")  # before an evaluation
-    noted(Report, "_line", "iter")
+    noted(RunLogger, "_line", "iter")
     trained(chars, tmp_path, dtype=dtype, log_interval=3, max_iters=8, eval_interval=8)
-    found = [what for what, _ in itertools.groupby(happened[happened.index("step") :])]  # of several in a row, one
+    # Of several in a row, one
+    found = [what for what, _ in itertools.groupby(happened[happened.index("step") :])]
     assert found[:11] == [*["step", "event", "iter"] * 3, "event", "iter"]
     queued = [happened[:at].count("step") for at, what in enumerate(happened) if what == "iter"]
     assert queued == [2, 5, 8, 8]  # when the lines of steps 0, 3, 6 and 7 are printed
-    assert min(e["time_ms"] for e in events(tmp_path, "iter")) > 19  # although the last two come at once
+    # Although the last two come at once.
+    assert min(e["time_ms"] for e in events(tmp_path, "iter")) > 19
 
 
 @cuda_only
-def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order_of_steps(chars, tmp_path, monkeypatch):
+def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order_of_steps(
+    chars, tmp_path, monkeypatch
+):
     steps, step = itertools.count(), Loader.step
 
     def damaged(loader):
@@ -208,10 +246,20 @@ def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order
         yield from step(loader)
 
     monkeypatch.setattr(Loader, "step", damaged)
-    monkeypatch.setattr(train, "gradient_norms", lambda parameters: gradient_norms(parameters) * math.nan)
+    monkeypatch.setattr(
+        train, "gradient_norms", lambda parameters: gradient_norms(parameters) * math.nan
+    )
     with pytest.raises(DataError):
         trained(chars, tmp_path, log_interval=3, eval_interval=4)
-    order = [("bad_step", 0), ("iter", 0), ("bad_step", 1), ("bad_step", 2), ("bad_step", 3), ("iter", 3), ("eval", 4)]
+    order = [
+        ("bad_step", 0),
+        ("iter", 0),
+        ("bad_step", 1),
+        ("bad_step", 2),
+        ("bad_step", 3),
+        ("iter", 3),
+        ("eval", 4),
+    ]
     order = [("start", 0), ("eval", 0), *order, ("bad_step", 4), ("end", 5)]  # and no save
     assert [(e["event"], e["iter"]) for e in read_events(tmp_path / "log.jsonl")] == order
 
@@ -226,7 +274,7 @@ def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled):
     expected = torch.autograd.grad(exact, (x, head.weight))
     errors = []
     for chunks in (1, 64):
-        with hardware.autocast(DEVICE, "bfloat16"):
+        with autocast(DEVICE, "bfloat16"):
             found = chunked_cross_entropy(head, x, targets, 8192, chunks, compiled)
         assert found.item() == pytest.approx(exact.item(), rel=1e-3)
         gradients = torch.autograd.grad(found, (x, head.weight))
@@ -237,7 +285,9 @@ def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled):
 
 @each_model
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "auto"])
-def test_sampling_uses_its_cache_and_writes_the_same_again(settings, dtype, chars, tmp_path, capsys):
+def test_sampling_uses_its_cache_and_writes_the_same_again(
+    settings, dtype, chars, tmp_path, capsys
+):
     """sample.py compares logits with and without its cache, and says if they differ."""
     import sample
 
@@ -259,12 +309,17 @@ def test_tokens_are_replays_of_one_graph_and_those_of_whole_passes(settings):
     assert kind is GraphedKVCache
     passes: list[int] = []
     model.transformer.register_forward_pre_hook(lambda module, args: passes.append(args[0].size(1)))
-    found = [*model.generate(prompts, 70, temperature=2.0, cache=kind(64))]  # past the end of the context
+    # Past the end of the context
+    found = [*model.generate(prompts, 70, temperature=2.0, cache=kind(64))]
     assert passes[:4] == [9, 1, 1, 64]
-    assert torch.equal(torch.stack(found), torch.stack([*model.generate(prompts, 70, temperature=2.0)]))
+    assert torch.equal(
+        torch.stack(found), torch.stack([*model.generate(prompts, 70, temperature=2.0)])
+    )
 
 
-@pytest.mark.skipif(ON_CUDA and not torch.distributed.is_nccl_available(), reason="torch has no NCCL")
+@pytest.mark.skipif(
+    ON_CUDA and not torch.distributed.is_nccl_available(), reason="torch has no NCCL"
+)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, chars, tmp_path):
@@ -285,10 +340,13 @@ def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, cha
 def test_predicted_total_is_what_cuda_allocates(dtype, settings):
     size = {"n_layer": 2, "n_head": 1, "n_embd": 64, "block_size": 128} if PRETENDED else GPT2_124M
     config = GPTConfig(vocab_size=50304, **size, **settings)
-    predicted = sum(memory(Step(config, 8, Variant(dtype), "cuda")).values())
-    usable = hardware.usable_memory_bytes(DEVICE)
+    predicted = sum(step_memory(StepShape(config, 8, ComputeMode(dtype), "cuda")).values())
+    usable = usable_memory_bytes(DEVICE)
     if predicted > 0.9 * usable:
-        pytest.skip(f"needs {predicted / 2**30:.1f} GiB of the card's memory, {usable / 2**30:.1f} are usable")
+        pytest.skip(
+            f"needs {predicted / 2**30:.1f} GiB of the card's memory, {usable / 2**30:.1f} "
+            "are usable"
+        )
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = GPT(config).to(DEVICE)
@@ -297,7 +355,7 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
     for _ in range(2):  # the second step has AdamW's moments
         torch.cuda.reset_peak_memory_stats()
         for _ in range(2):
-            with hardware.autocast(DEVICE, dtype):
+            with autocast(DEVICE, dtype):
                 total = model(x, y)[1]
             total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -309,7 +367,9 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
 
 @cuda_only
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_batch_that_does_not_fit_is_halved_until_it_does(fails_in, chars, tmp_path, monkeypatch, limited_memory):
+def test_batch_that_does_not_fit_is_halved_until_it_does(
+    fails_in, chars, tmp_path, monkeypatch, limited_memory
+):
     """The losses are those of a run that began with the smaller micro-batch."""
     # A graph on a pretended card keeps all tensors of a pass: a real one uses their memory again.
     settings = {"dtype": "float32", "max_iters": 3, "cuda_graph": False}
@@ -323,13 +383,17 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(fails_in, chars, tmp_pa
     if fails_in == "forward":
         config = GPTConfig(**(GPT2 | {"vocab_size": 65}), bias=False)
         torch.cuda.empty_cache()
-        limited_memory(sum(memory(Step(config, 64, Variant(), "cuda")).values()) + 100 * 2**20)
-        with pytest.raises(ValueError, match="--batch_size=.* --gradient_accumulation_steps=.* the same training"):
+        limited_memory(
+            sum(step_memory(StepShape(config, 64, ComputeMode(), "cuda")).values()) + 100 * 2**20
+        )
+        with pytest.raises(
+            ValueError, match="--batch_size=.* --gradient_accumulation_steps=.* the same training"
+        ):
             trained(chars, tmp_path / "a", batch_size=256, **settings)
     else:
         monkeypatch.setattr(torch.Tensor, "backward", starved)
     found = trained(chars, tmp_path / "a", batch_size=256, auto_batch="auto", **settings)
-    taken = store.load(tmp_path / "a").config
+    taken = load_checkpoint(tmp_path / "a").config
     assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 256
     assert 32 < taken["batch_size"] < 256
     names = ("batch_size", "gradient_accumulation_steps", "eval_iters", "eval_tokens")

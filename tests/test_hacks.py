@@ -32,15 +32,18 @@ from torch import Tensor
 import model as definition
 import train
 from configurator import build, read_settings
-from data.splits import Split
-from deskgpt.checkpoint import store
-from deskgpt.kernels import loss as loss_in_chunks
-from deskgpt.kernels.kv_cache import KVCache
-from deskgpt.run.schedule import Schedule
+from data.batches import Split
+from deskgpt import kernels, saving
+from deskgpt.checkpoint import load_checkpoint, save_checkpoint
+from deskgpt.kv_cache import KVCache
+from deskgpt.stopping import Schedule
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-PATCHES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "hacks").glob("*.patch"))}
+PATCHES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs" / "hacks").glob("*.patch"))
+}
 PAGE = (ROOT / "docs" / "hacking.md").read_text(encoding="utf-8")
 LIST = (ROOT / "docs" / "hacks" / "README.md").read_text(encoding="utf-8")
 NUMBERS = {"z_loss": ["z_loss"], "weight_norms": ["weight_norm/0", "weight_norm/1"]}  # in the log
@@ -54,30 +57,60 @@ SETTINGS = {
 }
 IN_CI = ("z_loss", "lion", "sliding_window", "weight_averaging", "logit_softcap")
 TINY = [
-    *("--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=144", "--batch_size=2", "--max_iters=8"),
-    *("--gradient_accumulation_steps=2", "--eval_interval=4", "--eval_iters=2", "--learning_rate=1e-2"),
-    *("--warmup_iters=2", "--lr_decay_iters=8", "--device=cpu", "--dtype=float32", "--compile=False"),
+    *(
+        "--n_layer=2",
+        "--n_head=2",
+        "--n_embd=16",
+        "--block_size=144",
+        "--batch_size=2",
+        "--max_iters=8",
+    ),
+    *(
+        "--gradient_accumulation_steps=2",
+        "--eval_interval=4",
+        "--eval_iters=2",
+        "--learning_rate=1e-2",
+    ),
+    *(
+        "--warmup_iters=2",
+        "--lr_decay_iters=8",
+        "--device=cpu",
+        "--dtype=float32",
+        "--compile=False",
+    ),
 ]
 
 
-# ---- in a copy of the checkout -------------------------------------------------------------------------------
+# ---- in a copy of the checkout -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly) for name in PATCHES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly)
+        for name in PATCHES
+    ],
 )
 def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, python, chars, tmp_path):
     if name == "fp8" and not importlib.util.find_spec("torchao"):
         pytest.skip("pip install torchao")
     folder = copy_of_repository(tmp_path)
-    subprocess.run(["git", "apply", "--allow-empty", "-"], input=PATCHES[name], cwd=folder, check=True, text=True)
+    subprocess.run(
+        ["git", "apply", "--allow-empty", "-"],
+        input=PATCHES[name],
+        cwd=folder,
+        check=True,
+        text=True,
+    )
     done = shell(python, __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_patches_apply_and_pages_list_them_and_show_their_lines():
     for name, diff in PATCHES.items():
-        subprocess.run(["git", "apply", "--check", "-"], input=diff, cwd=ROOT, check=True, text=True)
+        subprocess.run(
+            ["git", "apply", "--check", "-"], input=diff, cwd=ROOT, check=True, text=True
+        )
         assert f"({name}.patch)" in LIST or f"(hacks/{name}.patch)" in PAGE
     shown = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
     assert shown
@@ -86,10 +119,12 @@ def test_patches_apply_and_pages_list_them_and_show_their_lines():
         assert any(lines == re.findall(r"^[+-].*", patch, re.M) for patch in PATCHES.values())
 
 
-# ---- the plain loop ------------------------------------------------------------------------------------------
+# ---- the plain loop ------------------------------------------------------------------------------
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float, window: int = 10**9) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float, window: int = 10**9
+) -> Tensor:
     T = q.size(2)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     scores = q @ k.mT / math.sqrt(q.size(-1))
@@ -152,7 +187,9 @@ def plain_optimizer(name: str, c: TrainConfig, model: GPT) -> torch.optim.Optimi
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.dim() >= 2]}]
     groups += [{"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     decay = 0.0 if name == "cautious_weight_decay" else c.weight_decay
-    return torch.optim.AdamW(groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), weight_decay=decay)
+    return torch.optim.AdamW(
+        groups, lr=c.learning_rate, betas=(c.beta1, c.beta2), weight_decay=decay
+    )
 
 
 def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -192,7 +229,10 @@ def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float],
         is_small = name == "batch_ramp" and step < c.max_iters / 3
         losses.append(0.0)
         for micro in range(n):
-            x, y = (torch.from_numpy(a) for a in split.train_batch(step, micro * B + np.arange(B), B * n))
+            x, y = (
+                torch.from_numpy(a)
+                for a in split.train_batch(step, micro * B + np.arange(B), B * n)
+            )
             if name == "short_context_first" and step < c.max_iters / 2:
                 x, y = (a.reshape(2 * B, -1) for a in (x, y))
             _, loss, *further = model(x, y)
@@ -210,18 +250,21 @@ def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float],
     return losses, model.state_dict()
 
 
-# ---- the script ----------------------------------------------------------------------------------------------
+# ---- the script ----------------------------------------------------------------------------------
 
 
 def trained(words: list[str], out_dir: str, *more: str, ranks: int = 1) -> list[float]:
     """Return the losses of a run with these settings."""
-    run(ranks, build(TrainConfig, read_settings(TrainConfig, [*words, f"--out_dir={out_dir}", *more])))
+    run(
+        ranks,
+        build(TrainConfig, read_settings(TrainConfig, [*words, f"--out_dir={out_dir}", *more])),
+    )
     return [e["loss"] for e in events(Path(out_dir), "iter")]
 
 
 def keep_checkpoint(step: int, folder: Path) -> None:
     """Copy the checkpoint of a step, as a run that is stopped there leaves it."""
-    save = store.save
+    save = save_checkpoint
 
     def keeping(checkpoint: Any, out_dir: Path, *more: Any, **options: Any) -> None:
         save(checkpoint, out_dir, *more, **options)
@@ -229,24 +272,27 @@ def keep_checkpoint(step: int, folder: Path) -> None:
             folder.mkdir()
             shutil.copy(out_dir / "ckpt.pt", folder)
 
-    store.save = keeping
+    saving.save_checkpoint = keeping
 
 
 def check(name: str, dataset: str, cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache  # it has the C++ kernels; importing conftest has made another
+    # It has the C++ kernels; importing conftest has made another.
+    os.environ["XDG_CACHE_HOME"] = cache
     if name == "digits":
         runpy.run_path("data/digits/prepare.py", run_name="__main__")
     words = [*TINY, f"--dataset={dataset}", *SETTINGS.get(name, [])]
 
-    loss_in_chunks.LOGITS_ON_CPU = 1000  # a loss in chunks, as of a large vocabulary
-    loss_in_chunks.BYTES_WITH_KERNEL = 20_000
+    kernels.LOGITS_ON_CPU = 1000  # a loss in chunks, as of a large vocabulary
+    kernels.BYTES_WITH_KERNEL = 20_000
     keep_checkpoint(4, Path("half"))
     losses = trained(words, "whole")
     assert losses[-1] < losses[0]
     for e in events(Path("whole"), "iter"):
         assert e.keys() >= {*NUMBERS.get(name, [])}
     trained(words, "half", "--init_from=resume")
-    whole, half = (torch.load(f"{out_dir}/ckpt.pt", weights_only=True) for out_dir in ("whole", "half"))
+    whole, half = (
+        torch.load(f"{out_dir}/ckpt.pt", weights_only=True) for out_dir in ("whole", "half")
+    )
     for part in ("model", "optimizer", "best_val_loss", "extra_state"):
         assert_equal(half.get(part), whole.get(part))
 
@@ -255,20 +301,27 @@ def check(name: str, dataset: str, cache: str) -> None:
     window = 128 if name in ("sliding_window", "flex_attention") else 10**9
     definition.attention = functools.partial(plain_attention, window=window)
     gpt.loss = smoothed_loss if name == "label_smoothing" else plain_loss
-    model_args = store.load("whole").model_args
+    model_args = load_checkpoint("whole").model_args
     c = build(TrainConfig, read_settings(TrainConfig, words))
     expected, expected_weights = plain_loop(name, c, model_args["vocab_size"])
     definition.attention, gpt.loss = usual
     assert losses == pytest.approx(expected, rel=5e-4)
     # AdamW makes a whole step of a gradient that is mostly rounding: single weights may differ.
     found = weights(Path("whole"))
-    a, b = (torch.cat([of_run[key].flatten() for key in expected_weights]) for of_run in (found, expected_weights))
-    assert (a - b).norm() <= (5e-4 if name == "fp8" else 2e-3) * b.norm()  # without fp8, 1.6e-3 from it
+    a, b = (
+        torch.cat([of_run[key].flatten() for key in expected_weights])
+        for of_run in (found, expected_weights)
+    )
+    # Without fp8, 1.6e-3 from it
+    assert (a - b).norm() <= (5e-4 if name == "fp8" else 2e-3) * b.norm()
 
     if name != "batch_ramp":  # it needs two micro-batches on each rank
-        assert trained(words, "ranks", "--max_iters=2", ranks=2) == pytest.approx(losses[:2], rel=1e-3)
+        assert trained(words, "ranks", "--max_iters=2", ranks=2) == pytest.approx(
+            losses[:2], rel=1e-3
+        )
     if name == "fp8" or "b/model.py" in PATCHES[name]:
-        # Compiling takes 20 s. Whether the blocks are graphs that compute the same is seen without that.
+        # Compiling takes 20 s. Whether the blocks are graphs that compute the same is seen without
+        # that.
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
         compiled = trained(words, "compiled", "--compile=True", "--max_iters=2")
         assert compiled == pytest.approx(losses[:2], rel=1e-4)

@@ -1,4 +1,5 @@
-"""Devices: their names, memory, published and measured peaks; and which build of torch serves a card.
+"""Devices: their names, memory, published and measured peaks; and which build of torch serves a
+card.
 
 nvidia-smi is a stub.
 """
@@ -15,8 +16,11 @@ import pytest
 import torch
 from conftest import CPU, TINY, assert_one_line, flags, raises_one_line
 
-from deskgpt.system import cache, hardware, limits, peaks, wheels
-from deskgpt.system.wheels import Gpu
+from deskgpt import limits, peaks, wheels
+from deskgpt.compute import default_dtype
+from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_bytes
+from deskgpt.files import read_cache, write_cache
+from deskgpt.wheels import Gpu
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="nvidia-smi is a shell script here")
 
@@ -26,13 +30,16 @@ def test_ranks_never_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch, "ones", lambda n, device: ones(n))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert hardware.resolve_device("auto", 1, 2) == torch.device("cuda:1")
-    for device, local_ranks, remedy in (("auto", 3, "--nproc_per_node=2"), ("cuda:1", 2, "--device=cuda")):
+    assert resolve_device("auto", 1, 2) == torch.device("cuda:1")
+    for device, local_ranks, remedy in (
+        ("auto", 3, "--nproc_per_node=2"),
+        ("cuda:1", 2, "--device=cuda"),
+    ):
         with raises_one_line(f"{local_ranks} ranks", remedy):
-            hardware.resolve_device(device, 0, local_ranks)
+            resolve_device(device, 0, local_ranks)
 
 
-# ---- which build of torch ------------------------------------------------------------------------------------
+# ---- which build of torch ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,13 +89,17 @@ def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_sm
 
 @POSIX
 @pytest.mark.slow
-def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_path, script, monkeypatch):
+def test_scripts_print_that_torch_does_not_see_the_gpu(
+    nvidia_smi, chars, tmp_path, script, monkeypatch
+):
     nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     settings = flags(**TINY | {"dataset": chars, "out_dir": tmp_path, "device": "auto"})
     done = script("train.py", *settings)
-    assert re.search(r"^torch .* cannot use NVIDIA GeForce RTX 4070.*; training on the CPU$", done.out, re.M)
+    assert re.search(
+        r"^torch .* cannot use NVIDIA GeForce RTX 4070.*; training on the CPU$", done.out, re.M
+    )
     done = script("sample.py", f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3")
     assert done.code == 0
     assert_one_line(done.err, "RTX 4070", "sampling on the CPU")
@@ -100,49 +111,66 @@ def test_scripts_print_that_torch_does_not_see_the_gpu(nvidia_smi, chars, tmp_pa
 @pytest.mark.parametrize(
     ("groups", "files", "usable", "cores"),
     [
-        ("0::/a/b\n", {"a/memory.max": "3000", "a/b/memory.max": "max", "a/cpu.max": "250000 100000"}, 3000, 2),
-        ("0::/not/seen/here\n", {"memory.max": "2000", "cpu.max": "50000 100000"}, 2000, 1),  # half a core
+        (
+            "0::/a/b\n",
+            {"a/memory.max": "3000", "a/b/memory.max": "max", "a/cpu.max": "250000 100000"},
+            3000,
+            2,
+        ),
+        # Half a core
+        ("0::/not/seen/here\n", {"memory.max": "2000", "cpu.max": "50000 100000"}, 2000, 1),
         ("4:memory:/a\n3:cpu:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "1000"}, 1000, 8),
-        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 5000, 1),
+        (
+            "3:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"},
+            5000,
+            1,
+        ),
         ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 5000, 8),
         ("0::/a\n", {"a/cpu.max": "max 100000", "cpu.max": "", "memory.max": "?"}, 5000, 8),
         ("", {}, 5000, 8),
     ],
 )
-def test_memory_and_threads_are_what_a_container_allows(groups, files, usable, cores, tmp_path, monkeypatch):
+def test_memory_and_threads_are_what_a_container_allows(
+    groups, files, usable, cores, tmp_path, monkeypatch
+):
     for name, content in (files | {"own": groups}).items():
         path = tmp_path / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     monkeypatch.setattr(limits, "CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=5000))
-    assert hardware.usable_memory_bytes(CPU) == usable
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=5000))
+    assert usable_memory_bytes(CPU) == usable
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     threads = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    hardware.limit_threads()
+    limit_threads()
     assert threads[-1] == 8  # as OMP_NUM_THREADS says
     monkeypatch.delenv("OMP_NUM_THREADS")
-    hardware.limit_threads()
+    limit_threads()
     assert threads[-1] == cores
 
 
-# ---- published and measured peaks ----------------------------------------------------------------------------
+# ---- published and measured peaks ----------------------------------------------------------------
 
 
 def test_figures_of_a_card_agree_with_each_other():
-    """A digit that is wrong in one of its four totals shows in their ratios, which are about powers of two."""
-    for card in peaks.table().values():
+    """A digit that is wrong in one of its four totals shows in their ratios, which are about powers
+    of two.
+    """
+    for card in peaks.card_table().values():
         totals = list(card.flops.values())
         for total in totals:
             factor = math.log2(total / totals[0])
             assert abs(factor - round(factor)) < 0.21, card.name
         assert card.flops.get("bfloat16", card.flops["float16"]) == card.flops["float16"], card.name
         if "tf32" in card.flops:
-            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), card.name
+            assert card.flops["bfloat16"] / card.flops["tf32"] == pytest.approx(2, rel=0.03), (
+                card.name
+            )
         assert list(card.sizes_gb) == sorted({4, *card.sizes_gb, 288})[1:-1], card.name
 
 
@@ -160,13 +188,25 @@ def test_figures_of_a_card_agree_with_each_other():
         ("2*RTX 4090", 2, "GeForce RTX 4090", 24),
     ],
 )
-def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_size(name, number, card, gb):
+def test_names_as_people_and_torch_write_them_are_found_with_their_number_and_size(
+    name, number, card, gb
+):
     found, of_name, memory_gb = peaks.find_cards(name)
     assert (found, of_name.name, memory_gb) == (number, card, gb)
 
 
 @pytest.mark.parametrize(
-    "name", ["RTX 4070 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "RTX 6000", "0x H100", "DGX Spark", "H20", "A30", ""]
+    "name",
+    [
+        "RTX 4070 Laptop GPU",
+        "NVIDIA H200 MIG 1g.18gb",
+        "RTX 6000",
+        "0x H100",
+        "DGX Spark",
+        "H20",
+        "A30",
+        "",
+    ],
 )
 def test_name_that_only_looks_like_a_card_is_none(name):
     with raises_one_line("is not a known card", "did you mean"):
@@ -186,14 +226,21 @@ def test_card_of_several_sizes_or_of_another_size_is_asked_for_its_memory(name, 
     with raises_one_line(name, f"'{remedy}'"):
         peaks.find_cards(name)
     peaks.find_cards(remedy)
-    assert peaks.find_card(name.removeprefix("2x")).peak("bfloat16")  # a device's, whatever its memory
+    # A device's, whatever its memory
+    assert peaks.find_card(name.removeprefix("2x")).peak("bfloat16")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "measured", "peak", "printed"),
     [
         # The published peak stays if a faster matmul was measured.
-        ("NVIDIA H200", "bfloat16", 1100e12, 989e12, "NVIDIA data sheet, bfloat16; measured here 1100 TFLOP/s (111%)"),
+        (
+            "NVIDIA H200",
+            "bfloat16",
+            1100e12,
+            989e12,
+            "NVIDIA data sheet, bfloat16; measured here 1100 TFLOP/s (111%)",
+        ),
         # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
         ("NVIDIA H200", "float32", 400e12, 494.5e12, "TF32"),
         ("AMD Instinct MI300X", "float32", 100e12, 163.4e12, "float32"),
@@ -201,7 +248,9 @@ def test_card_of_several_sizes_or_of_another_size_is_asked_for_its_memory(name, 
         ("Tesla T4", "bfloat16", 1.5e12, 1.5e12, "measured bfloat16 matmul"),
     ],
 )
-def test_gpu_has_its_published_peak_or_the_measured_one(name, dtype, measured, peak, printed, monkeypatch):
+def test_gpu_has_its_published_peak_or_the_measured_one(
+    name, dtype, measured, peak, printed, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(peaks, "measured_matmul_flops", lambda device, dtype: measured)
     flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
@@ -211,7 +260,9 @@ def test_gpu_has_its_published_peak_or_the_measured_one(name, dtype, measured, p
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    """Set up a machine that was never measured; return a function that forgets what this process has measured."""
+    """Set up a machine that was never measured; return a function that forgets what this process
+    has measured.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peaks.measured_flops.cache_clear()
     yield peaks.measured_flops.cache_clear
@@ -221,24 +272,28 @@ def empty_cache(tmp_path, monkeypatch):
 def test_only_the_first_start_measures(empty_cache, monkeypatch):
     first = peaks.measured_matmul_flops(CPU, "float32")
     assert 1e8 < first < 1e15
-    [(key, figures)] = cache.read("peaks").items()
+    [(key, figures)] = read_cache("peaks").items()
     empty_cache()
     with monkeypatch.context() as patch:
         patch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
         assert peaks.measured_matmul_flops(CPU, "float32") == first
     for damage in ("fast", 1e300, 0.0):
-        cache.keep("peaks", key, figures | {"float32": damage})
+        write_cache("peaks", key, figures | {"float32": damage})
         empty_cache()
         assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
 
 
-@pytest.mark.parametrize(("bfloat16", "dtype"), [(0.5, "float32"), (1.1, "float32"), (1.6, "bfloat16")])
-def test_dtype_auto_is_bfloat16_only_if_one_thread_is_clearly_faster_in_it(bfloat16, dtype, empty_cache, monkeypatch):
+@pytest.mark.parametrize(
+    ("bfloat16", "dtype"), [(0.5, "float32"), (1.1, "float32"), (1.6, "bfloat16")]
+)
+def test_dtype_auto_is_bfloat16_only_if_one_thread_is_clearly_faster_in_it(
+    bfloat16, dtype, empty_cache, monkeypatch
+):
     """With more threads, which wait for each other, a busy moment would decide."""
     threads = [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     found = {"float32": 1e10, "bfloat16": bfloat16 * 1e10, "float16": 1e9}
     monkeypatch.setattr(peaks, "best_flops", lambda device: found if threads == [8, 1] else {})
-    assert peaks.fast_dtype(CPU) == dtype
+    assert default_dtype(CPU) == dtype
     assert threads == [8, 1, 8]

@@ -1,4 +1,6 @@
-"""Numbers that go bad: gradients, spikes, evaluations that no longer improve, and losses outside of the usual band."""
+"""Numbers that go bad: gradients, spikes, evaluations that no longer improve, and losses outside of
+the usual band.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ from hypothesis import strategies as st
 
 import train
 from configurator import build, read_settings
-from data.loader import Loader
-from data.splits import Split
-from deskgpt.checkpoint import store
-from deskgpt.run import loss_band
-from deskgpt.run.diagnosis import EvalRecord, SpikeDetector, without_improvement
-from deskgpt.run.health import Health
-from deskgpt.run.loss_band import verdict
-from deskgpt.run.settings import WITHOUT_CHOICE
+from data.batches import Loader, Split
+from deskgpt import loss_bands
+from deskgpt.checkpoint import load_checkpoint
+from deskgpt.loss_bands import band_sentence
+from deskgpt.monitor import LossMonitor
+from deskgpt.resume import WITHOUT_CHOICE
+from deskgpt.stopping import EvalRecord, without_improvement
+from deskgpt.train_state import SpikeDetector
 from model import GPT
 from train import TrainConfig, main
 
@@ -39,9 +41,12 @@ BAD = "transformer.h.1.mlp.c_fc.weight"
 
 @pytest.fixture
 def faults(monkeypatch) -> SimpleNamespace:
-    """Return what goes wrong in a run, which the test sets, and the batches that were trained on so far."""
-    found = SimpleNamespace(bad_gradients=(), spikes=(), batches=[])  # steps with a NaN, batches with a higher loss
-    step, build_optimizer, record = Loader.step, train.build_optimizer, Health.record
+    """Return what goes wrong in a run, which the test sets, and the batches that were trained on so
+    far.
+    """
+    # Steps with a NaN, batches with a higher loss.
+    found = SimpleNamespace(bad_gradients=(), spikes=(), batches=[])
+    step, build_optimizer, record = Loader.step, train.build_optimizer, LossMonitor.add
 
     def counted(loader):
         for batch in step(loader):
@@ -49,7 +54,8 @@ def faults(monkeypatch) -> SimpleNamespace:
             yield batch
 
     def spoil(gradient):
-        is_bad = len(found.batches) - 1 in found.bad_gradients and os.environ.get("RANK") != "0"  # of two ranks, on one
+        # Of two ranks, on one
+        is_bad = len(found.batches) - 1 in found.bad_gradients and os.environ.get("RANK") != "0"
         return gradient.index_fill(0, torch.tensor([0]), math.nan) if is_bad else gradient
 
     def with_hook(config, model, dtype):
@@ -61,7 +67,7 @@ def faults(monkeypatch) -> SimpleNamespace:
 
     monkeypatch.setattr(Loader, "step", counted)
     monkeypatch.setattr(train, "build_optimizer", with_hook)
-    monkeypatch.setattr(Health, "record", record_spike)
+    monkeypatch.setattr(LossMonitor, "add", record_spike)
     return found
 
 
@@ -76,13 +82,15 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, 
     [begins] = bad["windows"].values()
     windows = np.stack([tokens[begin : begin + 16] for begin in begins])
     assert np.array_equal(windows, faults.batches[2].numpy())
-    saved = store.load(tmp_path)
+    saved = load_checkpoint(tmp_path)
     assert saved.iter_num == 6
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
 
 
 @pytest.mark.parametrize("first_bad", [0, 5])
-def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(chars, tmp_path, faults, first_bad):
+def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
+    chars, tmp_path, faults, first_bad
+):
     faults.bad_gradients = range(first_bad, 100)
     named = ["no checkpoint was saved yet", "not the learning rate"]
     if first_bad:
@@ -91,7 +99,8 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(chars, 
     with raises_one_line(f"{first_bad} to {first_bad + 9}", "float32", BAD, "1 of 15", *named):
         main(tiny(chars, tmp_path, max_iters=30, eval_interval=1))
     assert len(faults.batches) == first_bad + 10
-    assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))  # none of the last bad steps
+    # None of the last bad steps
+    assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
@@ -113,7 +122,7 @@ def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, fa
     assert capfd.readouterr().out.count("gradients are not finite") == 1
     [bad] = events(tmp_path, "bad_step")
     assert (bad["iter"], bad["which"][:7]) == (2, "1 of 15")
-    assert {int(s["step"]) for s in store.load(tmp_path).optimizer["state"].values()} == {5}
+    assert {int(s["step"]) for s in load_checkpoint(tmp_path).optimizer["state"].values()} == {5}
 
 
 @pytest.mark.slow
@@ -144,11 +153,11 @@ def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path,
     assert (spike["iter"], spike["rows"]) == (45, [180, 183])
     assert spike["loss"] > spike["median"] + 4
     assert "step 45: loss spike, " in capsys.readouterr().out
-    assert store.load(tmp_path / "go").iter_num == 60
+    assert load_checkpoint(tmp_path / "go").iter_num == 60
     faults.batches.clear()
     with raises_one_line("on_spike=stop", "step 45", tmp_path / "stop", "step 40"):
         main(tiny(chars, tmp_path / "stop", on_spike="stop", **settings))
-    assert store.load(tmp_path / "stop").iter_num == 40
+    assert load_checkpoint(tmp_path / "stop").iter_num == 40
 
 
 def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
@@ -163,10 +172,11 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     flat = {"learning_rate": 0.0, "min_lr": 0.0, "max_iters": 30, "eval_interval": 5}
     main(tiny(chars, tmp_path / "full", patience=3, **flat))
     assert [e["iter"] for e in events(tmp_path / "full", "eval")] == [0, 5, 10, 15]
-    assert store.load(tmp_path / "full").iter_num == 15
+    assert load_checkpoint(tmp_path / "full").iter_num == 15
     out = capsys.readouterr().out
     assert "stopped by patience at step 15\n" in out
-    assert re.search(r"^resume: .* --patience=0$", out, re.M)  # with the same patience nothing would be left to do
+    # With the same patience nothing would be left to do.
+    assert re.search(r"^resume: .* --patience=0$", out, re.M)
     main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
     main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))
     assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
@@ -176,7 +186,10 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
     assert re.search(r"^6 steps: .*\n.*\nbest val loss \d\.\d{4}$", done.out, re.M)
-    commands = {name: shlex.split(line) for name, line in re.findall(r"^(\w[\w ]+): +python (.*)$", done.out, re.M)}
+    commands = {
+        name: shlex.split(line)
+        for name, line in re.findall(r"^(\w[\w ]+): +python (.*)$", done.out, re.M)
+    }
     assert list(commands) == ["sample", "page", "train longer", "report", "compare"]
     del commands["page"]  # it serves until it is stopped
     commands["sample"] += ["--num_samples=1", "--max_new_tokens=3", "--device=cpu"]
@@ -185,44 +198,72 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
         ended = script(*command)
         assert ended.code == 0, ended.err
     assert [e["iter"] for e in events(out_dir, "iter")] == list(range(12))
-    assert store.load(out_dir).iter_num == 12
+    assert load_checkpoint(out_dir).iter_num == 12
 
 
-# ---- the band of runs that differ only in their seed ---------------------------------------------------------
+# ---- the band of runs that differ only in their seed ---------------------------------------------
 
 
 @pytest.mark.slow
-def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(chars, tmp_path, capfd, monkeypatch, script):
-    settings: dict[str, Any] = {"learning_rate": 1e-3, "max_iters": 20, "lr_decay_iters": 20, "eval_interval": 10}
-    monkeypatch.setattr(loss_band, "FOLDER", tmp_path)
+def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(
+    chars, tmp_path, capfd, monkeypatch, script
+):
+    settings: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "max_iters": 20,
+        "lr_decay_iters": 20,
+        "eval_interval": 10,
+    }
+    monkeypatch.setattr(loss_bands, "FOLDER", tmp_path)
     out_dirs = [tmp_path / f"{seed}" for seed in range(8)]
     for seed, out_dir in enumerate(out_dirs):
         main(tiny(chars, out_dir, seed=seed, **settings))
-    assert_one_line(script("bench/band.py", "config/tiny.py", *out_dirs[:7], out_dirs[0]).err, "alone")
-    assert script("bench/band.py", "config/tiny.py", *out_dirs).out.strip() == str(tmp_path / "tiny.json")
+    assert_one_line(
+        script("bench/band.py", "config/tiny.py", *out_dirs[:7], out_dirs[0]).err, "alone"
+    )
+    assert script("bench/band.py", "config/tiny.py", *out_dirs).out.strip() == str(
+        tmp_path / "tiny.json"
+    )
     start = events(tmp_path / "0", "start")[0]
     data = (start["val_sha256"], start["train_tokens"])
-    for other, named in (({"learning_rate": 3e-3}, "learning_rate=0.001, not 0.003"), ({"eval_iters": 4}, "8, not 16")):
-        found = loss_band.compare_with_bands(start["settings"] | other, data, {20: 3.0})
+    for other, named in (
+        ({"learning_rate": 3e-3}, "learning_rate=0.001, not 0.003"),
+        ({"eval_iters": 4}, "8, not 16"),
+    ):
+        found = loss_bands.compare_with_bands(start["settings"] | other, data, {20: 3.0})
         assert_one_line(found, "no usual losses are known: tiny has ", named)
-    assert loss_band.compare_with_bands(start["settings"], ("other text", 7), {20: 3.0}) == ""
-    other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}  # of the same batch
+    assert loss_bands.compare_with_bands(start["settings"], ("other text", 7), {20: 3.0}) == ""
+    # Of the same batch
+    other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}
     main(tiny(chars, tmp_path / "split", **settings | other_split))
     assert re.search(r"^as usual: .* at step 20,", capfd.readouterr().out, re.M)
 
 
 def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():
     band = {0: [4.1, 4.1], 2: [4.1, 4.1]}
-    assert [verdict(band, {2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == ["as usual", "unusual"]
-    assert verdict(band, {0: math.nan}).startswith("unusual")
-    assert verdict(band, {0: 4.1005}) == verdict(band, {5: 1.0}) == ""  # random weights say nothing yet
+    assert [band_sentence(band, {2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == [
+        "as usual",
+        "unusual",
+    ]
+    assert band_sentence(band, {0: math.nan}).startswith("unusual")
+    # Random weights say nothing yet
+    assert band_sentence(band, {0: 4.1005}) == band_sentence(band, {5: 1.0}) == ""
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the band's text is not at hand")
-@pytest.mark.parametrize(("defect", "by"), [("", 750), ("init", 0), ("order", 250), ("targets", 750), ("rate", 750)])
-def test_shipped_band_sees_the_defects_that_the_page_names_as_early(defect, by, tmp_path, script, monkeypatch):
-    assert script("data/shakespeare_char/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "data").code == 0
+@pytest.mark.parametrize(
+    ("defect", "by"), [("", 750), ("init", 0), ("order", 250), ("targets", 750), ("rate", 750)]
+)
+def test_shipped_band_sees_the_defects_that_the_page_names_as_early(
+    defect, by, tmp_path, script, monkeypatch
+):
+    assert (
+        script(
+            "data/shakespeare_char/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "data"
+        ).code
+        == 0
+    )
     init, rate, batch = GPT._init, train.learning_rate, Split.train_batch
 
     def rate_until_the_last_step(schedule, step):
@@ -239,24 +280,39 @@ def test_shipped_band_sees_the_defects_that_the_page_names_as_early(defect, by, 
     if defect == "init":
         monkeypatch.setattr(GPT, "_init", lambda *args: (init(*args), args[2].weight.data.mul_(10)))
     if defect == "order":
-        monkeypatch.setattr("data.splits.permute", lambda window, n, key: window)
+        monkeypatch.setattr("data.batches.permute", lambda window, n, key: window)
     if defect == "targets":
         monkeypatch.setattr(Split, "train_batch", with_targets_of_another_row)
-    argv = flags(dataset=tmp_path / "data", out_dir=tmp_path, seed=101, device="cpu", dtype="float32")
+    argv = flags(
+        dataset=tmp_path / "data", out_dir=tmp_path, seed=101, device="cpu", dtype="float32"
+    )
     with pytest.raises(KeyboardInterrupt):
-        main(build(TrainConfig, read_settings(TrainConfig, ["config/train_shakespeare_char_cpu.py", *argv])))
+        main(
+            build(
+                TrainConfig,
+                read_settings(TrainConfig, ["config/train_shakespeare_char_cpu.py", *argv]),
+            )
+        )
     [start] = events(tmp_path, "start")
     losses = {e["iter"]: e["val_loss"] for e in events(tmp_path, "eval")}
-    found = loss_band.compare_with_bands(start["settings"], (start["val_sha256"], start["train_tokens"]), losses)
+    found = loss_bands.compare_with_bands(
+        start["settings"], (start["val_sha256"], start["train_tokens"]), losses
+    )
     assert found.startswith("unusual" if defect else "as usual")
     assert int(re.findall(r"at step (\d+)", found)[0]) <= by
 
 
-@pytest.mark.parametrize("path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem
+)
 def test_kept_bands_are_those_of_the_shipped_configs(path):
     record = json.loads(path.read_text())
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
     data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])
-    remedy = f"the config has changed: make {path.name} again from eight runs (docs/comparing-runs.md)"
-    assert WITHOUT_CHOICE | record["experiment"] == loss_band.experiment(settings, *data), remedy
+    remedy = (
+        f"the config has changed: make {path.name} again from eight runs (docs/comparing-runs.md)"
+    )
+    assert WITHOUT_CHOICE | record["experiment"] == loss_bands.seed_invariant_key(
+        settings, *data
+    ), remedy
     assert len(record["seeds"]) >= 8

@@ -1,4 +1,6 @@
-"""The loss in chunks is the plain cross-entropy of the logits; and the kernels in C++, and their library."""
+"""The loss in chunks is the plain cross-entropy of the logits; and the kernels in C++, and their
+library.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from hypothesis import strategies as st
 from test_model import chosen
 from torch import Tensor
 
-from deskgpt.kernels import causal_attention, chunked_cross_entropy, cpu_kernels, gelu_tanh, loss, relu2, self_test
-from deskgpt.kernels.self_test import LIMIT, our_attention
+from deskgpt import cpu_kernels, kernels, kernels_self_test
+from deskgpt.kernels import causal_attention, chunked_cross_entropy, gelu_tanh, relu2
+from deskgpt.kernels_self_test import LIMIT, our_attention
 
 B, T, C, V = 3, 20, 8, 50
 
@@ -28,13 +31,16 @@ B, T, C, V = 3, 20, 8, 50
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Chunks of 16 tokens, also with our kernel, in any dtype."""
-    monkeypatch.setattr(loss, "LOGITS_ON_CPU", 16 * V)
-    monkeypatch.setattr(loss, "BYTES_WITH_KERNEL", 16 * V * 4)
-    monkeypatch.setattr(loss, "WHOLE_TILES", 1)
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", 16 * V)
+    monkeypatch.setattr(kernels, "BYTES_WITH_KERNEL", 16 * V * 4)
+    monkeypatch.setattr(kernels, "WHOLE_TILES", 1)
 
 
 class Net(nn.Module):
-    """Hidden states of some tokens, and a head with further parameters. `logits` is one of HEADS."""
+    """Hidden states of some tokens, and a head with further parameters.
+
+    `logits` is one of HEADS.
+    """
 
     def __init__(self, logits: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -78,7 +84,9 @@ def keeping(net: Net, x: Tensor) -> Tensor:
 
 
 def clipping(net: Net, x: Tensor) -> Tensor:
-    """Clip the gradient of the logits, which is another for the mean than for the sum of a chunk."""
+    """Clip the gradient of the logits, which is another for the mean than for the sum of a
+    chunk.
+    """
     y = F.linear(x, net.head)
     if y.requires_grad:
         y.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
@@ -89,13 +97,19 @@ HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "linear": lambda net, x: F.linear(x, net.head),
     "tied": lambda net, x: F.linear(x, net.wte),
     "bias": lambda net, x: F.linear(x, net.head, net.bias),
-    "cap with a learned number": lambda net, x: net.number * torch.tanh(F.linear(x, net.head) / net.number),
+    "cap with a learned number": lambda net, x: (
+        net.number * torch.tanh(F.linear(x, net.head) / net.number)
+    ),
     "float32": lambda net, x: 15 * torch.tanh(F.linear(x, net.head).float() / 15),
-    "mlp": lambda net, x: F.linear(F.linear(F.gelu(F.linear(x, net.wide)), net.narrow) + x, net.head),
+    "mlp": lambda net, x: F.linear(
+        F.linear(F.gelu(F.linear(x, net.wide)), net.narrow) + x, net.head
+    ),
     "head that is not trained": lambda net, x: F.linear(x, net.head.detach()),
     "activation": lambda net, x: F.linear(x, net.head) * net.activation,
     "no hidden states": lambda net, x: net.bias.expand(*x.shape[:-1], V),
-    "masked token": lambda net, x: F.linear(x, net.head).index_fill(-1, torch.tensor([0]), -torch.inf),
+    "masked token": lambda net, x: F.linear(x, net.head).index_fill(
+        -1, torch.tensor([0]), -torch.inf
+    ),
     "other parameters": by_rows,
     "weight cast and as it is": lambda net, x: F.linear(x, net.head).float() + net.head.sum(1),
     "clipped": clipping,
@@ -211,7 +225,9 @@ def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused()
     (first,) = torch.autograd.grad(value, net.head, retain_graph=True)
     (second,) = torch.autograd.grad(2 * value, net.head)
     assert torch.equal(second, 2 * first)
-    with raises_one_line("no second derivative", "create_graph=True", "GPT.loss", kind=RuntimeError):
+    with raises_one_line(
+        "no second derivative", "create_graph=True", "GPT.loss", kind=RuntimeError
+    ):
         torch.autograd.grad(chunked(net, net.hidden(idx), targets), net.head, create_graph=True)
 
 
@@ -237,11 +253,13 @@ def test_softmax_that_a_card_compiles_is_the_one_that_is_not_compiled(dtype):
     targets = torch.randint(33, (7,), generator=draw)
     targets[[1, 4]] = -1
     arguments = (logits, targets, targets.clamp(min=0)[:, None])
-    for fused, plain in zip(loss.fused_softmax(*arguments), loss.softmax(*arguments), strict=True):
+    for fused, plain in zip(
+        kernels.fused_softmax(*arguments), kernels.softmax(*arguments), strict=True
+    ):
         torch.testing.assert_close(fused, plain)
 
 
-# ---- kernels in C++ ------------------------------------------------------------------------------------------
+# ---- kernels in C++ ------------------------------------------------------------------------------
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -249,7 +267,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @pytest.fixture(scope="module")
 def built():
     """The path of the library, which is loaded."""
-    if not cpu_kernels.may_exist():
+    if not cpu_kernels.is_supported_platform():
         pytest.skip("the kernels are for Linux on a processor with AVX2 or AVX-512")
     cpu_kernels.load()
     yield cpu_kernels.path()
@@ -269,36 +287,54 @@ def heads_of(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> list[Tensor]
 
 
 @DTYPES
-@given(B=st.integers(1, 3), T=st.integers(1, 300), D=st.integers(1, 96), threads=st.integers(1, 16), rows=st.booleans())
+@given(
+    B=st.integers(1, 3),
+    T=st.integers(1, 300),
+    D=st.integers(1, 96),
+    threads=st.integers(1, 16),
+    rows=st.booleans(),
+)
 @example(B=1, T=1100, D=64, threads=3, rows=True)  # three chunks of keys
 @example(B=1, T=2, D=1, threads=1, rows=False)  # a gradient of differences that nearly cancel
 def test_attention_of_any_shape_and_its_gradients_are_torchs(built, dtype, B, T, D, threads, rows):
-    """With more threads than heads, several take a part of one head. rows: the last dimension is contiguous.
+    """With more threads than heads, several take a part of one head. rows: the last dimension is
+    contiguous.
 
-    Of a few numbers in bfloat16, torch's flash attention can lie further than LIMIT from float64: like ours, its
-    gradient comes from the rounded result. Torch takes it for contiguous rows only.
+    Of a few numbers in bfloat16, torch's flash attention can lie further than LIMIT from float64:
+    like ours, its gradient comes from the rounded result. Torch takes it for contiguous rows only.
     """
     needs(dtype)
     q, k, v = heads_of(B, 2, T, D, dtype)
-    of_torch = self_test.error_of(self_test.torch_attention, self_test.torch_attention, (q, k, v))
+    of_torch = kernels_self_test.error_of(
+        kernels_self_test.torch_attention, kernels_self_test.torch_attention, (q, k, v)
+    )
     if not rows:
         q = q.mT.contiguous().mT
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours = self_test.error_of(our_attention, self_test.torch_attention, (q, k, v))
+        ours = kernels_self_test.error_of(
+            our_attention, kernels_self_test.torch_attention, (q, k, v)
+        )
         assert ours <= max(LIMIT[dtype], 1.5 * of_torch)
     finally:
         torch.set_num_threads(before)
 
 
 @DTYPES
-@given(n=st.integers(1, 3000), scale=st.floats(0.01, 30), name=st.sampled_from(cpu_kernels.ACTIVATIONS))
+@given(
+    n=st.integers(1, 3000), scale=st.floats(0.01, 30), name=st.sampled_from(cpu_kernels.ACTIVATIONS)
+)
 def test_activations_of_any_size_and_their_slopes_are_torchs(built, name, dtype, n, scale):
     needs(dtype)
     x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * scale).to(dtype)
-    expected = {"gelu_tanh": self_test.torch_gelu, "relu2": self_test.torch_relu2}[name]
-    assert self_test.error_of(lambda x: torch.ops.deskgpt.activation(x, name), expected, (x,)) <= LIMIT[dtype]
+    expected = {"gelu_tanh": kernels_self_test.torch_gelu, "relu2": kernels_self_test.torch_relu2}[
+        name
+    ]
+    assert (
+        kernels_self_test.error_of(lambda x: torch.ops.deskgpt.activation(x, name), expected, (x,))
+        <= LIMIT[dtype]
+    )
 
 
 def test_results_are_the_same_to_the_last_bit_each_time(built):
@@ -337,7 +373,9 @@ def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else(built):
 def test_what_the_kernels_are_not_made_for_is_left_to_torch(built):
     for dtype in (torch.float16, torch.float64):
         q, k, v = heads_of(2, 4, 70, 16, dtype)
-        assert torch.equal(causal_attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        assert torch.equal(
+            causal_attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        )
     q = torch.randn(0, 2, 70, 16)
     assert causal_attention(q, q, q).shape == q.shape
     q, k, v = heads_of(2, 4, 70, 16, torch.float32)
@@ -346,13 +384,15 @@ def test_what_the_kernels_are_not_made_for_is_left_to_torch(built):
     torch.manual_seed(0)
     dropped = causal_attention(q, k, v, 0.5)
     torch.manual_seed(0)
-    assert torch.equal(dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True))
+    assert torch.equal(
+        dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
+    )
     for x in (torch.randn(0, 3), torch.randn(5, 3, dtype=torch.float64)):
         assert torch.equal(relu2(x), F.relu(x).square())
         assert torch.equal(gelu_tanh(x), F.gelu(x, approximate="tanh"))
 
 
-# ---- a library that is wrong ---------------------------------------------------------------------------------
+# ---- a library that is wrong ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -382,7 +422,9 @@ def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(
     planted.write_text(source.replace(right, wrong))
     monkeypatch.setattr(cpu_kernels, "SOURCE", planted)
     assert not chosen(CPU, dtype="float32").cpu_kernels
-    assert_one_line(capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", name, "off by")
+    assert_one_line(
+        capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", name, "off by"
+    )
     assert not list(elsewhere.rglob("*.so"))
     assert cpu_kernels.dtypes() == ()
 
@@ -391,22 +433,32 @@ def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(
 def test_two_processes_that_compile_at_once_leave_one_library_that_is_intact(elsewhere):
     library = cpu_kernels.path()
     library.write_bytes(b"not a library")
-    code = "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
+    code = (
+        "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
+    )
     command = [sys.executable, "-c", code]
-    for process in [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]:
+    for process in [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]:
         assert "float32" in process.communicate()[0]
     assert list(library.parent.iterdir()) == [library]
     assert cpu_kernels.is_intact(library)
 
 
 @pytest.mark.parametrize("compiler", ["false", "ccache-that-is-none g++"])
-def test_machine_without_a_compiler_uses_torch_and_one_line_says_so(compiler, elsewhere, monkeypatch, capsys):
+def test_machine_without_a_compiler_uses_torch_and_one_line_says_so(
+    compiler, elsewhere, monkeypatch, capsys
+):
     monkeypatch.setenv("CXX", compiler)
     assert not chosen(CPU, dtype="float32").cpu_kernels
-    assert_one_line(capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", "may be slower")
+    assert_one_line(
+        capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", "may be slower"
+    )
 
 
-def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(built, elsewhere, monkeypatch):
+def test_library_of_other_bytes_or_that_others_can_write_is_not_loaded(
+    built, elsewhere, monkeypatch
+):
     library = Path(shutil.copy(built, cpu_kernels.path()))
     content = library.read_bytes()
     flipped = bytearray(content)

@@ -1,4 +1,6 @@
-"""The predicted memory of a step, against real steps on a CPU; what fits; and what --dry_run and --plan_for print."""
+"""The predicted memory of a step, against real steps on a CPU; what fits; and what --dry_run and
+--plan_for print.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,47 @@ from conftest import CPU, ROOT, flags, raises_one_line
 from tiny_models import MODERN_SETTINGS
 from torch.profiler import ProfilerActivity, profile
 
-from data.batching import Batching
-from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.compute.variant import Variant, apply_variant
-from deskgpt.estimate import fit
-from deskgpt.estimate.memory import Step, memory, with_fewest_chunks
-from deskgpt.estimate.plan import REPORTED, REPORTED_MODEL, reported_speed, usual_mfu
-from deskgpt.kernels import loss
-from deskgpt.run.init_state import InitState
-from deskgpt.system import hardware, peaks
+from data.batches import BatchSplit
+from deskgpt import kernels, peaks
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.compute import ComputeMode, apply_compute, autocast
+from deskgpt.distributed import DistContext
+from deskgpt.memory import (
+    FLOPS_PER_BYTE,
+    QUEUEING_S_PER_LAYER,
+    REPORTED,
+    REPORTED_MODEL,
+    TARGET_FIXED_SHARE,
+    USABLE_SHARE,
+    StepShape,
+    halved_batch,
+    larger_batch,
+    largest_batch,
+    reported_speed,
+    step_memory,
+    usual_mfu,
+    with_fewest_chunks,
+)
+from deskgpt.optim import make_optimizer
+from deskgpt.resume import Start
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
 
 
-def real_peak(config: GPTConfig, batch_size: int, variant: Variant) -> int:
-    """Return the most bytes that torch's allocator holds in a real step on the CPU, by its profiler."""
+def real_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
+    """Return the most bytes that torch's allocator holds in a real step on the CPU, by its
+    profiler.
+    """
     model = GPT(config)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    apply_variant(model, variant)
+    apply_compute(model, variant)
     x, y = (torch.randint(0, config.vocab_size, (batch_size, config.block_size)) for _ in "xy")
 
     def step() -> None:
         for _ in range(2):
-            with hardware.autocast(CPU, variant.dtype, cached=variant.recompute == "none"):
+            with autocast(CPU, variant.dtype, cached=variant.recompute == "none"):
                 total = model(x, y)[1]
             total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -56,84 +72,115 @@ def real_peak(config: GPTConfig, batch_size: int, variant: Variant) -> int:
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    kept = [value for state in optimizer.state.values() for value in state.values()]  # moments, and numbers of steps
+    # Moments, and numbers of steps
+    kept = [value for state in optimizer.state.values() for value in state.values()]
     return peak + sum(tensor.nbytes for tensor in (*model.parameters(), *kept, x, y))
 
 
 @pytest.mark.parametrize(
     ("config", "batch_size", "variant", "chunk"),  # tokens of the loss at once, all or some
     [
-        (replace(SMALL, dropout=0.2), 8, Variant("float16"), 128),
-        (replace(SMALL, block_size=48), 16, Variant("float32", recompute="full"), 128),
-        (replace(SMALL, **MODERN_SETTINGS), 16, Variant("float32"), 256),
-        (replace(SMALL, **MODERN_SETTINGS), 8, Variant("bfloat16", recompute="full"), 64),
+        (replace(SMALL, dropout=0.2), 8, ComputeMode("float16"), 128),
+        (replace(SMALL, block_size=48), 16, ComputeMode("float32", recompute="full"), 128),
+        (replace(SMALL, **MODERN_SETTINGS), 16, ComputeMode("float32"), 256),
+        (replace(SMALL, **MODERN_SETTINGS), 8, ComputeMode("bfloat16", recompute="full"), 64),
     ],
 )
-def test_prediction_is_within_a_tenth_of_a_real_step(config, batch_size, variant, chunk, monkeypatch):
+def test_prediction_is_within_a_tenth_of_a_real_step(
+    config, batch_size, variant, chunk, monkeypatch
+):
     # Without oneDNN, whose workspaces depend on the processor.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    monkeypatch.setattr(loss, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = memory(Step(config, batch_size, variant, "cpu"))
+    monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
+    predicted = step_memory(StepShape(config, batch_size, variant, "cpu"))
     assert sum(predicted.values()) == pytest.approx(real_peak(config, batch_size, variant), rel=0.1)
     assert predicted["weights"] == sum(p.nbytes for p in GPT(config).parameters())
 
 
-# ---- what fits -----------------------------------------------------------------------------------------------
+# ---- what fits -----------------------------------------------------------------------------------
 
 
-# Sequences that outweigh a micro-batch's fixed costs, that fit into memory, and the micro-batch of a step of 96.
+# Sequences that outweigh a micro-batch's fixed costs, that fit into memory, and the micro-batch of
+# a step of 96.
 @pytest.mark.parametrize(
     ("enough", "fits", "expected"),
-    [(0.5, 99, 2), (2.5, 99, 3), (7.9, 99, 8), (8.1, 99, 12), (49, 99, 96), (999, 99, 96), (8.1, 11, 8), (8.1, 1, 2)],
+    [
+        (0.5, 99, 2),
+        (2.5, 99, 3),
+        (7.9, 99, 8),
+        (8.1, 99, 12),
+        (49, 99, 96),
+        (999, 99, 96),
+        (8.1, 11, 8),
+        (8.1, 1, 2),
+    ],
 )
 @pytest.mark.parametrize("cost", ["bytes", "queueing"])
-def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(cost, enough, fits, expected, monkeypatch):
+def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(
+    cost, enough, fits, expected, monkeypatch
+):
     model = GPT(SMALL)
     flops = enough * model.estimate_flops() * SMALL.block_size
-    of_bytes = flops * fit.TARGET_FIXED_SHARE / fit.FLOPS_PER_BYTE / sum(p.numel() for p in model.parameters())
-    peak = flops / SMALL.n_layer / fit.QUEUEING_S_PER_LAYER
-    limit_bytes = sum(memory(Step(SMALL, fits, Variant(), "cpu")).values()) / fit.USABLE_SHARE
-    monkeypatch.setattr(fit, "FIXED_BYTES_PER_PARAMETER", of_bytes if cost == "bytes" else 0)
-    monkeypatch.setattr(peaks, "peak_flops", lambda device, dtype: (peak if cost == "queueing" else math.nan, ""))
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: limit_bytes)
-    batching = Batching(batch_size=2, accumulation=48, block_size=64)
-    assert fit.larger_batch(SMALL, CPU, batching, Variant()) == expected
+    of_bytes = (
+        flops * TARGET_FIXED_SHARE / FLOPS_PER_BYTE / sum(p.numel() for p in model.parameters())
+    )
+    peak = flops / SMALL.n_layer / QUEUEING_S_PER_LAYER
+    limit_bytes = (
+        sum(step_memory(StepShape(SMALL, fits, ComputeMode(), "cpu")).values()) / USABLE_SHARE
+    )
+    monkeypatch.setattr(
+        "deskgpt.memory.FIXED_BYTES_PER_PARAMETER", of_bytes if cost == "bytes" else 0
+    )
+    monkeypatch.setattr(
+        peaks, "peak_flops", lambda device, dtype: (peak if cost == "queueing" else math.nan, "")
+    )
+    monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: limit_bytes)
+    batching = BatchSplit(batch_size=2, grad_accum_steps=48, block_size=64)
+    assert larger_batch(SMALL, CPU, batching, ComputeMode()) == expected
 
 
-@pytest.mark.parametrize(("card", "gib", "expected"), [("RTX 4070", 12, 16), ("RTX 4090", 24, 32), ("H100", 80, 64)])
+@pytest.mark.parametrize(
+    ("card", "gib", "expected"), [("RTX 4070", 12, 16), ("RTX 4090", 24, 32), ("H100", 80, 64)]
+)
 def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, expected, monkeypatch):
     flops = peaks.find_card(card).peak("bfloat16")
     monkeypatch.setattr(peaks, "peak_flops", lambda device, dtype: flops)
-    monkeypatch.setattr(hardware, "memory_bytes", lambda device: gib << 30)
-    variant = Variant("bfloat16", compiled=True, residual_dtype="bfloat16")
-    batching = Batching(batch_size=8, accumulation=64, block_size=1024)
-    assert fit.larger_batch(REPORTED_MODEL, torch.device("cuda"), batching, variant) == expected
+    monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
+    variant = ComputeMode("bfloat16", compiled=True, residual_dtype="bfloat16")
+    batching = BatchSplit(batch_size=8, grad_accum_steps=64, block_size=1024)
+    assert larger_batch(REPORTED_MODEL, torch.device("cuda"), batching, variant) == expected
 
 
 def test_card_computes_the_fewest_chunks_of_the_loss_that_fit_and_a_cpu_asks_for_none():
-    variant = Variant("bfloat16", compiled=True, residual_dtype="bfloat16")
-    step = Step(replace(REPORTED_MODEL, vocab_size=50304), 16, variant, "cuda")
-    sizes = [sum(memory(replace(step, variant=replace(variant, loss_chunks=n))).values()) for n in (1, 2, 4, 8)]
+    variant = ComputeMode("bfloat16", compiled=True, residual_dtype="bfloat16")
+    step = StepShape(replace(REPORTED_MODEL, vocab_size=50304), 16, variant, "cuda")
+    sizes = [
+        sum(step_memory(replace(step, variant=replace(variant, loss_chunks=n))).values())
+        for n in (1, 2, 4, 8)
+    ]
     assert sizes == sorted(sizes, reverse=True)
     for i, n in enumerate((1, 2, 4, 8)):
         assert with_fewest_chunks(step, sizes[i]).variant.loss_chunks == n
         assert with_fewest_chunks(step, sizes[i] - 1).variant.loss_chunks == min(2 * n, 8)
-        assert fit.largest_batch(step, 16, sizes[i]) == 16  # in chunks, before it takes a smaller micro-batch
+        # In chunks, before it takes a smaller micro-batch.
+        assert largest_batch(step, 16, sizes[i]) == 16
     assert with_fewest_chunks(replace(step, device_type="cpu"), 0).variant == variant
 
 
-def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run_no_fewer(monkeypatch):
+def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run_no_fewer(
+    monkeypatch,
+):
     config = GPTConfig(bias=False)
-    variant = Variant("bfloat16", compiled=True, residual_dtype="bfloat16")
-    batching = Batching(batch_size=16, block_size=1024)
+    variant = ComputeMode("bfloat16", compiled=True, residual_dtype="bfloat16")
+    batching = BatchSplit(batch_size=16, block_size=1024)
     card = DistContext(torch.device("cuda"))
 
     def chunks(gib: float, **earlier: Any) -> int:
-        monkeypatch.setattr(hardware, "memory_bytes", lambda device: gib * 2**30)
-        init = InitState("", config, Checkpoint({}, {}, variant={"device": "cuda"} | earlier))
+        monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib * 2**30)
+        init = Start("", config, Checkpoint({}, {}, variant={"device": "cuda"} | earlier))
         found = init.with_loss_chunks(TrainConfig(), variant, batching, card)
         model = GPT.without_storage(SMALL)
-        apply_variant(model, replace(found, compiled=False))
+        apply_compute(model, replace(found, compiled=False))
         assert f"loss in {model.loss_chunks} chunks" in str(found) or model.loss_chunks == 1
         return model.loss_chunks
 
@@ -143,13 +190,15 @@ def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run
 
 
 def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training():
-    with raises_one_line("batch_size=8 ", "--batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256"):
-        fit.halved_batch(CPU, False, Batching(batch_size=8, block_size=16, eval_iters=2))
+    with raises_one_line(
+        "batch_size=8 ", "--batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256"
+    ):
+        halved_batch(CPU, False, BatchSplit(batch_size=8, block_size=16, eval_iters=2))
     with raises_one_line("not even batch_size=1", "--block_size=32"):
-        fit.halved_batch(CPU, True, Batching(batch_size=1, block_size=64))
+        halved_batch(CPU, True, BatchSplit(batch_size=1, block_size=64))
 
 
-# ---- plans, for this machine and for cards that are not here -------------------------------------------------
+# ---- plans, for this machine and for cards that are not here -------------------------------------
 
 
 def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
@@ -174,25 +223,35 @@ def total_gib(out: str) -> float:
 def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tmp_path, script):
     """9.34 s per step: the run of this config on an RTX 4070 that the plan is calibrated by."""
     out = tmp_path / "out"
-    options = {"plan_for": "rtx 4070", "device": "cuda", "out_dir": out, "dataset": tmp_path / "none"}
+    options = {
+        "plan_for": "rtx 4070",
+        "device": "cuda",
+        "out_dir": out,
+        "dataset": tmp_path / "none",
+    }
     done = script("train.py", "config/train_fineweb_125m.py", *flags(**options))
     assert (done.code, done.err) == (0, "")
     assert "number of parameters: 123.59M" in done.out
     assert "tokens per step: 524,288 = 8 x 64 x 1024" in done.out
-    assert "FLOPs per step, forward and backward: 4.481e+14" in done.out  # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
+    # 524288 * 6 * 123.6M + 12 * 12 * 768 * 1024
+    assert "FLOPs per step, forward and backward: 4.481e+14" in done.out
     parts = r"weights (\S+), gradients (\S+), optimizer (\S+), activations (\S+), logits (\S+) GiB"
     assert sum(numbers(parts, done.out)) == pytest.approx(total_gib(done.out), abs=0.03)
     assert total_gib(done.out) == pytest.approx(5.90, rel=0.05)  # as counted of inductor's code
     fastest, slowest = numbers(r": (\S+) to (\S+)s per step", done.out)
     assert fastest == pytest.approx(9.34, rel=0.02)
     assert slowest < 1.6 * fastest
-    assert re.search(r"at 55% to 82% \(known runs .* RTX 4090\) of 1 x 58.30 TFLOP/s .* for 18,750 steps", done.out)
+    assert re.search(
+        r"at 55% to 82% \(known runs .* RTX 4090\) of 1 x 58.30 TFLOP/s .* for 18,750 steps",
+        done.out,
+    )
     largest = numbers(r"--batch_size=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out)
     assert largest[0] * largest[1] == 8 * 64
     assert not out.exists()
 
 
-# What the range of MFU rests on, and seconds of 524,288 tokens of GPT-2's 124M within it: of runs, of the roofline.
+# What the range of MFU rests on, and seconds of 524,288 tokens of GPT-2's 124M within it: of runs,
+# of the roofline.
 @pytest.mark.parametrize(
     ("card", "named", "not_named", "within_s"),
     [
@@ -212,7 +271,12 @@ def test_plan_rests_on_runs_of_its_kind_of_device(card, named, not_named, within
     assert not any(name in basis for name in not_named)
     assert 0.2 < low < high < 0.9
     for seconds in within_s:
-        mfu = 524288 * GPT.without_storage(REPORTED_MODEL).estimate_flops() / seconds / found.flops["bfloat16"]
+        mfu = (
+            524288
+            * GPT.without_storage(REPORTED_MODEL).estimate_flops()
+            / seconds
+            / found.flops["bfloat16"]
+        )
         assert low * 0.999 < mfu < high * 1.001
 
 
@@ -228,11 +292,18 @@ def test_known_speeds_are_those_of_the_page_and_named_for_the_same_model_only():
         name: (speeds[0], speeds[-1]) for name, speeds in REPORTED.items()
     }
     assert reported_speed(REPORTED_MODEL, "NVIDIA GeForce RTX 4070") == "56,100"
-    assert reported_speed(replace(REPORTED_MODEL, vocab_size=50257), "NVIDIA H200") == "469,355 to 599,844"
+    assert (
+        reported_speed(replace(REPORTED_MODEL, vocab_size=50257), "NVIDIA H200")
+        == "469,355 to 599,844"
+    )
     for other in ({"n_layer": 6}, {"vocab_size": 65}, MODERN_SETTINGS, {"dropout": 0.1}):
         assert reported_speed(replace(REPORTED_MODEL, **other), "H200") == ""
-    assert reported_speed(REPORTED_MODEL, "H200", "float32") == reported_speed(REPORTED_MODEL, "H200", recompute="full")
-    assert reported_speed(REPORTED_MODEL, "T4") == reported_speed(REPORTED_MODEL, "H200 + H100") == ""
+    assert reported_speed(REPORTED_MODEL, "H200", "float32") == reported_speed(
+        REPORTED_MODEL, "H200", recompute="full"
+    )
+    assert (
+        reported_speed(REPORTED_MODEL, "T4") == reported_speed(REPORTED_MODEL, "H200 + H100") == ""
+    )
 
 
 def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):
@@ -240,9 +311,17 @@ def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):
         return numbers(r": (\S+) to \S+s per step", plan(capsys, **settings))[0]
 
     on_card = step_s(plan_for="H200", activation_checkpoint="full") / step_s(plan_for="H200")
-    here = {"plan_for": "", "dry_run": True, "device": "cpu", "dtype": "float32", "dataset": str(tmp_path)}
+    here = {
+        "plan_for": "",
+        "dry_run": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "dataset": str(tmp_path),
+    }
     assert on_card == pytest.approx(1.69, rel=1e-2)
-    assert step_s(**here, activation_checkpoint="full") / step_s(**here) == pytest.approx(1.26, rel=1e-2)
+    assert step_s(**here, activation_checkpoint="full") / step_s(**here) == pytest.approx(
+        1.26, rel=1e-2
+    )
 
 
 def test_plan_that_does_not_fit_or_has_no_peak_has_no_time(capsys):
@@ -254,10 +333,19 @@ def test_plan_that_does_not_fit_or_has_no_peak_has_no_time(capsys):
 
 
 def test_plan_of_many_ranks_says_what_each_has(capsys):
-    out = plan(capsys, plan_for="1024x H100", n_embd=128, dp_shard=64, gradient_accumulation_steps=2048)
-    assert re.search(r"^1,024 ranks.* 64, 16 copies; micro-batches of each rank and step: 2$", out, re.M)
-    assert re.search(r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB", out)
-    assert re.search(r"\) of 1024 x 989.00 TFLOP/s .*, and without what ranks send each other$", out, re.M)
+    out = plan(
+        capsys, plan_for="1024x H100", n_embd=128, dp_shard=64, gradient_accumulation_steps=2048
+    )
+    assert re.search(
+        r"^1,024 ranks.* 64, 16 copies; micro-batches of each rank and step: 2$", out, re.M
+    )
+    assert re.search(
+        r"weights \S+, gradients \S+, optimizer \S+, activations \S+, logits \S+, gathered \S+ GiB",
+        out,
+    )
+    assert re.search(
+        r"\) of 1024 x 989.00 TFLOP/s .*, and without what ranks send each other$", out, re.M
+    )
     out = plan(capsys, plan_for="16x H100", gradient_accumulation_steps=48, n_embd=768)
     weights, buckets = numbers(r"weights (\S+), .* buckets (\S+) GiB", out)  # DDP's
     assert weights == buckets > 0.1
@@ -267,9 +355,15 @@ def test_plan_of_many_ranks_says_what_each_has(capsys):
 def test_cards_and_ranks_that_cannot_be_are_refused_in_one_line():
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"plan_for": "RTX 4700"}, ["plan_for='RTX 4700'", "GeForce RTX 4070"]),
-        ({"plan_for": "64x H100", "dp_shard": 60, "gradient_accumulation_steps": 64}, ["dp_shard=60", "--dp_shard=-1"]),
+        (
+            {"plan_for": "64x H100", "dp_shard": 60, "gradient_accumulation_steps": 64},
+            ["dp_shard=60", "--dp_shard=-1"],
+        ),
         ({"plan_for": "1000000000x H100"}, ["1000000000x", "H100"]),
-        ({"plan_for": "16x H100"}, ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"]),
+        (
+            {"plan_for": "16x H100"},
+            ["gradient_accumulation_steps=40", "--gradient_accumulation_steps=48"],
+        ),
     ]
     for options, named in cases:
         with raises_one_line(*named):

@@ -1,4 +1,6 @@
-"""The model; how a run computes it, chosen by rule and compiled; and what --dry_run finds wrong with it."""
+"""The model; how a run computes it, chosen by rule and compiled; and what --dry_run finds wrong
+with it.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,20 @@ from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deskgpt.compute import compiling
-from deskgpt.compute.check import check_model
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.variant import Variant, apply_variant, choose_variant, saved_variant
-from deskgpt.kernels import causal_attention, cpu_kernels
-from deskgpt.run.schedule import Schedule
-from deskgpt.system import hardware
+from deskgpt import cpu_kernels
+from deskgpt.check_model import check_model
+from deskgpt.compiling import work_around_gcc
+from deskgpt.compute import ComputeMode, apply_compute, autocast, choose_compute, saved_compute
+from deskgpt.distributed import DistContext
+from deskgpt.kernels import causal_attention
+from deskgpt.stopping import Schedule
 from model import GPT, GPTConfig, rotate
 from train import TrainConfig, main
 
 CUDA = torch.device("cuda")
 
 
-# ---- the model -----------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 class Counter(TorchDispatchMode):
@@ -47,22 +49,25 @@ class Counter(TorchDispatchMode):
 
 @pytest.mark.parametrize(("config", "dropout"), [(SMALL, 0.3), (MODERN, 0.0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_that_are_computed_again_leave_gradients_bit_equal(config, dropout, dtype, kernels):
+def test_activations_that_are_computed_again_leave_gradients_bit_equal(
+    config, dropout, dtype, kernels
+):
     model = make(replace(config, dropout=dropout))
     idx = tokens(3, 32)
     names = list(model.state_dict())
     found = {}
     counts = {}
     for which in ("none", "full"):
-        apply_variant(model, Variant(dtype, recompute=which))
+        apply_compute(model, ComputeMode(dtype, recompute=which))
         assert list(model.state_dict()) == names
         torch.manual_seed(3)
         with Counter() as counts[which]:
-            with hardware.autocast(CPU, dtype, cached=which == "none"):
+            with autocast(CPU, dtype, cached=which == "none"):
                 loss = model(idx, idx.roll(-1, 1))[1]
             loss.backward()
         gradients = [p.grad for p in model.parameters()]
-        found[which] = [loss.detach(), *gradients, torch.rand(3)]  # the random numbers after it are the same, too
+        # The random numbers after it are the same, too.
+        found[which] = [loss.detach(), *gradients, torch.rand(3)]
         model.zero_grad()
     assert_equal(found["full"], found["none"])
     assert counts["none"].matmuls < counts["full"].matmuls
@@ -89,8 +94,11 @@ def test_weights_begin_as_the_settings_say():
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for projection in (block.mlp.c_proj, block.attn.c_proj):
         assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
-    assert GPT(MODERN)(tokens(2, 32), tokens(2, 32))[1].item() == pytest.approx(math.log(100), abs=1e-6)
-    tied = GPT(replace(MODERN, tie_weights=True, embedding_norm=False))  # only what the blocks add is zero
+    assert GPT(MODERN)(tokens(2, 32), tokens(2, 32))[1].item() == pytest.approx(
+        math.log(100), abs=1e-6
+    )
+    # Only what the blocks add is zero.
+    tied = GPT(replace(MODERN, tie_weights=True, embedding_norm=False))
     h = tied.transformer(tokens(2, 32))
     assert torch.equal(h, F.rms_norm(tied.transformer.wte(tokens(2, 32)), (32,), eps=1e-5))
 
@@ -131,11 +139,15 @@ def test_impossible_settings_and_weights_of_another_shape_are_named():
 
 def test_block_that_a_second_pass_would_change_is_refused():
     model = make()
-    apply_variant(model, Variant(recompute="full"))
+    apply_compute(model, ComputeMode(recompute="full"))
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.zeros(()))
     idx = tokens(2, 8)
-    for change in (lambda: block.mean.add_(1), lambda: setattr(block, "mean", block.mean + 1), random.random):
+    for change in (
+        lambda: block.mean.add_(1),
+        lambda: setattr(block, "mean", block.mean + 1),
+        random.random,
+    ):
         handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(), y)[1])
         with raises_one_line("activation_checkpoint=full", "--activation_checkpoint=none"):
             model(idx)
@@ -144,12 +156,16 @@ def test_block_that_a_second_pass_would_change_is_refused():
         handle.remove()
 
 
-def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_training_only(monkeypatch):
+def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_training_only(
+    monkeypatch,
+):
     model = make(replace(SMALL, n_layer=1, dropout=0.3))
     rates: list[float] = []
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(lambda module, args, out: rates.append(module.p if module.training else 0.0))
+            module.register_forward_hook(
+                lambda module, args, out: rates.append(module.p if module.training else 0.0)
+            )
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def seen(*args, **kwargs):
@@ -163,43 +179,51 @@ def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_tra
         assert rates == [0.3 * training] * 4
 
 
-# ---- chosen by rule ------------------------------------------------------------------------------------------
+# ---- chosen by rule ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def card(monkeypatch):
     """Set up a card with Triton, and a machine without a compiler for our kernels."""
-    monkeypatch.setattr("deskgpt.system.hardware.has_triton", lambda device: True)
-    monkeypatch.setattr("deskgpt.system.peaks.fast_dtype", lambda device: "bfloat16")
-    monkeypatch.setattr(cpu_kernels, "may_exist", lambda: False)
+    monkeypatch.setattr("deskgpt.compute.has_triton", lambda device: True)
+    monkeypatch.setattr("deskgpt.compute.default_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr(cpu_kernels, "is_supported_platform", lambda: False)
 
 
-def chosen(device: torch.device = CUDA, earlier: Any = None, **settings: Any) -> Variant:
+def chosen(device: torch.device = CUDA, earlier: Any = None, **settings: Any) -> ComputeMode:
     dist = DistContext(device, world=settings.get("dp_shard", 1))
-    return choose_variant(TrainConfig(**settings), dist, earlier or {})
+    return choose_compute(TrainConfig(**settings), dist, earlier or {})
 
 
 def test_card_computes_in_bfloat16_compiled_and_with_a_graph_and_a_cpu_compiles_only_if_asked(card):
-    assert chosen() == Variant("bfloat16", True, False, "none", "bfloat16", cuda_graph=True)
+    assert chosen() == ComputeMode("bfloat16", True, False, "none", "bfloat16", cuda_graph=True)
     assert chosen(max_iters=1) == chosen()  # a trial is the same program as the long run
     with raises_one_line("cuda_graph=True", "--cuda_graph=auto"):
         chosen(cuda_graph=True, activation_checkpoint="full")
-    assert chosen(dtype="float32", activation_checkpoint="full") == Variant("float32", True, recompute="full")
+    assert chosen(dtype="float32", activation_checkpoint="full") == ComputeMode(
+        "float32", True, recompute="full"
+    )
     assert chosen(dp_shard=2, dtype="float16").dtype == "float32"
-    assert chosen(CPU) == Variant("bfloat16")
+    assert chosen(CPU) == ComputeMode("bfloat16")
     assert chosen(CPU, compile=True).compiled
     with raises_one_line("cpu_kernels=True", "--cpu_kernels=auto"):
         chosen(CPU, cpu_kernels=True)
 
 
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
-    earlier = asdict(Variant("float32", True, False)) | {"device": "cuda"}
-    assert chosen(compile="auto", earlier=saved_variant(earlier | {"compiled": False}, CUDA)).compiled is False
-    assert chosen(earlier=saved_variant(earlier, CUDA)) == Variant("float32", True, cuda_graph=True)
-    assert saved_variant(earlier, CPU) == {}
-    old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}  # as b3fc854 wrote it
-    assert saved_variant(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
-    assert saved_variant(None, CPU) == saved_variant({"dtype": "int4", "compiled": 1}, CPU) == {}
+    earlier = asdict(ComputeMode("float32", True, False)) | {"device": "cuda"}
+    assert (
+        chosen(compile="auto", earlier=saved_compute(earlier | {"compiled": False}, CUDA)).compiled
+        is False
+    )
+    assert chosen(earlier=saved_compute(earlier, CUDA)) == ComputeMode(
+        "float32", True, cuda_graph=True
+    )
+    assert saved_compute(earlier, CPU) == {}
+    # As b3fc854 wrote it
+    old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}
+    assert saved_compute(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
+    assert saved_compute(None, CPU) == saved_compute({"dtype": "int4", "compiled": 1}, CPU) == {}
 
 
 def test_variant_is_what_the_model_computes_in():
@@ -208,7 +232,7 @@ def test_variant_is_what_the_model_computes_in():
     model.transformer.h[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     idx = tokens(1, 8)
     for residual_dtype in ("float32", "bfloat16"):
-        apply_variant(model, Variant("bfloat16", residual_dtype=residual_dtype))
+        apply_compute(model, ComputeMode("bfloat16", residual_dtype=residual_dtype))
         with torch.autocast("cpu", torch.bfloat16):
             model(idx, idx)
     assert seen == [torch.float32, torch.bfloat16]
@@ -227,23 +251,27 @@ def test_run_of_minutes_ends_in_time_and_keeps_to_max_iters(chars, tmp_path):
     assert Schedule.of(tiny(chars, tmp_path)).end == 6
 
 
-@pytest.mark.parametrize(("compiler", "flags"), [("/usr/bin/g++", "off -mno-align-stringops"), ("clang++-17", "off")])
-def test_gcc_is_called_without_the_copies_that_it_gets_wrong_before_version_14(compiler, flags, monkeypatch):
+@pytest.mark.parametrize(
+    ("compiler", "flags"), [("/usr/bin/g++", "off -mno-align-stringops"), ("clang++-17", "off")]
+)
+def test_gcc_is_called_without_the_copies_that_it_gets_wrong_before_version_14(
+    compiler, flags, monkeypatch
+):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: compiler)
     with inductor_config.patch({"cpp.enable_floating_point_contract_flag": "off"}):
         for _ in range(2):  # a second time changes nothing
-            compiling.work_around_gcc()
+            work_around_gcc()
         assert inductor_config.cpp.enable_floating_point_contract_flag == flags
 
 
-# ---- checked -------------------------------------------------------------------------------------------------
+# ---- checked -------------------------------------------------------------------------------------
 
 
-def problems_of(model: GPT, variant: Variant | None = None) -> list[str]:
+def problems_of(model: GPT, variant: ComputeMode | None = None) -> list[str]:
     idx = tokens(2, 33)
-    return check_model(model, variant or Variant(), idx[:, :-1], idx[:, 1:])
+    return check_model(model, variant or ComputeMode(), idx[:, :-1], idx[:, 1:])
 
 
 def seeing_the_future(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
@@ -269,9 +297,12 @@ def rounding(x: Tensor) -> Tensor:
 def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
     model = make(config)
     before = {name: w.clone() for name, w in model.state_dict().items()}
-    kernels = cpu_kernels.may_exist() and dtype != "float16"
+    kernels = cpu_kernels.is_supported_platform() and dtype != "float16"
     residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    assert problems_of(model, Variant(dtype, cpu_kernels=kernels, residual_dtype=residual_dtype)) == []
+    assert (
+        problems_of(model, ComputeMode(dtype, cpu_kernels=kernels, residual_dtype=residual_dtype))
+        == []
+    )
     assert_equal(dict(model.state_dict()), before)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
@@ -281,8 +312,11 @@ def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_compiled_blocks_compute_what_the_model_says(monkeypatch):
-    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)  # so that the loss is computed in chunks
-    assert problems_of(make(replace(MODERN, n_layer=1)), Variant("bfloat16", compiled=True)) == []
+    # So that the loss is computed in chunks.
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1000)
+    assert (
+        problems_of(make(replace(MODERN, n_layer=1)), ComputeMode("bfloat16", compiled=True)) == []
+    )
 
 
 def losing_a_position(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -295,20 +329,29 @@ def losing_a_position(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor
 @pytest.mark.parametrize(
     ("changed", "change", "named"),
     [
-        ("model.attention", seeing_the_future, ["tokens see later ones"]),  # of layers that begin as zeros, too
+        # Of layers that begin as zeros, too.
+        ("model.attention", seeing_the_future, ["tokens see later ones"]),
         ("model.GPT.loss", loss_with_smoothing, ["is not the cross-entropy of the logits"]),
         ("model.GPT.loss", loss_of_the_head, ["no gradient reaches transformer.", "more"]),
-        ("model.gelu_tanh", rounding, ["bfloat16", "the gradient of", "differs from eager float32's"]),
-        ("model.causal_attention", losing_a_position, ["bfloat16, C++ kernels, not compiled: the gradient of"]),
+        (
+            "model.gelu_tanh",
+            rounding,
+            ["bfloat16", "the gradient of", "differs from eager float32's"],
+        ),
+        (
+            "model.causal_attention",
+            losing_a_position,
+            ["bfloat16, C++ kernels, not compiled: the gradient of"],
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_change_that_breaks_the_model_is_named(changed, change, named, monkeypatch):
-    if change is losing_a_position and not cpu_kernels.may_exist():
+    if change is losing_a_position and not cpu_kernels.is_supported_platform():
         pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
     monkeypatch.setattr(changed, change)
     model = GPT(MODERN) if changed == "model.attention" else make()
-    problems = problems_of(model, Variant("bfloat16", cpu_kernels=change is losing_a_position))
+    problems = problems_of(model, ComputeMode("bfloat16", cpu_kernels=change is losing_a_position))
     cpu_kernels.unload()
     assert problems
     for part in named:

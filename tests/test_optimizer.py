@@ -9,13 +9,20 @@ import pytest
 import torch
 from conftest import assert_equal, raises_one_line
 
-from deskgpt.checkpoint import ckpt_file
-from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.compute.optimizer import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite
+from deskgpt.checkpoint import read_ckpt_file, write_ckpt_file
+from deskgpt.optim import (
+    NEWTON_SCHULZ,
+    OptimizerState,
+    make_optimizer,
+    orthogonalized,
+    step_if_finite,
+)
 from model import GPT, GPTConfig
 from train import TrainConfig, build_optimizer
 
-CONFIG = GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False)
+CONFIG = GPTConfig(
+    block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32, bias=True, tie_weights=False
+)
 
 
 def model_with_gradients() -> GPT:
@@ -46,9 +53,15 @@ def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     for p in optimizer.param_groups[-1]["params"]:
         n = 3 if p.size(0) == 3 * p.size(1) else 1
         apart[p] = [part.clone().requires_grad_() for part in p.detach().chunk(n)]
-    assert {*apart} == {p for name, p in model.named_parameters() if p.dim() > 1 and name.startswith("transformer.h.")}
+    assert {*apart} == {
+        p
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and name.startswith("transformer.h.")
+    }
     matrices = [part for parts in apart.values() for part in parts]
-    reference = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        matrices, lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
     for _ in range(3):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.grad = torch.randn_like(p)
@@ -112,7 +125,7 @@ def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_ar
                 assert torch.equal(value, state.get(key, torch.zeros_like(value))) == is_bad, key
 
 
-# ---- optimizers of a user's own ------------------------------------------------------------------------------
+# ---- optimizers of a user's own ------------------------------------------------------------------
 
 
 class Own(torch.optim.Optimizer):
@@ -151,8 +164,10 @@ def test_optimizer_of_a_users_own_resumes_exactly(kind, tmp_path):
     full, half, resumed = start(), start(), start()
     steps(*full, 0, 8)
     steps(*half, 0, 4)
-    ckpt_file.write({"model": half[0].state_dict(), "optimizer": half[1].state()}, tmp_path / "state")
-    saved = ckpt_file.load(tmp_path / "state")
+    write_ckpt_file(
+        {"model": half[0].state_dict(), "optimizer": half[1].state()}, tmp_path / "state"
+    )
+    saved = read_ckpt_file(tmp_path / "state")
     resumed[0].load_state_dict(saved["model"])
     resumed[1].load(saved["optimizer"], "out")
     steps(*resumed, 4, 8)
@@ -170,7 +185,9 @@ def after_a_step(optimizer: torch.optim.Optimizer, model: GPT) -> OptimizerState
     return kept
 
 
-@pytest.mark.parametrize("held", [torch.ones(2), np.ones(1), object(), "an array in the first step"])
+@pytest.mark.parametrize(
+    "held", [torch.ones(2), np.ones(1), object(), "an array in the first step"]
+)
 def test_optimizer_that_hides_state_is_refused_at_the_start_or_in_the_step_that_hides_it(held):
     model = model_with_gradients()
     with raises_one_line("Own", "held", "`state`"):
@@ -184,7 +201,8 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
     kept = after_a_step(make(model, "muon"), model)
     saved = copy.deepcopy(kept.state())
     kept.load(saved | {"state": {}}, "out")  # of a run without a step
-    kept.load({name: value for name, value in saved.items() if name != "class"}, "out")  # of an older version
+    # Of an older version
+    kept.load({name: value for name, value in saved.items() if name != "class"}, "out")
     moments = saved["state"]
     first, *others = saved["param_groups"]
     for wrong in (

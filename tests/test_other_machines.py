@@ -1,4 +1,6 @@
-"""Real runs on machines that are not there: NVIDIA cards (bench/pretend_card.py) and lesser processors."""
+"""Real runs on machines that are not there: NVIDIA cards (bench/pretend_card.py) and lesser
+processors.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +16,63 @@ from logs import nanogpt_checkout
 from tiny_models import MODERN_SETTINGS
 
 from bench import check_cards, pretend_card, qualify
-from deskgpt.checkpoint import store
+from deskgpt.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
 
-# ---- cards ---------------------------------------------------------------------------------------------------
+# ---- cards ---------------------------------------------------------------------------------------
 
 # As a user types it, but for the size of the model and of a step.
-RUN: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "dropout": 0.1, "device": "cuda"}
+RUN: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 64,
+    "block_size": 32,
+    "dropout": 0.1,
+    "device": "cuda",
+}
 RUN |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_tokens": 512}
 RUN |= {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "log_interval": 1}
-DTYPES = {"T4": "float16", "RTX 3060": "bfloat16", "RTX 4070": "bfloat16", "RTX 5090": "bfloat16", "H100": "bfloat16"}
+DTYPES = {
+    "T4": "float16",
+    "RTX 3060": "bfloat16",
+    "RTX 4070": "bfloat16",
+    "RTX 5090": "bfloat16",
+    "H100": "bfloat16",
+}
 # One card in CI: the one with a loss scale.
-CARDS = [pytest.param(card, marks=pytest.mark.slow if card == "T4" else pytest.mark.nightly) for card in DTYPES]
+CARDS = [
+    pytest.param(card, marks=pytest.mark.slow if card == "T4" else pytest.mark.nightly)
+    for card in DTYPES
+]
 
 
 @pytest.fixture(scope="module")
 def on_card(tmp_path_factory):
-    """Return a function that runs a command on a pretended card, with a cache of its own, and returns its stdout."""
+    """Return a function that runs a command on a pretended card, with a cache of its own, and
+    returns its stdout.
+    """
     folder = tmp_path_factory.mktemp("card")
 
     def run(card, *command, **options):
-        env = os.environ | pretend_card.environment(card, folder) | {"XDG_CACHE_HOME": str(folder / "cache")}
+        env = (
+            os.environ
+            | pretend_card.environment(card, folder)
+            | {"XDG_CACHE_HOME": str(folder / "cache")}
+        )
         done = shell("python", *command, env=env, timeout=1800, **options)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert not re.search(r"^W\d{4} ", done.stderr, re.M), done.stderr  # torch's warnings, which look like a fault
+        # torch's warnings, which look like a fault
+        assert not re.search(r"^W\d{4} ", done.stderr, re.M), done.stderr
         return done.stdout
 
     return run
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_make_train_on_a_card_ends_with_a_report_and_a_model_for_other_programs(card, text, tmp_path, on_card):
+def test_make_train_on_a_card_ends_with_a_report_and_a_model_for_other_programs(
+    card, text, tmp_path, on_card
+):
     folder = copy_of_repository(tmp_path)
     (folder / "data" / "shakespeare_char" / "input.txt").write_text(text)
     settings = flags(**RUN | {"gradient_accumulation_steps": 1, "device": "auto"})
@@ -71,22 +98,34 @@ def test_run_on_a_card_resumes_bit_for_bit_and_its_model_writes(card, chars, tmp
     assert (start["device"], start["dtype"]) == (pretend_card.CARDS[card].name, DTYPES[card])
     in_bfloat16 = DTYPES[card] == "bfloat16"
     assert (start["compiled"], start["residual_dtype"] == "bfloat16") == (True, in_bfloat16)
-    assert bool(store.load(tmp_path / "full").scaler) == (DTYPES[card] == "float16")
+    assert bool(load_checkpoint(tmp_path / "full").scaler) == (DTYPES[card] == "float16")
     assert start["peak_flops"] > 2e13  # from the table of cards
     assert events(tmp_path / "full", "iter")[-1]["peak_memory_bytes"] > 0
-    wanted = {"out_dir": tmp_path / "full", "start": "A", "num_samples": 1, "max_new_tokens": 40, "temperature": 0.0}
+    wanted = {
+        "out_dir": tmp_path / "full",
+        "start": "A",
+        "num_samples": 1,
+        "max_new_tokens": 40,
+        "temperature": 0.0,
+    }
     sample = ["sample.py", *flags(**wanted, dtype="float32")]
-    on_cuda, on_cpu = (on_card(card, *sample, f"--device={device}").splitlines() for device in ("cuda", "cpu"))
+    on_cuda, on_cpu = (
+        on_card(card, *sample, f"--device={device}").splitlines() for device in ("cuda", "cpu")
+    )
     assert on_cuda[-3:] == on_cpu[-3:]
 
 
 @pytest.mark.nightly
-def test_flex_attention_takes_the_steps_that_a_mask_takes_within_documents(chars, tmp_path, on_card):
+def test_flex_attention_takes_the_steps_that_a_mask_takes_within_documents(
+    chars, tmp_path, on_card
+):
     folder = copy_of_repository(tmp_path)
     shell("git", "apply", "docs/hacks/flex_attention.patch", cwd=folder, check=True)
     source = (folder / "model.py").read_text().replace("END_OF_TEXT = 50256", "END_OF_TEXT = 1")
     (folder / "model.py").write_text(source.replace("WINDOW = 128", "WINDOW = 40"))
-    settings = flags(**RUN | {"dataset": chars, "block_size": 256, "dropout": 0.0, "dtype": "float32"})
+    settings = flags(
+        **RUN | {"dataset": chars, "block_size": 256, "dropout": 0.0, "dtype": "float32"}
+    )
     losses = []
     for more in (["--device=cpu", "--compile=False"], ["--device=cuda", "--compile=True"]):
         on_card("H100", "train.py", *settings, *more, "--out_dir=out", cwd=folder)
@@ -105,18 +144,28 @@ SETTINGS_OF_PATCH: dict[str, dict[str, Any]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PATCHES)
-def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(name, chars, tmp_path, on_card):
+def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(
+    name, chars, tmp_path, on_card
+):
     folder = copy_of_repository(tmp_path)
     shell("git", "apply", f"docs/hacks/{name}.patch", cwd=folder, check=True)
     settings = RUN | {"dataset": chars, "compile": False} | SETTINGS_OF_PATCH.get(name, {})
     for graph in (False, True):
-        on_card("H100", "train.py", *flags(**settings, cuda_graph=graph, out_dir=f"out-{graph}"), cwd=folder)
+        on_card(
+            "H100",
+            "train.py",
+            *flags(**settings, cuda_graph=graph, out_dir=f"out-{graph}"),
+            cwd=folder,
+        )
     assert_same_run(folder / "out-False", folder / "out-True")
     start = events(folder / "out-True", "start")[0]
     assert start["cuda_graph"]
 
 
-IN_CI = "waits or finite or out_of_memory or predicted or halved or False-float16 or compiled_run and none-gpt2"
+IN_CI = (
+    "waits or finite or out_of_memory or predicted or halved or False-float16 or "
+    "compiled_run and none-gpt2"
+)
 
 
 CHOSEN = [pytest.param(card, IN_CI, marks=pytest.mark.slow) for card in ("T4", "RTX 4070")]
@@ -124,7 +173,8 @@ CHOSEN.append(pytest.param("H100", "cuda_graph", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(
-    ("card", "chosen"), CHOSEN + [pytest.param(card, "test", marks=pytest.mark.nightly) for card in DTYPES]
+    ("card", "chosen"),
+    CHOSEN + [pytest.param(card, "test", marks=pytest.mark.nightly) for card in DTYPES],
 )
 def test_the_cards_own_tests_pass_on_it(card, chosen, on_card):
     files = ("tests/test_gpu.py", "tests/test_cuda_graph.py")
@@ -134,14 +184,20 @@ def test_the_cards_own_tests_pass_on_it(card, chosen, on_card):
 
 @pytest.mark.nightly
 def test_qualify_passes_its_stages_at_toy_sizes(on_card, tmp_path):
-    stages = set(qualify.stages(qualify.Session(torch.device("cpu")))) - {"tests"}  # which have a test of their own
+    # Which have a test of their own.
+    stages = set(qualify.stages(qualify.Session(torch.device("cpu")))) - {"tests"}
     peer = nanogpt_checkout(tmp_path / "nanogpt")
     on_card("H100", "bench/qualify.py", f"--out_dir={tmp_path}", peer, "--only", *stages)
     [page] = tmp_path.glob("*/page.md")
     said = page.read_text()
-    rows = [[cell.strip() for cell in row] for row in re.findall(r"^" + r"\|([^|\n]*)" * 6 + r"\|$", said, re.M)[2:]]
+    rows = [
+        [cell.strip() for cell in row]
+        for row in re.findall(r"^" + r"\|([^|\n]*)" * 6 + r"\|$", said, re.M)[2:]
+    ]
     assert {(row[0], row[1], row[2]) for row in rows if row[3] == "n/a"} == {
-        (p.stage, p.line, p.figure) for p in qualify.PREDICTED if p.figure in ("busy", "gaps", "kernels")
+        (p.stage, p.line, p.figure)
+        for p in qualify.PREDICTED
+        if p.figure in ("busy", "gaps", "kernels")
     }
     assert re.search(r"^- 64x256: beside nanoGPT .* with one", said, re.M)
     assert re.search(r"^- typed: a step is \d", said, re.M)
@@ -156,14 +212,20 @@ def test_kernels_compile_for_all_cards_and_memory_is_as_predicted(monkeypatch):
     gib = re.findall(r"(\d+\.\d+), (\d+\.\d+) \|$", done.stdout, re.M)
     assert len(gib) == len(pretend_card.CARDS) * len(check_cards.CONFIGS)
     for counted, predicted in gib:
-        assert 0.97 * float(counted) <= float(predicted) <= 1.25 * float(counted)  # as estimate/fit.py expects
+        # As memory.py expects
+        assert 0.97 * float(counted) <= float(predicted) <= 1.25 * float(counted)
 
 
-# ---- lesser processors ---------------------------------------------------------------------------------------
+# ---- lesser processors ---------------------------------------------------------------------------
 
-# Each is a process that uses a part of this processor, by the variables of ATen, oneDNN and inductor.
+# Each is a process that uses a part of this processor, by the variables of ATen, oneDNN and
+# inductor.
 NO_VECTORS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3"}
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
+}
 # By name: the instruction set that this processor must have, and environment variables.
 MACHINES: dict[str, tuple[str, dict[str, str]]] = {
     "no vectors": ("", NO_VECTORS),
@@ -176,7 +238,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float32, C++ kernels": {"dtype": "float32", "cpu_kernels": "auto"},
     "float32, compiled": {"dtype": "float32", "compile": True},
 }
-SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 8, "learning_rate": 1e-3}
+SIZES = {
+    "n_layer": 1,
+    "n_head": 4,
+    "n_embd": 128,
+    "block_size": 64,
+    "batch_size": 8,
+    "learning_rate": 1e-3,
+}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of losses and gradient norms
 
 
@@ -201,7 +270,10 @@ def test_lesser_processor_learns_as_float32_does_here(machine, variant, chars, t
     plain = settings | {"dtype": "float32", "compile": False, "cpu_kernels": False}
     expected = steps_of(chars, tmp_path / "here", plain, {})
     # Each machine compiles anew: inductor's cache would take code that was made for wider vectors.
-    env = env | {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    env = env | {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
     env |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     found = steps_of(chars, tmp_path / "there", settings, env)
     assert len(found) == len(expected) > 3

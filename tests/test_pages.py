@@ -1,4 +1,6 @@
-"""README.md, docs/ and the notebook: commands run as a user types them, links lead somewhere, figures are as stored."""
+"""README.md, docs/ and the notebook: commands run as a user types them, links lead somewhere,
+figures are as stored.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def blocks_of(page: Path, language: str) -> list[str]:
 
 
 def commands_of(page: Path) -> list[str]:
-    """Return the commands of the sh blocks of a page, without comments. A \\ at its end continues a line."""
+    """Return the commands of the sh blocks of a page, without comments.
+
+    A \\ at its end continues a line.
+    """
     lines = "".join(blocks_of(page, "sh")).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line]
 
@@ -42,7 +47,14 @@ def commands_of(page: Path) -> list[str]:
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 # Beginnings of commands that other tests run, or that need what is not here.
 NOT_RUN = (
-    *("make train", "make test", "make qualify", "python bench/qualify.py", "python bench/ask.py", "python -m bench"),
+    *(
+        "make train",
+        "make test",
+        "make qualify",
+        "python bench/qualify.py",
+        "python bench/ask.py",
+        "python -m bench",
+    ),
     *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "git clone", "hf download"),
     *(
         "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
@@ -53,14 +65,21 @@ NOT_RUN = (
 )
 # Compiling takes longer than the steps of these runs.
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
-GPT2 = "tiny-gpt2"  # in Hugging Face's format, instead of OpenAI's, which would have to be downloaded
-SHORT = f"--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 --eval_interval=2 {PLAIN}"
+# In Hugging Face's format, instead of OpenAI's, which would have to be downloaded.
+GPT2 = "tiny-gpt2"
+SHORT = (
+    "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 "
+    f"--eval_interval=2 {PLAIN}"
+)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, text) -> Iterator[Path]:
     """Make a copy of the repository with texts to train on and a .venv of this Python."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, which the quick tests do without
+    from transformers import (  # takes seconds, which the quick tests do without
+        GPT2Config,
+        GPT2LMHeadModel,
+    )
 
     folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
     (folder / "data" / "shakespeare_char" / "input.txt").write_text(text)
@@ -69,21 +88,32 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     (folder / "prompt.txt").write_text("the ")
     (folder / "documents").mkdir()
     for i in range(2):
-        documents = [dict.fromkeys(("text", "body"), text[n : n + 2000]) for n in range(i * 2000, 100_000, 4000)]
+        documents = [
+            dict.fromkeys(("text", "body"), text[n : n + 2000])
+            for n in range(i * 2000, 100_000, 4000)
+        ]
         (folder / "documents" / f"{i}.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "It is me."}]
+    turns = [
+        {"role": "user", "content": "Who is there?"},
+        {"role": "assistant", "content": "It is me."},
+    ]
     (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
     header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
     ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
     for name in ("val_000000", "train_000001"):  # as hf download brings them
         tokens = folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin"
         tokens.write_bytes(header.tobytes() + ids.tobytes())
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(folder / GPT2)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(
+        folder / GPT2
+    )
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
     with warm_python(programs / "python"):
-        make_train = f"tasks.train(Path('.venv/bin/python').absolute(), '', 'out-first', 'first.gguf', {SHORT.split()})"
+        make_train = (
+            "tasks.train(Path('.venv/bin/python').absolute(), '', 'out-first', "
+            f"'first.gguf', {SHORT.split()})"
+        )
         run(folder, f'python -c "import tasks; from pathlib import Path; {make_train}"')
         assert (folder / "first.gguf").exists()
         assert (folder / "out-first" / "report.html").exists()
@@ -94,19 +124,28 @@ def run(clone: Path, command: str) -> str:
     """Run a command in the clone and return what it prints."""
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "COLUMNS": "80"}
-    done = subprocess.run(["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
 
 
 def shortened(command: str) -> str:
-    """Return the same command with a tiny model, few steps, and data that is here instead of on the hub."""
-    command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)  # the texts are too small for more
+    """Return the same command with a tiny model, few steps, and data that is here instead of on the
+    hub.
+    """
+    # The texts are too small for more.
+    command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)
     if "data/chat/prepare.py" in command:
-        return f"{command} --block_size {16 if 'novel' in command else 32}"  # as training_flags sets it
+        # As training_flags sets it
+        return f"{command} --block_size {16 if 'novel' in command else 32}"
     if "fineweb_edu/prepare.py" in command:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
-        return f"{command.replace(' --source folder/', '')} --source documents/{tokenizer} --shard_bytes 1"
+        return (
+            f"{command.replace(' --source folder/', '')} --source documents/{tokenizer} "
+            "--shard_bytes 1"
+        )
     if "train.py" in command and "--help" not in command:
         return f"{command} {training_flags(command)}"
     if "sample.py" in command:
@@ -122,8 +161,13 @@ def training_flags(command: str) -> str:
     if "init_from=out-" in command:
         return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
-        return f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} --gradient_accumulation_steps=1"
-    accumulation = " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
+        return (
+            f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} "
+            "--gradient_accumulation_steps=1"
+        )
+    accumulation = (
+        " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
+    )
     return f"{SHORT} --eval_tokens=64{accumulation}"
 
 
@@ -135,14 +179,18 @@ def test_commands_of_the_pages_run(clone):
         if command.startswith(NOT_RUN):
             continue
         out = run(clone, shortened(command))
-        if "train.py" in command and not any(word in command for word in ("--help", "--dry_run", "--plan_for")):
+        if "train.py" in command and not any(
+            word in command for word in ("--help", "--dry_run", "--plan_for")
+        ):
             assert re.search(r"^step \d+: train loss", out, re.M), command
     (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
     (clone / "block.py").write_text(block)
     run(clone, "python block.py")
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "bench").glob("*/*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "bench").glob("*/*.md"))], ids=lambda page: page.name
+)
 def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
     text = page.read_text(encoding="utf-8")
     for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
@@ -153,16 +201,30 @@ def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
             anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
             assert anchor in anchors, f"{page.name} links to {name}#{anchor}"
     if page in PAGES:
-        for name in re.findall(r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`", text):
+        for name in re.findall(
+            r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`", text
+        ):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
     for block in blocks_of(page, "python"):
         compile(block, page.name, "exec")
 
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
-MEASURED = rf"(?<![\w.,/^=-])(?:{NUMBER}(?= ?%| (?:ms|s|us|GiB|GB|MB|nats)\b)|\d[\d,]*\.\d+(?:e-?\d+)?(?![\d.]))"
+UNIT = r"(?= ?%| (?:ms|s|us|GiB|GB|MB|nats)\b)"
+MEASURED = rf"(?<![\w.,/^=-])(?:{NUMBER}{UNIT}|\d[\d,]*\.\d+(?:e-?\d+)?(?![\d.]))"
 # Papers, versions of programs, what others report, arithmetic: they stand beside their source.
-OF_OTHERS = {"2302.06675", "2305.13245", "2204.02311", "12.6", "2.11", "2.14", "2.15", "4.57", "2026.10", "8.9"}
+OF_OTHERS = {
+    "2302.06675",
+    "2305.13245",
+    "2204.02311",
+    "12.6",
+    "2.11",
+    "2.14",
+    "2.15",
+    "4.57",
+    "2026.10",
+    "8.9",
+}
 OF_OTHERS |= {"7.5", "12.1", "13.0", "1.4697", "1.47", "9.3", "0.3256", "0.0065", "10.8"}
 
 
@@ -185,16 +247,25 @@ def parts_of(text: str) -> list[str]:
 def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
     """Other tests measure the tables again. Cards' figures have their commands on their page."""
     tables = r"(?s)<!-- (?:false answers|cost|beliefs|recipes) -->.*?\n\n"
-    texts = {page.name: page.read_text(encoding="utf-8").partition("## A new card")[0] for page in PAGES}
-    measured_again = numbers_in("".join(itertools.chain(*(re.findall(tables, text) for text in texts.values()))))
+    texts = {
+        page.name: page.read_text(encoding="utf-8").partition("## A new card")[0] for page in PAGES
+    }
+    measured_again = numbers_in(
+        "".join(itertools.chain(*(re.findall(tables, text) for text in texts.values())))
+    )
     results = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md")}
-    places = [numbers_in(part) | measured_again for text in results.values() for part in parts_of(text)]
+    places = [
+        numbers_in(part) | measured_again for text in results.values() for part in parts_of(text)
+    ]
     for name, text in texts.items():
         for part in parts_of(re.sub(tables, "", text)):
             cited = re.findall(r"results/([\w-]+\.md)", part)
             in_cited = measured_again.union(*(numbers_in(results[page]) for page in cited))
             figures = {*re.findall(MEASURED, re.sub(r"`[^`]*`|\]\([^)]*\)", "", part))} - OF_OTHERS
-            found = (all(is_in(x, place, bool(cited)) for x in figures) for place in ([in_cited] if cited else places))
+            found = (
+                all(is_in(x, place, bool(cited)) for x in figures)
+                for place in ([in_cited] if cited else places)
+            )
             assert any(found), f"{name}: {figures} in {part[:80]!r}"
 
 
@@ -203,7 +274,9 @@ def test_commands_of_results_run_at_this_commit_or_are_history(page):
     scripts = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("data/*/prepare.py")]
     code = "".join(path.read_text(encoding="utf-8") for path in scripts)
     options = (
-        {f.name for f in fields(TrainConfig)} | {*TrainConfig.retired} | {*re.findall(r'add_argument\("--(\w+)"', code)}
+        {f.name for f in fields(TrainConfig)}
+        | {*TrainConfig.retired}
+        | {*re.findall(r'add_argument\(\s*"--(\w+)"', code)}
     )
     commands = "".join([*blocks_of(page, "sh"), *blocks_of(page, "python")])
     if "\nHistory: " not in page.read_text(encoding="utf-8"):
@@ -218,13 +291,18 @@ def assert_line_with(page: str, *values: Any) -> None:
     assert any(all(str(value) in line for value in filter(None, values)) for line in lines), values
 
 
-def with_interval(new: list[float], old: list[float], alpha: float = ALPHA, is_percent: bool = False) -> str:
-    """Return the difference and its interval, in bold if it leaves out 0; in percent from the runs' logarithms."""
+def with_interval(
+    new: list[float], old: list[float], alpha: float = ALPHA, is_percent: bool = False
+) -> str:
+    """Return the difference and its interval, in bold if it leaves out 0; in percent from the runs'
+    logarithms.
+    """
     x, y = (np.log(values) if is_percent else values for values in (new, old))
     e = difference(x, y, alpha)
     figures = 100 * np.expm1([e.d, e.low, e.high]) if is_percent else (e.d, e.low, e.high)
     places = 1 if is_percent else 3
-    d, low, high = (f"{round(float(figure), places) + 0.0:+.{places}f}" for figure in figures)  # never -0.000
+    # Never -0.000
+    d, low, high = (f"{round(float(figure), places) + 0.0:+.{places}f}" for figure in figures)
     if not e.known:
         return f"{d} (too few runs for an interval)"
     return f"**{d} ({low} to {high})**" if e.low > 0 or e.high < 0 else f"{d} ({low} to {high})"
@@ -241,7 +319,11 @@ def test_speeds_and_losses_are_those_of_the_stored_runs():
         assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *others)
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for machine in ("with AMX", "Zen 4", "Zen 5", "without fast bfloat16"):
-        rows = [r for r in figures["speed"] if r["machine"].endswith(machine) and r["ours"].endswith("not compiled")]
+        rows = [
+            r
+            for r in figures["speed"]
+            if r["machine"].endswith(machine) and r["ours"].endswith("not compiled")
+        ]
         ratios = sorted((r["ratio"] for r in rows), key=float)
         assert f"{ratios[0]} to {ratios[-1]}" in readme
         assert all(r["date"] in readme for r in rows)
@@ -255,20 +337,29 @@ def test_answers_are_those_of_the_stored_runs():
         pairs = [*itertools.combinations(stored["arms"], 2)]
         for x, y in pairs:
             n = min(len(stored["arms"][x]), len(stored["arms"][y]))
-            found = with_interval(stored["arms"][y][:n], stored["arms"][x][:n], ALPHA / len(pairs), is_percent)
-            assert_line_with("answers.md", stored["belief"], f"`{y}` less `{x}`: {found}, n = {n}", stored["page"])
+            found = with_interval(
+                stored["arms"][y][:n], stored["arms"][x][:n], ALPHA / len(pairs), is_percent
+            )
+            assert_line_with(
+                "answers.md",
+                stored["belief"],
+                f"`{y}` less `{x}`: {found}, n = {n}",
+                stored["page"],
+            )
     for stored in stored_answers["recipes"]:
         found = with_interval(stored["values"], stored["base"])
         cell = f"| {found}, {len(stored['values'])} {stored['machine']} |"
         assert_line_with("answers.md", f"| `{stored['arm']}` |", cell)
-    n_bold = sum(line.count("**") // 2 for line in answers.splitlines() if line.startswith("| `--momentum="))
+    n_bold = sum(
+        line.count("**") // 2 for line in answers.splitlines() if line.startswith("| `--momentum=")
+    )
     assert f"exclude 0 in {n_bold} of 12 cells" in answers
     decisions = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").replace("\n", " ")
     cited = re.findall(r"[+-]\d\.\d{3} \([^)]* to [^)]*\)", decisions)
     assert all(f"**{interval}**" in answers for interval in cited)
 
 
-# ---- the notebook ----------------------------------------------------------------------------------------------
+# ---- the notebook --------------------------------------------------------------------------------
 
 
 def notebook() -> tuple[Any, dict[str, Any]]:
@@ -297,22 +388,33 @@ def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path,
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("MPLBACKEND", raising=False)
     book, cells = notebook()
-    (parameters,) = (cell for cell in cells.values() if "parameters" in cell.metadata.get("tags", []))
+    (parameters,) = (
+        cell for cell in cells.values() if "parameters" in cell.metadata.get("tags", [])
+    )
     settings = "--n_layer=1 --n_head=1 --n_embd=16 --batch_size=4 --eval_tokens=512 --compile=False"
     parameters.source += f"\nMINUTES = 0.05\nSETTINGS = {settings!r}"
-    client = NotebookClient(book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
     with suppress(CellExecutionError):  # the cell's own output says more
         client.execute()
     printed = {}
     for name, cell in cells.items():
-        texts = [output.get("text", "") + "\n".join(output.get("traceback", [])) for output in cell.outputs]
+        texts = [
+            output.get("text", "") + "\n".join(output.get("traceback", []))
+            for output in cell.outputs
+        ]
         printed[name] = "".join(texts)
 
     assert "No Shakespeare: training on the source code" in printed["data"]
     assert re.search(r"^step \d+: train loss", printed["train"], re.M)
     assert (folder / "out-notebook" / "ckpt.pt").is_file()
-    (picture,) = [o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"]
+    (picture,) = [
+        o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"
+    ]
     assert base64.b64decode(picture).startswith(b"\x89PNG")
-    written = re.findall(r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed["sample"], re.M | re.S)
+    written = re.findall(
+        r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed["sample"], re.M | re.S
+    )
     assert len(written) == 1  # from the first temperature to the second one's end
     assert printed["sample"].count("---------------") == 2

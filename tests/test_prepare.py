@@ -1,4 +1,6 @@
-"""The prepare.py of texts: what they read and write, what tokenizers make of it, and faults in one line."""
+"""The prepare.py of texts: what they read and write, what tokenizers make of it, and faults in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHAKESPEARE, assert_one_line, assert_refused, contents, needs_bpe, raises_one_line
+from conftest import (
+    ROOT,
+    SHAKESPEARE,
+    assert_one_line,
+    assert_refused,
+    contents,
+    needs_bpe,
+    raises_one_line,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import PACK, UNTIL_RENAME, fails
@@ -61,14 +71,18 @@ def test_file_that_is_not_text_is_named_with_its_line(tmp_path, content):
 
 def ids_in(folder: Path) -> np.ndarray:
     """Return the tokens of train and val."""
-    return np.concatenate([np.fromfile(folder / f"{split}.bin", "<u2") for split in ("train", "val")])
+    return np.concatenate(
+        [np.fromfile(folder / f"{split}.bin", "<u2") for split in ("train", "val")]
+    )
 
 
 def decoded(folder: Path) -> str:
     """Return the text of train and val, without end_of_text."""
     meta = read_meta(folder)
     ids = ids_in(folder)
-    return from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
+    return (
+        from_meta(meta["tokenizer"]).decode_bytes(ids[ids != meta["end_of_text"]].tolist()).decode()
+    )
 
 
 SIZES = [
@@ -100,22 +114,39 @@ def test_faults_of_texts_and_options_are_named_and_nothing_is_written(tmp_path, 
     fails(script(PREPARE, ROOT / "config", to), "config", "*.txt")
     for tokenizer in ("nope", tmp_path / "theirs", tmp_path / "theirs" / "tokenizer.json"):
         for command in (PREPARE, "data/chat/prepare.py"):
-            fails(script(command, fine, to, f"--tokenizer={tokenizer}"), tokenizer, "bytes", "prepared folder")
+            fails(
+                script(command, fine, to, f"--tokenizer={tokenizer}"),
+                tokenizer,
+                "bytes",
+                "prepared folder",
+            )
     fails(script(PREPARE, fine, to, "--tokenizer=bpe"), "4,096", "--vocab_size=272")
-    for options in ("--vocab_size=300", "--vocab_size=256 --tokenizer=bpe", "--vocab_size=65537 --tokenizer=bpe"):
-        assert_refused(script(PREPARE, fine, to, *options.split()), options.split()[0], "bpe", 257, "65,536")
+    for options in (
+        "--vocab_size=300",
+        "--vocab_size=256 --tokenizer=bpe",
+        "--vocab_size=65537 --tokenizer=bpe",
+    ):
+        assert_refused(
+            script(PREPARE, fine, to, *options.split()), options.split()[0], "bpe", 257, "65,536"
+        )
     for option in ("--name=", "--out="):  # which would be the working directory
         assert_refused(script(PREPARE, fine, option), option.rstrip("="))
     assert not (tmp_path / "own").exists()
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "char", pytest.param("gpt2", marks=needs_bpe)])
-def test_lines_of_end_of_text_become_the_token_or_a_line_tells_that_they_do_not(tmp_path, script, tokenizer):
+@pytest.mark.parametrize(
+    "tokenizer", ["bytes", "bpe", "char", pytest.param("gpt2", marks=needs_bpe)]
+)
+def test_lines_of_end_of_text_become_the_token_or_a_line_tells_that_they_do_not(
+    tmp_path, script, tokenizer
+):
     stories = [f"Once upon a time {i} there was a Kätzchen 🧀.\n" for i in range(900)]
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), "utf-8-sig", newline="\r\n")
     (tmp_path / "0.txt").write_text("A <|endoftext|> in a line.")  # and no newline at the end
     size = ["--vocab_size=300"] if tokenizer == "bpe" else []
-    done = script(PREPARE, tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size)
+    done = script(
+        PREPARE, tmp_path / "*.txt", "--out", tmp_path / "own", "--tokenizer", tokenizer, *size
+    )
     assert done.code == 0, done.err
     assert "900 documents" in done.out
     end_of_text = read_meta(tmp_path / "own")["end_of_text"]
@@ -144,17 +175,29 @@ def test_data_and_markup_are_named_with_what_reads_their_text(tmp_path, script, 
     assert re.findall(rf"^note: {name} looks like (\w+)", done.out, re.M) == kind
 
 
-def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_folder(tmp_path, script):
+def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_folder(
+    tmp_path, script
+):
     (tmp_path / "texts" / "more").mkdir(parents=True)
-    for name, text in (("a.txt", "one\n"), ("more/b.TXT", "two\n"), (".hidden.txt", "x"), ("c.md", "x")):
+    for name, text in (
+        ("a.txt", "one\n"),
+        ("more/b.TXT", "two\n"),
+        (".hidden.txt", "x"),
+        ("c.md", "x"),
+    ):
         (tmp_path / "texts" / name).write_text(text * 20)
     assert script(PREPARE, tmp_path / "texts", "--out", tmp_path / "own").code == 0
     assert decoded(tmp_path / "own") == "one\n" * 20 + "two\n" * 20
     pattern = tmp_path / "texts" / "*.txt"
-    assert script(PREPARE, pattern, "--tokenizer", tmp_path / "own", "--out", tmp_path / "other").code == 0
+    assert (
+        script(PREPARE, pattern, "--tokenizer", tmp_path / "own", "--out", tmp_path / "other").code
+        == 0
+    )
     assert read_meta(tmp_path / "other")["tokenizer"] == read_meta(tmp_path / "own")["tokenizer"]
     again = script(PREPARE, pattern, "--tokenizer=bytes", "--out", tmp_path / "other")
-    assert_one_line(again.out.splitlines()[0], "note", tmp_path / "other", "another tokenizer, char ")
+    assert_one_line(
+        again.out.splitlines()[0], "note", tmp_path / "other", "another tokenizer, char "
+    )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
@@ -165,14 +208,28 @@ def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, pyt
         (tmp_path / text.strip()).write_text(text * 50)
     for at in "123":
         assert script(*prepare, tmp_path / "old").code == 0
-        code = f"{UNTIL_RENAME}import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
-        subprocess.run([python, "-c", code, at, when, *prepare, tmp_path / "new"], cwd=ROOT, stdout=subprocess.DEVNULL)
+        code = (
+            f"{UNTIL_RENAME}import runpy; sys.argv = options; "
+            "runpy.run_path(options[0], run_name='__main__')"
+        )
+        subprocess.run(
+            [python, "-c", code, at, when, *prepare, tmp_path / "new"],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+        )
         if (tmp_path / "own" / "val.bin").exists():
             for name, entry in read_record(tmp_path / "own")["files"].items():
-                assert hashlib.sha256((tmp_path / "own" / name).read_bytes()).hexdigest() == entry["sha256"]
+                assert (
+                    hashlib.sha256((tmp_path / "own" / name).read_bytes()).hexdigest()
+                    == entry["sha256"]
+                )
         assert script(*prepare, tmp_path / "new").code == 0
         assert decoded(tmp_path / "own") == "new " * 50
-        assert {path.name for path in (tmp_path / "own").glob("[!.]*")} == {"train.bin", "val.bin", "meta.json"}
+        assert {path.name for path in (tmp_path / "own").glob("[!.]*")} == {
+            "train.bin",
+            "val.bin",
+            "meta.json",
+        }
 
 
 @pytest.mark.parametrize(("content", "reason"), [(b"", "cannot download"), (b"hello", "checksum")])
@@ -182,13 +239,18 @@ def test_download_arrives_complete_or_not_at_all(tmp_path, content, reason):
     with raises_one_line(reason, "--input FILE"):
         download(url, tmp_path / "input.txt", SHA256)
     assert not (tmp_path / "input.txt").exists()
-    download((tmp_path / "page").as_uri(), tmp_path / "input.txt", hashlib.sha256(content).hexdigest())
+    download(
+        (tmp_path / "page").as_uri(), tmp_path / "input.txt", hashlib.sha256(content).hexdigest()
+    )
     assert (tmp_path / "input.txt").read_bytes() == content
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
-SOME = "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = [1, 22, 333]\n" * 3
+SOME = (
+    "The quick brown fox, the lazy dog; the quicker fox. Über den Wölken. 日本語の文章。\n  x = "
+    "[1, 22, 333]\n" * 3
+)
 SMALL = train_bpe(SOME, 320)
 unicode = st.text() | st.text(st.sampled_from("the qu'll\t\n 1é日\u0301\u2003🧀\x00ſ"))
 
@@ -229,7 +291,11 @@ def test_ids_are_bytes_then_merges_then_the_end_of_text():
 
 def test_tokenizer_is_trained_on_the_train_part_only_and_is_the_same_each_time(tmp_path, text):
     train = text[:9000]
-    for name, val in (("a", text[9000:10_000]), ("b", "Zyzzyva! " * 111 + "q"), ("c", text[9000:10_000])):
+    for name, val in (
+        ("a", text[9000:10_000]),
+        ("b", "Zyzzyva! " * 111 + "q"),
+        ("c", text[9000:10_000]),
+    ):
         prepare((train + val)[:10_000], tmp_path / name, "bpe", "a text", 500)
     merges = [read_meta(tmp_path / name)["tokenizer"]["merges"] for name in "ab"]
     assert merges[0] == merges[1] == train_bpe(train, 500).meta()["merges"]

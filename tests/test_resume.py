@@ -26,12 +26,12 @@ from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS
 
 import train
-from deskgpt.checkpoint import store
-from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.run.log import git_commit
-from deskgpt.run.report import Report
-from deskgpt.run.settings import resumed_settings
-from deskgpt.run.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
+from deskgpt.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from deskgpt.device import git_commit
+from deskgpt.logger import RunLogger
+from deskgpt.optim import make_optimizer
+from deskgpt.resume import resumed_settings
+from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -46,18 +46,24 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dropout")) for n in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dropout")) for n in RUNS]
+)
 def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, name):
     """Computing activations again, in one half, changes no bit."""
     settings = RUNS[name] | {"lr_decay_iters": 6}
     main(tiny(chars, tmp_path / "full", **settings))
     main(tiny(chars, tmp_path / "halves", max_iters=3, **settings))
-    main(tiny(chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **settings))
+    main(
+        tiny(
+            chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **settings
+        )
+    )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert [e["iter"] for e in events(tmp_path / "halves", "iter")] == list(range(6))
 
 
-# ---- stopped and killed runs ----------------------------------------------------------------------------------
+# ---- stopped and killed runs ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,9 @@ def full_run(chars, tmp_path_factory) -> Path:
 
 
 def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
-    """Train as train.py does, which handles signals, after a call that sees to it that the run is stopped."""
+    """Train as train.py does, which handles signals, after a call that sees to it that the run is
+    stopped.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore some
     signal_handler.install()
@@ -79,7 +87,9 @@ def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
 
 def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
     """Do so in a fork. Return its exit status."""
-    process = multiprocessing.get_context("fork").Process(target=train_until_stopped, args=(c, prepare))
+    process = multiprocessing.get_context("fork").Process(
+        target=train_until_stopped, args=(c, prepare)
+    )
     process.start()
     process.join(60)
     return process.exitcode
@@ -87,14 +97,14 @@ def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
 
 def at_step(step: int, action: Callable[[], None]) -> None:
     """Call a function when a step is logged."""
-    log_step = Report.step
+    log_step = RunLogger.step
 
     def logged(self, at, lr, tokens, **numbers):
         log_step(self, at, lr, tokens, **numbers)
         if at == step:
             action()
 
-    setattr(Report, "step", logged)  # noqa: B010
+    setattr(RunLogger, "step", logged)  # noqa: B010
 
 
 def send(number: int) -> None:
@@ -106,25 +116,29 @@ def send(number: int) -> None:
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(chars, full_run, tmp_path, capfd):
+def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
+    chars, full_run, tmp_path, capfd
+):
     out_dir = tmp_path / "it's stopped"
     for n, number in enumerate(SIGNALS):
         c = tiny(chars, out_dir, init_from="resume" if n else "scratch", **LONG)
         assert stopped(c, partial(at_step, 6 + 6 * n, partial(send, number))) == 128 + number
-        assert store.load(out_dir).iter_num == 7 + 6 * n
+        assert load_checkpoint(out_dir).iter_num == 7 + 6 * n
         out, err = capfd.readouterr()
         assert_one_line(err, number.name, "saving")
         assert f"train.py --init_from=resume {shlex.quote(f'--out_dir={out_dir}')}" in out
     c = tiny(chars, out_dir, init_from="resume", **LONG)
     assert stopped(c, partial(at_step, 43, partial(send, signal.SIGKILL))) == -signal.SIGKILL
-    assert 30 < store.load(out_dir).iter_num < 43
+    assert 30 < load_checkpoint(out_dir).iter_num < 43
     main(c)
     assert_same_run(full_run, out_dir)
 
 
 @pytest.mark.slow
 @NEEDS_SIGNALS
-def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(chars, full_run, tmp_path, capfd):
+def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
+    chars, full_run, tmp_path, capfd
+):
     """The resumed run repeats the evaluation."""
     evaluate = train.evaluate
     calls = itertools.count(1)
@@ -135,11 +149,13 @@ def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(chars, full
         return evaluate(*args)
 
     stopped(tiny(chars, tmp_path, **LONG), lambda: setattr(train, "evaluate", signalled))
-    assert store.load(tmp_path).iter_num == 15
+    assert load_checkpoint(tmp_path).iter_num == 15
     assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 5, 10]
     now = time.perf_counter
     an_hour_later = partial(setattr, time, "perf_counter", lambda: now() + 3600)
-    c = tiny(chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG)
+    c = tiny(
+        chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG
+    )
     assert stopped(c, partial(at_step, 21, an_hour_later)) == 0
     assert "stopped by max_hours at step 22\n" in capfd.readouterr().out
     main(replace(c, always_save_checkpoint=True))
@@ -169,9 +185,11 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
 @pytest.mark.slow
 @NEEDS_SIGNALS
 def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path):
-    prepare = partial(setattr, train, "build_optimizer", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    prepare = partial(
+        setattr, train, "build_optimizer", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
     assert stopped(tiny(chars, tmp_path), prepare) == -signal.SIGTERM
-    assert not store.candidates(tmp_path)
+    assert not list_checkpoints(tmp_path)
 
 
 @pytest.mark.slow
@@ -193,7 +211,7 @@ def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, c
     assert_same_run(tmp_path / "full", tmp_path / "stopped")
 
 
-# ---- what has changed ----------------------------------------------------------------------------------------
+# ---- what has changed ----------------------------------------------------------------------------
 
 
 def write_random(folder: Path, train: int = 0, val: int = 0) -> Path:
@@ -202,7 +220,9 @@ def write_random(folder: Path, train: int = 0, val: int = 0) -> Path:
     chars = {i: chr(i + 40) for i in range(64)}
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 64, "itos": chars}))
     for split, seed in (("train", train), ("val", val)):
-        np.random.default_rng(seed).integers(0, 64, 4000).astype(np.uint16).tofile(folder / f"{split}.bin")
+        np.random.default_rng(seed).integers(0, 64, 4000).astype(np.uint16).tofile(
+            folder / f"{split}.bin"
+        )
     return folder
 
 
@@ -210,7 +230,15 @@ def write_random(folder: Path, train: int = 0, val: int = 0) -> Path:
 def half(tmp_path_factory) -> Path:
     """Return a folder with data/, and with out/, which holds the first half of a run."""
     folder = tmp_path_factory.mktemp("half")
-    main(tiny(write_random(folder / "data"), folder / "out", max_iters=4, lr_decay_iters=6, dropout=0.1))
+    main(
+        tiny(
+            write_random(folder / "data"),
+            folder / "out",
+            max_iters=4,
+            lr_decay_iters=6,
+            dropout=0.1,
+        )
+    )
     return folder
 
 
@@ -225,15 +253,21 @@ def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_fi
     (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
     argv = [str(tmp_path / "config.py"), f"--out_dir={out}", "--learning_rate=1e-4"]
     found = resumed_settings(TrainConfig, argv, str(out))
-    expected = {"n_layer": 2, "bias": False, "eval_interval": 5, "learning_rate": 1e-4, "max_iters": 4}
+    expected = {
+        "n_layer": 2,
+        "bias": False,
+        "eval_interval": 5,
+        "learning_rate": 1e-4,
+        "max_iters": 4,
+    }
     assert {name: found[name] for name in expected} == expected
 
 
 def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
-    saved = store.load(out)
+    saved = load_checkpoint(out)
 
     def resumed(*argv: str, **settings: Any) -> dict[str, Any]:
-        store.save(replace(saved, config=saved.config | settings), out, best=False)
+        save_checkpoint(replace(saved, config=saved.config | settings), out, best=False)
         return resumed_settings(TrainConfig, list(argv), str(out))
 
     for value in (True, torch.tensor([])):
@@ -242,7 +276,12 @@ def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
     elsewhere = {"dataset": r"\\host\share"}
     with raises_one_line("host", out, "--dataset="):
         resumed(**elsewhere)
-    assert resumed("--wandb_log=True", "--dataset=//host/share", wandb_log=True, **elsewhere)["wandb_log"] is True
+    assert (
+        resumed("--wandb_log=True", "--dataset=//host/share", wandb_log=True, **elsewhere)[
+            "wandb_log"
+        ]
+        is True
+    )
 
 
 # What is changed, and the names and values that the error has.
@@ -262,7 +301,9 @@ def test_another_experiment_is_refused_and_changes_no_file(name, value, named, h
     before = contents(out)
     if name == "dataset":
         value = str(write_random(tmp_path / "other", train=1, val=2))
-    with raises_one_line("another experiment", out, *named, "--resume_changed=True", f"--init_from={out}"):
+    with raises_one_line(
+        "another experiment", out, *named, "--resume_changed=True", f"--init_from={out}"
+    ):
         main(resumed(out, **{name: value}))
     assert contents(out) == before
 
@@ -270,23 +311,24 @@ def test_another_experiment_is_refused_and_changes_no_file(name, value, named, h
 @pytest.mark.slow
 def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     best = (out / "ckpt_best.pt").read_bytes()
-    store.save(replace(store.load(out), best_val_loss=0.5), out, best=False)  # which the other data never has
+    # Which the other data never has
+    save_checkpoint(replace(load_checkpoint(out), best_val_loss=0.5), out, best=False)
     other = write_random(tmp_path / "other", val=3)
     main(resumed(out, dataset=other, resume_changed=True, eval_interval=4, max_iters=6))
     printed = capsys.readouterr().out
     assert re.findall("^changed: (.*?) data, ", printed, re.M) == ["val"]
     assert str(out / "previous-1") in printed
     assert (out / "previous-1" / "ckpt_best.pt").read_bytes() == best
-    assert store.load(out / "ckpt_best.pt").best_val_loss > 0.5
+    assert load_checkpoint(out / "ckpt_best.pt").best_val_loss > 0.5
     main(resumed(out))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
 
 
 def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(out, capsys):
-    saved = store.load(out)
+    saved = load_checkpoint(out)
     assert saved.metadata is not None
     earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}
-    store.save(replace(saved, metadata=saved.metadata | earlier), out, best=False)
+    save_checkpoint(replace(saved, metadata=saved.metadata | earlier), out, best=False)
     main(resumed(out, dtype="bfloat16"))
     assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]  # a finished run evaluates
     *code, versions, variant = re.findall("^changed: .*", capsys.readouterr().out, re.M)
@@ -313,17 +355,22 @@ def test_resume_changed_is_not_saved_and_another_micro_batch_evaluates_the_same_
 def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, capsys):
     out_dir = str(tmp_path)
     main(tiny(chars, tmp_path, max_minutes=60.0, max_iters=4))
-    for argv in (["--init_from=resume"], ["--init_from=auto", "--max_minutes=0.01", "--max_iters=9"]):
+    for argv in (
+        ["--init_from=resume"],
+        ["--init_from=auto", "--max_minutes=0.01", "--max_iters=9"],
+    ):
         found = resumed_settings(TrainConfig, [f"--out_dir={out_dir}", *argv], out_dir)
         assert (found["init_from"], found["max_iters"], found["max_minutes"]) == ("resume", 4, 0.0)
     assert_one_line(capsys.readouterr().err.splitlines()[-1], "max_minutes", "max_iters=4")
 
 
-# ---- nanoGPT's runs, and ours for nanoGPT ------------------------------------------------------------------
+# ---- nanoGPT's runs, and ours for nanoGPT --------------------------------------------------------
 
 
 def nanogpt_run(folder: Path) -> None:
-    """Write a checkpoint as nanoGPT does after three steps of a compiled model, with the data it was trained on."""
+    """Write a checkpoint as nanoGPT does after three steps of a compiled model, with the data it
+    was trained on.
+    """
     torch.manual_seed(0)
     size: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
     args = size | {"bias": False, "vocab_size": 64, "dropout": 0.0}
@@ -333,9 +380,24 @@ def nanogpt_run(folder: Path) -> None:
         x = torch.randint(0, 64, (2, 16))
         model(x, x)[1].backward()
         optimizer.step()
-    settings = size | {"out_dir": "out", "dataset": str(write_random(folder)), "init_from": "scratch"}
-    settings |= {"batch_size": 4, "gradient_accumulation_steps": 1, "max_iters": 5, "eval_interval": 10}
-    settings |= {"eval_iters": 2, "learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
+    settings = size | {
+        "out_dir": "out",
+        "dataset": str(write_random(folder)),
+        "init_from": "scratch",
+    }
+    settings |= {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "max_iters": 5,
+        "eval_interval": 10,
+    }
+    settings |= {
+        "eval_iters": 2,
+        "learning_rate": 1e-3,
+        "min_lr": 1e-4,
+        "lr_decay_iters": 5,
+        "warmup_iters": 0,
+    }
     settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl"}
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
     saved = {
@@ -356,22 +418,34 @@ def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
     machine = ("--compile=False", "--cpu_kernels=False", "--device=cpu")
     done = script("train.py", "--init_from=resume", f"--out_dir={folder}", *machine)
     assert done.code == 0, done.err
-    saved = store.load(folder)
+    saved = load_checkpoint(folder)
     assert saved.iter_num == 5
     assert saved.model_args["activation"] == "gelu"
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
     assert saved.best_val_loss < 9
     assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
-    done = script("sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30")
+    done = script(
+        "sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30"
+    )
     assert done.code == 0, done.err
     samples = done.out.split("\n---------------\n")[:-1]
     assert len(samples) == 2
-    assert all(s.startswith("ab") and len(s) == 32 and set(s) <= {chr(i + 40) for i in range(64)} for s in samples)
+    assert all(
+        s.startswith("ab") and len(s) == 32 and set(s) <= {chr(i + 40) for i in range(64)}
+        for s in samples
+    )
 
 
 def test_our_checkpoints_have_what_nanogpt_reads(half):
     saved = torch.load(half / "out" / "ckpt.pt", weights_only=True)
-    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= saved.keys()
+    assert {
+        "model",
+        "optimizer",
+        "model_args",
+        "iter_num",
+        "best_val_loss",
+        "config",
+    } <= saved.keys()
     nanogpts = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
     assert saved["model_args"].keys() == nanogpts
     assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]

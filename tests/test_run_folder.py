@@ -1,4 +1,6 @@
-"""What a run keeps in its folder: checkpoints that no kill and no full disk loses, and its log; one run at a time."""
+"""What a run keeps in its folder: checkpoints that no kill and no full disk loses, and its log; one
+run at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,43 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, contents, events, files_of_at_most, flags, raises_one_line, shell, tiny
+from conftest import (
+    TINY,
+    assert_one_line,
+    contents,
+    events,
+    files_of_at_most,
+    flags,
+    raises_one_line,
+    shell,
+    tiny,
+)
 from gloo import forked
 from tiny_models import state_of
 
-from deskgpt.checkpoint import store
-from deskgpt.run.log import RunLog, read_events
-from deskgpt.run.saver import Saver
-from deskgpt.system.files import TEMPORARY, only_run_in
+from deskgpt.checkpoint import (
+    CKPT,
+    CKPT_BEST,
+    clean_out_dir,
+    is_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    load_to_resume,
+    save_checkpoint,
+)
+from deskgpt.files import TEMPORARY, lock_out_dir
+from deskgpt.logger import RunLog, read_events
+from deskgpt.saving import Checkpointer
 from train import main
 
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs fork, SIGKILL, limits, O_NOFOLLOW and open files that move")
+POSIX = pytest.mark.skipif(
+    os.name == "nt", reason="needs fork, SIGKILL, limits, O_NOFOLLOW and open files that move"
+)
 
 
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch):
     lines: list[str] = []
-    saver = Saver(tmp_path, lines.append, best_val_loss=9.0)
+    saver = Checkpointer(tmp_path, lines.append, best_val_loss=9.0)
     assert not saver.is_best(8.0, step=0)  # random weights
     saver.save(state_of(1, 3.0), best=True)
     huge = state_of(2, 2.0)
@@ -44,28 +67,44 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
             saver.save(state, best=True)
     assert saver.is_best(2.5, step=5)  # the files have 3.0
     assert saver.saved_step == 1
-    assert store.load(tmp_path).iter_num == store.load(tmp_path / "ckpt_best.pt").iter_num == 1
+    assert (
+        load_checkpoint(tmp_path).iter_num
+        == load_checkpoint(tmp_path / "ckpt_best.pt").iter_num
+        == 1
+    )
     for line, named in zip(lines, ("weights", "NaN", "free some disk space"), strict=True):
         assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
     saver.raise_if_last_failed()
-    assert store.load(tmp_path / "ckpt_best.pt").iter_num == 5
+    assert load_checkpoint(tmp_path / "ckpt_best.pt").iter_num == 5
     assert not list(tmp_path.glob("*.tmp"))
     # The disk fills after the best one is written and before the last one is.
-    monkeypatch.setattr(store, "copy", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        "deskgpt.checkpoint.copy_file",
+        mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")),
+    )
     saver.save(state_of(6, 0.5), best=True)
     assert [saver.is_best(loss, step=7) for loss in (0.4, 0.6)] == [True, False]
-    assert store.load(tmp_path / "ckpt_best.pt").best_val_loss == 0.5
-    assert store.resume(tmp_path).iter_num == 5
+    assert load_checkpoint(tmp_path / "ckpt_best.pt").best_val_loss == 0.5
+    assert load_to_resume(tmp_path).iter_num == 5
 
 
-# ---- kills ---------------------------------------------------------------------------------------------------
+# ---- kills ---------------------------------------------------------------------------------------
 
-# Python's audit events of calls that change files. Writes within a file are not among them, so a file must be written
-# under a temporary name and renamed when it is complete.
-CHANGES = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copyfile")
+# Python's audit events of calls that change files. Writes within a file are not among them, so a
+# file must be written under a temporary name and renamed when it is complete.
+CHANGES = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.link",
+    "os.mkdir",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.copyfile",
+)
 
 SAVES = [(1, True, 3.0), (2, False, 3.0), (3, True, 2.0)]  # (step, best, val loss so far)
 STATES = [(state_of(step, loss), best) for step, best, loss in SAVES]
@@ -87,7 +126,11 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    saver = Saver(out_dir, print, store.resume(out_dir).best_val_loss if store.is_checkpoint(out_dir) else math.inf)
+    saver = Checkpointer(
+        out_dir,
+        print,
+        load_to_resume(out_dir).best_val_loss if is_checkpoint(out_dir) else math.inf,
+    )
     for state, best in STATES:
         saver.save(state, best)
         report.write(f"begun {state.iter_num}\n".encode())
@@ -96,23 +139,27 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
 
 
 def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list[int]) -> None:
-    """Check that what a kill leaves is what docs/reliability.md promises, and that a run resumes from there."""
-    losses = {step: loss for step, best, loss in SAVES if best} | ({} if before == "nothing" else {0: 4.0})
-    if before == "nothing" and not done and not store.candidates(out_dir):
+    """Check that what a kill leaves is what docs/reliability.md promises, and that a run resumes
+    from there.
+    """
+    losses = {step: loss for step, best, loss in SAVES if best} | (
+        {} if before == "nothing" else {0: 4.0}
+    )
+    if before == "nothing" and not done and not list_checkpoints(out_dir):
         return
-    last = store.resume(out_dir)
+    last = load_to_resume(out_dir)
     assert last.iter_num >= max([0, *done, *(step - 1 for step in begun)])
     bests_done = [step for step in done if step in losses]
-    if bests_done or before == "damaged" or (out_dir / store.BEST).exists():
-        best = store.load(out_dir / store.BEST)
+    if bests_done or before == "damaged" or (out_dir / CKPT_BEST).exists():
+        best = load_checkpoint(out_dir / CKPT_BEST)
         assert best.iter_num in losses
         assert best.best_val_loss <= min([losses[step] for step in bests_done], default=4.0)
         assert last.best_val_loss == best.best_val_loss
     # The resumed run saves a worse model, which must leave the best one alone.
-    store.take_over(out_dir, print)
-    store.save(state_of(9, last.best_val_loss), out_dir, best=False)
-    assert store.load(out_dir).iter_num == 9
-    assert store.load(out_dir / store.BEST).best_val_loss == last.best_val_loss
+    clean_out_dir(out_dir, print)
+    save_checkpoint(state_of(9, last.best_val_loss), out_dir, best=False)
+    assert load_checkpoint(out_dir).iter_num == 9
+    assert load_checkpoint(out_dir / CKPT_BEST).best_val_loss == last.best_val_loss
     assert not list(out_dir.glob("*.tmp"))
 
 
@@ -120,18 +167,21 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
 @POSIX
 @pytest.mark.parametrize("before", ["nothing", "one file", "damaged"])
 def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before):
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where waiting for the disk takes no time
+    # Where waiting for the disk takes no time.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         for call in itertools.count(1):
             out_dir = Path(folder, str(call))
             out_dir.mkdir()
             if before != "nothing":  # what an earlier run has left
                 (out_dir / "ckpt.pt.1-a.tmp").write_text("torn")
-                store.save(replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True)
+                save_checkpoint(
+                    replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True
+                )
             if before == "one file":  # nanoGPT's
-                (out_dir / store.BEST).unlink()
+                (out_dir / CKPT_BEST).unlink()
             elif before == "damaged":
-                os.truncate(out_dir / store.NAME, 1000)
+                os.truncate(out_dir / CKPT, 1000)
             with tempfile.TemporaryFile(buffering=0) as report:
                 child = os.fork()
                 if child == 0:
@@ -144,14 +194,16 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
                 reported = [line.split() for line in report.read().decode().splitlines()]
             assert status in (0, signal.SIGKILL)
             assert not [what for word, what in reported if word == "in-place"]
-            begun, done = ([int(what) for word, what in reported if word == kind] for kind in ("begun", "done"))
+            begun, done = (
+                [int(what) for word, what in reported if word == kind] for kind in ("begun", "done")
+            )
             assert_nothing_lost(out_dir, before, begun, done)
             if status == 0:
                 break
     assert call > 15
 
 
-# ---- the log -------------------------------------------------------------------------------------------------
+# ---- the log -------------------------------------------------------------------------------------
 
 
 def written(path: Path) -> list[tuple[str, int]]:
@@ -162,7 +214,8 @@ def written(path: Path) -> list[tuple[str, int]]:
 def test_log_continues_after_a_torn_line_and_if_it_was_moved_away(tmp_path):
     path = tmp_path / "out" / "log.jsonl"
     path.parent.mkdir()
-    path.write_text('{"event": "iter", "iter": 2, "crc": "ba2aa0ec"}\n{"event": "it')  # with a crc until 2026-11-26
+    # With a crc until 2026-11-26
+    path.write_text('{"event": "iter", "iter": 2, "crc": "ba2aa0ec"}\n{"event": "it')
     log = RunLog(path)
     log.write("start", iter=3)
     assert path.read_text().splitlines()[1] == '{"event": "it'
@@ -213,10 +266,11 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     ids = []
     for settings in ({"max_iters": 3}, {"init_from": "resume"}):
         main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
-        ids.append(store.load(tmp_path / "out").wandb_run_id)
+        ids.append(load_checkpoint(tmp_path / "out").wandb_run_id)
     assert ids[0]
     assert ids[0] == ids[1]
-    assert capsys.readouterr().out.count(f"steps that run {ids[0]} has") == 1  # and a copy of it would, too
+    # And a copy of it would, too.
+    assert capsys.readouterr().out.count(f"steps that run {ids[0]} has") == 1
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}*/*.wandb"))) == 2
 
@@ -228,18 +282,20 @@ def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys
     for step in (7, 8, 9):
         log.write("iter", iter=step, loss=2.0, mfu=0.5)
     log.close()
-    assert wandb_run.log.call_args_list[0] == mock.call({"iter": 7, "loss": 2.0, "mfu": 50.0}, step=7)
+    assert wandb_run.log.call_args_list[0] == mock.call(
+        {"iter": 7, "loss": 2.0, "mfu": 50.0}, step=7
+    )
     assert wandb_run.log.call_count == 2  # it is not called again
     assert written(tmp_path / "log.jsonl") == [("iter", 7), ("iter", 8), ("iter", 9)]
     assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run continues")
 
 
-# ---- one run at a time ---------------------------------------------------------------------------------------
+# ---- one run at a time ---------------------------------------------------------------------------
 
 
 def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     out_dir = tmp_path / "a" / "out"
-    with only_run_in(out_dir):
+    with lock_out_dir(out_dir):
         before = contents(out_dir)
         done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
         assert contents(out_dir) == before
@@ -251,7 +307,7 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
 def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
-    with only_run_in(tmp_path):
+    with lock_out_dir(tmp_path):
         pass
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
 
@@ -265,7 +321,7 @@ def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_p
     def come_and_go(number: int) -> None:
         times = 0
         while times < 50:
-            with suppress(ValueError), only_run_in(folder):
+            with suppress(ValueError), lock_out_dir(folder):
                 (folder / "alone").touch(exist_ok=False)
                 times += 1
                 (folder / "alone").unlink()

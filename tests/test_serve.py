@@ -1,4 +1,6 @@
-"""sample.py --serve: what the page and OpenAI's API write, whom they answer, bad requests, and how streams end."""
+"""sample.py --serve: what the page and OpenAI's API write, whom they answer, bad requests, and how
+streams end.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,10 @@ from tiny_models import SMALL
 import sample
 from data.chat import template
 from data.tokenizer import CharTokenizer
-from deskgpt.generate.engine import InferenceEngine
-from deskgpt.generate.trained import encode_prompt, load
-from deskgpt.generate.writer import Writer
-from deskgpt.serve import openai_api, playground, server
-from deskgpt.system.terminal import harmless
+from deskgpt import server
+from deskgpt.chat import Writer
+from deskgpt.engine import InferenceEngine, encode_prompt, load_model
+from deskgpt.errors import escape_control_chars
 from sample import SampleConfig
 
 SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
@@ -50,7 +51,9 @@ class Served:
     def page(self) -> str:
         return f"/{self.writer.token}/"
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, bytes]:
+    def ask(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any, bytes]:
         """Return (status, headers, body) of the answer to a request."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         with closing(http.client.HTTPConnection(server.HOST, self.port, timeout=60)) as connection:
@@ -69,7 +72,9 @@ class Served:
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         address = f"http://{server.HOST}:{self.port}/v1"
-        return openai.OpenAI(base_url=address, api_key=self.writer.token if key is None else key, max_retries=0)
+        return openai.OpenAI(
+            base_url=address, api_key=self.writer.token if key is None else key, max_retries=0
+        )
 
 
 @contextmanager
@@ -77,10 +82,10 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
     values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
     c = SampleConfig(**values | settings)
-    writer = sample.writer_of(c, c.start, load("resume", str(folder), torch.device("cpu")))
+    writer = sample.writer_of(c, c.start, load_model("resume", str(folder), torch.device("cpu")))
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
-    app = server.make_app([*playground.routes(writer), *openai_api.routes(writer)])
+    app = server.make_app([*server.page_routes(writer), *server.openai_routes(writer)])
     thread = threading.Thread(target=server.run_app, args=(app, port, "{address}"))
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
@@ -107,7 +112,8 @@ def chat(run) -> Iterator[Served]:
 def plain(tmp_path_factory) -> Iterator[Served]:
     """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
-    saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())  # vocab_size is 100
+    # vocab_size is 100
+    saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())
     with serving(folder) as served:
         yield served
 
@@ -141,14 +147,23 @@ def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain)
         settings = drawn | {"max_new_tokens": 60, "stop": stop}
         c = SampleConfig(out_dir=str(folder), device="cpu", start="the ", num_samples=1, **settings)
         (expected,) = sample.main(c)
-        assert "the " + "".join(event.get("text", "") for event in plain.write(**settings)) == expected
-        asked = {"model": "any", "prompt": "the ", "stop": [stop, "no such text"], "max_tokens": 60} | drawn
+        assert (
+            "the " + "".join(event.get("text", "") for event in plain.write(**settings)) == expected
+        )
+        asked = {
+            "model": "any",
+            "prompt": "the ",
+            "stop": [stop, "no such text"],
+            "max_tokens": 60,
+        } | drawn
         full = plain.client().completions.create(**asked)
         (choice,) = full.choices
         assert "the " + choice.text == expected
         assert (choice.finish_reason, full.model, full.usage.prompt_tokens) == (end, folder.name, 4)
         assert (full.usage.completion_tokens == 60) == (end == "length")
-        pieces = list(plain.client().completions.create(**asked | {"prompt": ["the "]}, stream=True))
+        pieces = list(
+            plain.client().completions.create(**asked | {"prompt": ["the "]}, stream=True)
+        )
         assert "".join(piece.choices[0].text for piece in pieces) == choice.text
         assert (pieces[-1].choices[0].finish_reason, pieces[-1].usage) == (end, full.usage)
         stop = expected[20:23]
@@ -157,31 +172,55 @@ def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain)
 def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatch):
     typed = f"\n  \nWho is there?\n{'x' * 100}\nAnd now?\n"  # empty lines are passed over
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    done = script("sample.py", "--chat", f"--out_dir={run}", "--system=Be kind.", "--max_new_tokens=30", "--seed=5")
+    done = script(
+        "sample.py",
+        "--chat",
+        f"--out_dir={run}",
+        "--system=Be kind.",
+        "--max_new_tokens=30",
+        "--seed=5",
+    )
     assert_one_line(done.err, "error: the message takes 107 tokens")
     messages = [{"role": "system", "content": "Be kind."}, *ASK]
     printed = ""
     for n in range(2):
-        settings = {"model": "any", "messages": messages, "max_completion_tokens": 30, "seed": 5 + n}
+        settings = {
+            "model": "any",
+            "messages": messages,
+            "max_completion_tokens": 30,
+            "seed": 5 + n,
+        }
         full = chat.client().chat.completions.create(**settings)
         answer = full.choices[0].message.content
         first, *pieces = chat.client().chat.completions.create(**settings, stream=True)
         assert first.choices[0].delta.role == "assistant"
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer
-        assert [piece.choices[0].finish_reason for piece in pieces[-2:]] == [None, full.choices[0].finish_reason]
+        assert [piece.choices[0].finish_reason for piece in pieces[-2:]] == [
+            None,
+            full.choices[0].finish_reason,
+        ]
         assert pieces[-1].usage == full.usage
         printed += answer + "\n"
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And now?"}]
-    assert harmless(printed) == done.out
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "And now?"},
+        ]
+    assert escape_control_chars(printed) == done.out
 
 
-def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at_ctrl_c(run, script, monkeypatch):
+def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at_ctrl_c(
+    run, script, monkeypatch
+):
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(InferenceEngine, "write", pressed)
     refused = (b"x" * 200, 2, "no message was answered")
-    for typed, lines, named in ((b"\xff\xfe\n", 1, "UTF-8"), refused, (b"hi\nnobody hears this", 0, "")):
+    for typed, lines, named in (
+        (b"\xff\xfe\n", 1, "UTF-8"),
+        refused,
+        (b"hi\nnobody hears this", 0, ""),
+    ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         done = script("sample.py", "--chat", f"--out_dir={run}", "--device=cpu")
         assert (done.code, done.err.count("\n"), named in done.err) == (min(1, lines), lines, True)
@@ -189,8 +228,22 @@ def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at
 
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
     client = chat.client()
-    ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "extra_body": {"min_p": 0.1}}
-    assert len({client.completions.create(model="any", prompt="a", **ignored).choices[0].text for _ in range(3)}) == 3
+    ignored: Any = {
+        "frequency_penalty": 1,
+        "user": "me",
+        "stop": None,
+        "n": 1,
+        "extra_body": {"min_p": 0.1},
+    }
+    assert (
+        len(
+            {
+                client.completions.create(model="any", prompt="a", **ignored).choices[0].text
+                for _ in range(3)
+            }
+        )
+        == 3
+    )
     assert [model.id for model in client.models.list()] == [run.name]
     with serving(run, temperature=0.0, max_new_tokens=7) as served:
         (choice,) = served.client().completions.create(model="any", prompt="a").choices
@@ -210,20 +263,33 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
     assert plain.post(f"/v1{path}", body.encode())[0] == 200
 
 
-# ---- whom it answers, and bad requests --------------------------------------------------------------------
+# ---- whom it answers, and bad requests -----------------------------------------------------------
 
 
 def test_only_who_has_the_token_is_answered(chat):
     files: dict[str, str] = {}
-    for path, kind in (("", "html"), ("playground.css", "css"), ("playground.js", "javascript"), ("page.json", "json")):
+    for path, kind in (
+        ("", "html"),
+        ("playground.css", "css"),
+        ("playground.js", "javascript"),
+        ("page.json", "json"),
+    ):
         status, headers, body = chat.ask("GET", chat.page + path)
         assert (status, kind in headers["Content-Type"]) == (200, True), path
         files[kind] = body.decode()
     assert "default-src 'none'; script-src 'self'" in files["html"]
     used = re.findall(r'getElementById\("(\w+)"\)', files["javascript"])
     assert set(used) <= set(re.findall(r'\bid="(\w+)"', files["html"]))
-    others = ["/", "/page.json", "/etc/passwd", "//", f"{chat.page[:-2]}/", f"{chat.page[:-1]}x/", f"/x{chat.page}"]
-    others += [f"{chat.page}{name}" for name in ("playground.py", "../server.py", "%2e%2e/server.py")]
+    others = [
+        "/",
+        "/page.json",
+        "/etc/passwd",
+        "//",
+        f"{chat.page[:-2]}/",
+        f"{chat.page[:-1]}x/",
+        f"/x{chat.page}",
+    ]
+    others += [f"{chat.page}{name}" for name in ("server.py", "../server.py", "%2e%2e/server.py")]
     for path in others:
         assert chat.ask("GET", path)[0] == 404, path
         assert chat.ask("POST", path, b"{}")[0] in (404, 405), path
@@ -234,7 +300,9 @@ def test_only_who_has_the_token_is_answered(chat):
     assert chat.ask("GET", "/v1/models", Authorization="Bearer \xe4")[0] == 401
 
 
-def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or_embed_this_one(chat):
+def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or_embed_this_one(
+    chat,
+):
     hosts = {"LOCALHOST": 200, "localhost:9000": 200}  # a tunnel may have another port
     hosts |= {"example.com": 400, "127.0.0.1.example.com": 400, "www.localhost": 400, "": 400}
     for host, status in hosts.items():
@@ -254,9 +322,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"seed": -1}, "seed=-1"),
 ]
-WRONG_ON_THE_PAGE: list[tuple[dict[str, Any], str]] = [({"max_new_tokens": 1.5}, "1.5"), ({"x": 1}, "settings")]
-WRONG_STOPS: list[tuple[dict[str, Any], str]] = [({"stop": ["a", 5]}, "stop=['a', 5]"), ({"stop": ["a"] * 17}, "16")]
-NO_DIALOGUES: list[Any] = [None, "hi", [], [5], [{"role": "x", "content": "y"}], [*ASK, {"role": "user"}]]
+WRONG_ON_THE_PAGE: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 1.5}, "1.5"),
+    ({"x": 1}, "settings"),
+]
+WRONG_STOPS: list[tuple[dict[str, Any], str]] = [
+    ({"stop": ["a", 5]}, "stop=['a', 5]"),
+    ({"stop": ["a"] * 17}, "16"),
+]
+NO_DIALOGUES: list[Any] = [
+    None,
+    "hi",
+    [],
+    [5],
+    [{"role": "x", "content": "y"}],
+    [*ASK, {"role": "user"}],
+]
 
 
 def assert_bad_request(served: Served, path: str, body: Any, named: str = "") -> None:
@@ -276,20 +357,26 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
         assert_bad_request(plain, api, {"prompt": "a", "max_tokens": 3} | change, named)
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
-    assert_bad_request(plain, "/v1/chat/completions", {"messages": ASK}, "/v1/completions")  # it saw no dialogues
+    # It saw no dialogues
+    assert_bad_request(plain, "/v1/chat/completions", {"messages": ASK}, "/v1/completions")
     assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
 
 
 def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
     monkeypatch.setattr(server, "ARRIVAL_S", 0.1)
-    head = f"Host: localhost\r\nAuthorization: Bearer {chat.writer.token}\r\nContent-Length: 99\r\n\r\n"
+    head = (
+        "Host: localhost\r\nAuthorization: Bearer "
+        f"{chat.writer.token}\r\nContent-Length: 99\r\n\r\n"
+    )
     halves = ["", "POST /v1/completions HTTP/1.1\r\n", f"POST /v1/completions HTTP/1.1\r\n{head}{{"]
     halves.append("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod")  # a second one
     for half in halves:
         with socket.create_connection((server.HOST, chat.port), timeout=20) as client:
             client.sendall(half.encode())
             answers = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes
-            statuses = [line.split()[1] for line in answers.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+            statuses = [
+                line.split()[1] for line in answers.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")
+            ]
             assert statuses == {2: [b"408"], 3: [b"401"]}.get(halves.index(half), []), half
     with socket.create_connection((server.HOST, chat.port)) as client:
         client.sendall(halves[2].encode())  # and leaves
@@ -298,7 +385,9 @@ def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, mon
 
 
 def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
-    messages = [{"role": role, "content": ""} for _ in range(20_000) for role in ("user", "assistant")]
+    messages = [
+        {"role": role, "content": ""} for _ in range(20_000) for role in ("user", "assistant")
+    ]
     answers = []
     for some in (messages, messages[-20:]):
         t0 = time.perf_counter()
@@ -312,14 +401,19 @@ def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
 def test_text_ends_once_its_reader_has_gone(chat, stream, capfd):
     body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
     with closing(http.client.HTTPConnection(server.HOST, chat.port)) as connection:
-        connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {chat.writer.token}"})
+        connection.request(
+            "POST", "/v1/completions", body, {"Authorization": f"Bearer {chat.writer.token}"}
+        )
         until(chat.writer.turn.locked)
     until(lambda: not chat.writer.turn.locked())
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
-    for flag, named in ((f"--port={chat.port}", chat.port), (f"--system={'x' * 100}", "system message is too long")):
+    for flag, named in (
+        (f"--port={chat.port}", chat.port),
+        (f"--system={'x' * 100}", "system message is too long"),
+    ):
         done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve", flag)
         assert (done.code, done.out) == (1, "")
         assert_one_line(done.err, "error: ", named)

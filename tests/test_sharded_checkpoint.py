@@ -10,37 +10,46 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, assert_equal, assert_same_run, events, files_of_at_most, flags, tiny, vector
+from conftest import (
+    TINY,
+    assert_equal,
+    assert_same_run,
+    events,
+    files_of_at_most,
+    flags,
+    tiny,
+    vector,
+)
 from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS, TINIEST, state_of
 
 import train
 from configurator import build
-from deskgpt.checkpoint import store
-from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute import sharding
-from deskgpt.compute.distributed import DistContext
-from deskgpt.compute.optimizer import make_optimizer
-from deskgpt.run.saver import Saver, gathered_on_first
-from deskgpt.run.settings import settings_of_start
+from deskgpt.checkpoint import Checkpoint, load_checkpoint
+from deskgpt.distributed import DistContext
+from deskgpt.optim import OptimizerState, make_optimizer
+from deskgpt.resume import settings_of_start
+from deskgpt.saving import Checkpointer, gathered_on_first
+from deskgpt.sharding import copy_full, make_mesh, sharded_as, sharded_copy
 from model import GPT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
 
 
 def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, OptimizerState, Checkpoint]:
-    """Return a model, full or sharded, its optimizer's state, and both to save, after steps with the same gradients."""
+    """Return a model, full or sharded, its optimizer's state, and both to save, after steps with
+    the same gradients.
+    """
     torch.manual_seed(1)
     model = GPT(TINIEST)
     if mesh is not None:
-        model = sharding.sharded_copy(model, mesh, torch.device("cpu"))
+        model = sharded_copy(model, mesh, torch.device("cpu"))
     optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
     kept = OptimizerState(optimizer, model)
     for _ in range(steps):
         for p in model.parameters():
             grad = torch.randn(p.shape)
-            p.grad = grad if mesh is None else sharding.sharded_as(grad, p)
+            p.grad = grad if mesh is None else sharded_as(grad, p)
         optimizer.step()
     return model, kept, replace(state_of(2, 3.0), model=model.state_dict(), optimizer=kept.state())
 
@@ -48,28 +57,39 @@ def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Optimizer
 def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> None:
     """Check that a file of a sharded model is that of a full one, and that it loads into both."""
     *_, state = trained(kind, mesh)
-    saver = Saver(out_dir, print, 9.0, sharing=ranks)
+    saver = Checkpointer(out_dir, print, 9.0, shard_ranks=ranks)
     saver.save(state, best=True)
     saver.raise_if_last_failed()
     dist.barrier()
-    on_disk = store.load(out_dir)
-    torch.testing.assert_close(on_disk.model, dict(trained(kind)[2].model))  # AdamW rounds shards otherwise
-    assert on_disk.model["lm_head.weight"].data_ptr() == on_disk.model["transformer.wte.weight"].data_ptr()  # tied
+    on_disk = load_checkpoint(out_dir)
+    # AdamW rounds shards otherwise
+    torch.testing.assert_close(on_disk.model, dict(trained(kind)[2].model))
+    # tied
+    assert (
+        on_disk.model["lm_head.weight"].data_ptr()
+        == on_disk.model["transformer.wte.weight"].data_ptr()
+    )
     for other_mesh in (mesh, None):
         other, optimizer, _ = trained(kind, other_mesh, steps=1)
         reads = ranks.is_first or other_mesh is None
-        loaded = store.load(out_dir, dist=ranks, checksums=reads)
-        sharding.copy_full(loaded.model, other.state_dict()) if other_mesh else other.load_state_dict(loaded.model)
+        loaded = load_checkpoint(out_dir, dist=ranks, checksums=reads)
+        copy_full(loaded.model, other.state_dict()) if other_mesh else other.load_state_dict(
+            loaded.model
+        )
         optimizer.load(loaded.optimizer, "out")
-        found = gathered_on_first(replace(loaded, model=other.state_dict(), optimizer=optimizer.state()))
+        found = gathered_on_first(
+            replace(loaded, model=other.state_dict(), optimizer=optimizer.state())
+        )
         if reads:
             assert_equal(dict(found.model), dict(on_disk.model))
             assert_equal(found.optimizer["state"], on_disk.optimizer["state"])
 
 
 def check_failures(out_dir: Path, mesh: Any, ranks: DistContext) -> None:
-    """Check that a save that fails on rank 0 leaves the files and the best loss, about which all ranks agree."""
-    saver = Saver(out_dir, lambda line: None, 4.0, sharing=ranks)
+    """Check that a save that fails on rank 0 leaves the files and the best loss, about which all
+    ranks agree.
+    """
+    saver = Checkpointer(out_dir, lambda line: None, 4.0, shard_ranks=ranks)
     with files_of_at_most(kib=0 if ranks.is_first else 1000):
         saver.save(trained("adamw", mesh)[2], best=True)
     assert saver.best_val_loss == 4.0
@@ -82,7 +102,7 @@ def check_failures(out_dir: Path, mesh: Any, ranks: DistContext) -> None:
 def test_every_layout_loads_what_another_saved_and_all_ranks_know_of_a_save_that_failed(tmp_path):
     def work(rank: int) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=2)
-        mesh = sharding.make_mesh("cpu", -1, 2)
+        mesh = make_mesh("cpu", -1, 2)
         ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
         for kind in ("adamw", "muon"):
             (tmp_path / kind).mkdir(exist_ok=True)
@@ -92,10 +112,18 @@ def test_every_layout_loads_what_another_saved_and_all_ranks_know_of_a_save_that
         dist.destroy_process_group()
 
     forked(2, work)
-    assert sorted(path.name for path in (tmp_path / "adamw").iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
+    assert sorted(path.name for path in (tmp_path / "adamw").iterdir()) == [
+        "ckpt.pt",
+        "ckpt_best.pt",
+    ]
 
 
-SETTINGS = {"batch_size": 2, "gradient_accumulation_steps": 8, "lr_decay_iters": 30, "eval_interval": 3}
+SETTINGS = {
+    "batch_size": 2,
+    "gradient_accumulation_steps": 8,
+    "lr_decay_iters": 30,
+    "eval_interval": 3,
+}
 
 
 @pytest.mark.slow
@@ -105,9 +133,18 @@ def test_resumed_sharded_run_is_bit_identical_and_samples(chars, tmp_path, scrip
     run(2, tiny(chars, tmp_path / "halves", max_iters=3, **options))
     run(2, resumed(tmp_path / "halves", max_iters=6))
     assert_same_run(tmp_path / "full", tmp_path / "halves")
-    done = script("sample.py", f"--out_dir={tmp_path / 'full'}", *flags(device="cpu", max_new_tokens=20, num_samples=1))
+    done = script(
+        "sample.py",
+        f"--out_dir={tmp_path / 'full'}",
+        *flags(device="cpu", max_new_tokens=20, num_samples=1),
+    )
     assert done.code == 0, done.err
-    new = TINY | {"dataset": chars, "out_dir": tmp_path / "finetuned", "init_from": tmp_path / "full", "max_iters": 1}
+    new = TINY | {
+        "dataset": chars,
+        "out_dir": tmp_path / "finetuned",
+        "init_from": tmp_path / "full",
+        "max_iters": 1,
+    }
     run(1, build(train.TrainConfig, settings_of_start(train.TrainConfig, flags(**new))))
     assert events(tmp_path / "finetuned", "eval")[0]["val_loss"] < 4.0
 
@@ -117,7 +154,8 @@ def test_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(c
     """2 ranks, 4 (two shards, two copies), then DDP, and sharded again."""
     out = tmp_path / "out"
     full = tmp_path / "full"
-    calm = SETTINGS | {"learning_rate": 1e-3}  # at 1e-2 the rounding of another order of sums grows to 0.02
+    # At 1e-2 the rounding of another order of sums grows to 0.02.
+    calm = SETTINGS | {"learning_rate": 1e-3}
     run(1, tiny(chars, full, max_iters=8, **calm))
     run(2, tiny(chars, out, max_iters=2, dp_shard=-1, **calm))
     for world, dp_shard, step in ((4, 2, 4), (2, 1, 6), (2, -1, 8)):

@@ -10,7 +10,7 @@ from conftest import raises_one_line, tiny, vector
 from gloo import run
 from tiny_models import make
 
-from deskgpt.compute import sharding
+from deskgpt.sharding import check_sharding, refuse_shared
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs gloo as Linux and macOS have it")
 
@@ -21,8 +21,11 @@ NARROW = {"n_layer": 1, "n_embd": 6, "batch_size": 1, "gradient_accumulation_ste
 
 
 def trained(world: int, data: Path, out_dir: Path, **settings: Any) -> torch.Tensor:
-    """Return all weights in one after ten steps, with evaluations between them, on this number of ranks."""
-    run(world, tiny(data, out_dir, block_size=15, learning_rate=1e-3, max_iters=10, **settings))  # odd: unequal shards
+    """Return all weights in one after ten steps, with evaluations between them, on this number of
+    ranks.
+    """
+    # odd: unequal shards
+    run(world, tiny(data, out_dir, block_size=15, learning_rate=1e-3, max_iters=10, **settings))
     return vector(out_dir)
 
 
@@ -41,18 +44,22 @@ def test_what_sharded_weights_cannot_have_is_refused():
         ((2, 8, "float32", 1), ["sample_interval=1", "dp_shard=2", "sample.py"]),
     ):
         with raises_one_line(*named):
-            sharding.check_sharding(*settings)
-    sharding.check_sharding(1, 8, "float16", 1)
+            check_sharding(*settings)
+    check_sharding(1, 8, "float16", 1)
     tied = make()
     tied.transformer.h[1] = tied.transformer.h[0]
     with raises_one_line("dp_shard", "transformer.h.0.", "transformer.h.1."):
-        sharding.refuse_shared(tied)
+        refuse_shared(tied)
 
 
-@pytest.mark.parametrize("world", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "world", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.nightly)]
+)
 def test_any_layout_trains_as_one_process_does(chars, tmp_path, world):
     for kind, limit in ((ADAMW, 1e-5), (MUON, 5e-3)):  # bfloat16 rounds; 0.0034 on other text
         one = trained(1, chars, tmp_path / kind["optimizer"], **NARROW | kind)
         for dp_shard in (2, -1):
-            weights = trained(world, chars, tmp_path / f"{kind} {dp_shard}", dp_shard=dp_shard, **NARROW | kind)
+            weights = trained(
+                world, chars, tmp_path / f"{kind} {dp_shard}", dp_shard=dp_shard, **NARROW | kind
+            )
             torch.testing.assert_close(weights, one, rtol=0, atol=limit)

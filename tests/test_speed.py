@@ -1,4 +1,6 @@
-"""Programs of bench/ that measure: speed.py and lab.py beside other programs, and qualify.py on a card."""
+"""Programs of bench/ that measure: speed.py and lab.py beside other programs, and qualify.py on a
+card.
+"""
 
 from __future__ import annotations
 
@@ -15,47 +17,76 @@ from conftest import ROOT, TINY, assert_refused, flags, until
 from logs import nanogpt_checkout
 
 from bench import lab, qualify, speed
-from bench.speed import Contestant
+from bench.speed import BenchRun
 
-SMALL = {k: v for k, v in TINY.items() if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")}
+SMALL = {
+    k: v
+    for k, v in TINY.items()
+    if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")
+}
 
 
-# ---- speed.py ------------------------------------------------------------------------------------------------
+# ---- speed.py ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_settings_and_peers_are_timed_on_the_same_work(tmp_path, script):
     peers = [nanogpt_checkout(tmp_path), "--peer=ours:--n_layer=1", "--grid=batch_size=4,2"]
-    done = script("bench/speed.py", *flags(**SMALL), "--start", "--rounds=1", "--vocab_size=65", *peers)
+    done = script(
+        "bench/speed.py", *flags(**SMALL), "--start", "--rounds=1", "--vocab_size=65", *peers
+    )
     assert done.code == 0, done.err
-    rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in done.out.splitlines() if line.startswith("|")}
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2:]
+        for line in done.out.splitlines()
+        if line.startswith("|")
+    }
     cells = [f"--batch_size={n} --gradient_accumulation_steps={4 // n}" for n in (4, 2)]
     assert list(rows) == ["", "---", *cells, "nanoGPT", "--n_layer=1"]
     assert [cell.strip() for cell in rows["nanoGPT"][:3]] == ["float32", "no", "64"]
-    assert float(rows["nanoGPT"][3].split()[0]) == pytest.approx(200, rel=0.2)  # by the clock, not as it prints
+    # By the clock, not as it prints.
+    assert float(rows["nanoGPT"][3].split()[0]) == pytest.approx(200, rel=0.2)
     assert rows[cells[1]][2].strip() == "64"  # with twice the accumulation
     assert "1.00 (1.00 to 1.00)" in rows[cells[0]][-2]
     seconds = [float(rows[name][-3].split()[0]) for name in (cells[0], "nanoGPT")]
-    assert seconds[0] > 1 > seconds[1]  # from the command on: one imports torch, the other sleeps for 0.3 s
+    # From the command on: one imports torch, the other sleeps for 0.3 s.
+    assert seconds[0] > 1 > seconds[1]
     assert seconds[1] > 0.3
 
 
 def test_what_is_wrong_is_one_line(script):
-    wrong = {"--peer=nanogpt:/nowhere": "/nowhere", "--peer=llamacpp": "llamacpp", "--steps=2": "--steps 2"}
-    wrong |= {"--grid=batchsize=4": "batch_size", "--grid=batch_size=3": "batch_size=3", "--grid=compile": "compile"}
+    wrong = {
+        "--peer=nanogpt:/nowhere": "/nowhere",
+        "--peer=llamacpp": "llamacpp",
+        "--steps=2": "--steps 2",
+    }
+    wrong |= {
+        "--grid=batchsize=4": "batch_size",
+        "--grid=batch_size=3": "batch_size=3",
+        "--grid=compile": "compile",
+    }
     for option, named in wrong.items():
         assert_refused(script("bench/speed.py", *flags(**SMALL), option), named)
 
 
 def test_figures_of_the_table_are_these():
-    start = {"flops_per_token": 6e6, "peak_flops": 1e12, "peak_source": "measured", "tokens_per_step": 1000}
+    start = {
+        "flops_per_token": 6e6,
+        "peak_flops": 1e12,
+        "peak_source": "measured",
+        "tokens_per_step": 1000,
+    }
     start |= {"dtype": "bfloat16", "compiled": True}
-    ours = Contestant("ours", [], Path(), start=start, first_s=[3.0, 1.0], peak_bytes=[2 * 10**9, 10**9])
+    ours = BenchRun(
+        "ours", [], Path(), start=start, first_s=[3.0, 1.0], peak_bytes=[2 * 10**9, 10**9]
+    )
     ours.rounds_ms = [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]]
-    peer = Contestant("peer", [], Path(), start={"compiled": False}, first_s=[3.0, 1.0])
+    peer = BenchRun("peer", [], Path(), start={"compiled": False}, first_s=[3.0, 1.0])
     peer.rounds_ms = [[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]]
-    failed = Contestant("failed", [], Path(), status="out of memory")
-    a, b, c = (row.strip("| ").split(" | ") for row in speed.table([ours, peer, failed]).splitlines()[2:5])
+    failed = BenchRun("failed", [], Path(), status="out of memory")
+    a, b, c = (
+        row.strip("| ").split(" | ") for row in speed.table([ours, peer, failed]).splitlines()[2:5]
+    )
     assert a[1:5] == ["bfloat16", "yes", "1,000", "16 (10, 22)"]
     assert a[5:8] == ["62,500 (47,619 to 90,909)", "37.5%", "2.00 GB"]  # 6e9 FLOPs in 16 ms
     assert a[8:] == ["2.00 s (1.00 to 3.00)", "1.00 (1.00 to 1.00)"]
@@ -69,7 +100,7 @@ def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monke
     lines = "for i in range(9): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
     reasons = {"": "", "print('why'); print('no such file')": "failed: no such file"}
     reasons["raise SystemExit(3)"] = "failed: exit status 3"
-    runs = [Contestant(code, [sys.executable, "-c", code or lines], tmp_path) for code in reasons]
+    runs = [BenchRun(code, [sys.executable, "-c", code or lines], tmp_path) for code in reasons]
     speed.in_turns(runs, 2, steps=0)
     assert [x.status for x in runs] == list(reasons.values())
     assert [len(x.rounds_ms) for x in runs] == [2, 0, 0]
@@ -88,11 +119,14 @@ def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert process.returncode == 130
-    assert [line.split(":")[0] for line in sorted(lines)] == ["round 1, deskGPT", "round 1, nanoGPT"]
+    assert [line.split(":")[0] for line in sorted(lines)] == [
+        "round 1, deskGPT",
+        "round 1, nanoGPT",
+    ]
     assert "| nanoGPT | float32 | no | 64 |" in rest
 
 
-# ---- lab.py --------------------------------------------------------------------------------------------------
+# ---- lab.py --------------------------------------------------------------------------------------
 
 
 def test_busy_time_and_gaps_are_those_of_the_passes_after_the_first():
@@ -102,11 +136,16 @@ def test_busy_time_and_gaps_are_those_of_the_passes_after_the_first():
         (150.0, 190.0, "Memcpy DtoD"),  # while another runs
         (233.0, 333.0, "triton_red_fused_native_layer_norm_1"),
     ]
-    kernels = [(begin + at, end + at, name) for at in (0.0, 1000.0, 1500.0) for begin, end, name in one_pass]
+    kernels = [
+        (begin + at, end + at, name)
+        for at in (0.0, 1000.0, 1500.0)
+        for begin, end, name in one_pass
+    ]
     found = lab.profile_of(kernels[::-1], 3)
     assert found.kernels == 4
     assert found.busy_ms == pytest.approx(0.3)
-    assert found.gaps_ms == pytest.approx([0.003, 0.03, (1500 - 1333) / 2000])  # the last one between two passes
+    # The last one between two passes
+    assert found.gaps_ms == pytest.approx([0.003, 0.03, (1500 - 1333) / 2000])
     expected = {"attention": 0.1, "matmul": 0.1, "triton": 0.1, "other": 0.04}
     assert found.by_class_ms == pytest.approx(expected)
 
@@ -119,7 +158,9 @@ def test_micro_batches_of_both_programs_are_timed_in_one_process(tmp_path, scrip
     assert done.code == 0, done.err
     for name in ("ours", "nanoGPT"):
         assert qualify.number(done.out, name, "loss") == pytest.approx(math.log(65), rel=0.1)
-        alone, queueing, wall = (qualify.number(done.out, name, word) or 0 for word in ("alone", "queueing", "wall"))
+        alone, queueing, wall = (
+            qualify.number(done.out, name, word) or 0 for word in ("alone", "queueing", "wall")
+        )
         assert 0 < queueing <= alone
         assert 0 < wall < 10 * alone
         assert qualify.figure(done.out, name, "busy") is None  # a CPU has no profile
@@ -131,10 +172,12 @@ def test_micro_batches_of_both_programs_are_timed_in_one_process(tmp_path, scrip
     assert_refused(script(*command, "--peer=ours:--dropout=0.1"), "--peer ours")
 
 
-# ---- qualify.py ----------------------------------------------------------------------------------------------
+# ---- qualify.py ----------------------------------------------------------------------------------
 
 
-def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_fails_has_failed(tmp_path):
+def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_fails_has_failed(
+    tmp_path,
+):
     child = "import time; time.sleep(100)"
     popen = f"subprocess.Popen([sys.executable, '-c', {child!r}])"
     code = f"import subprocess, sys; print({popen}.pid, flush=True); {child}"
@@ -143,19 +186,34 @@ def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_
     assert "KeyboardInterrupt" in lines  # as pytest gets it, which then prints what has failed
     assert lines[-1] == "cut after 2 s"
     pid = int(lines[0])
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    assert qualify.run(["-c", "raise SystemExit(3)"], tmp_path / "b.txt", 60.0) == "failed with exit status 3"
+    until(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    )
+    assert (
+        qualify.run(["-c", "raise SystemExit(3)"], tmp_path / "b.txt", 60.0)
+        == "failed with exit status 3"
+    )
 
 
 def texts_of(**changed):
-    """Return what the stages of a card print, by stage, with other figures of the contestants at 16x1024."""
-    found = {"ours": {"wall": 27.0, "busy": 24.5, "loss": 10.5}, "ours + graph": {"wall": 25.0, "loss": 10.5}}
+    """Return what the stages of a card print, by stage, with other figures of the contestants at
+    16x1024.
+    """
+    found = {
+        "ours": {"wall": 27.0, "busy": 24.5, "loss": 10.5},
+        "ours + graph": {"wall": 25.0, "loss": 10.5},
+    }
     found |= {"nanoGPT": {"wall": 26.0, "busy": 26.0, "loss": 10.6}}
     for key, value in changed.items():
         name, _, word = key.rpartition("_")
         found[name.replace("_", " + ")][word] = value
-    lines = [f"{name}: " + ", ".join(f"{word} {x}" for word, x in of.items()) for name, of in found.items()]
-    return dict.fromkeys(qualify.stages(qualify.Session(torch.device("cpu"))), "") | {"16x1024": "\n".join(lines)}
+    lines = [
+        f"{name}: " + ", ".join(f"{word} {x}" for word, x in of.items())
+        for name, of in found.items()
+    ]
+    return dict.fromkeys(qualify.stages(qualify.Session(torch.device("cpu"))), "") | {
+        "16x1024": "\n".join(lines)
+    }
 
 
 def test_page_reads_the_last_line_that_a_stage_has_printed():
@@ -189,7 +247,10 @@ def test_figures_stand_beside_what_was_predicted_for_the_card():
     ("changed", "holds"),
     [
         ({}, "16x1024: without a graph the card waits for the CPU, 2.5 of 27.0 ms."),
-        ({"ours_busy": 26.4}, "16x1024: wall less busy is 0.6 ms without a graph: a graph gains nothing here."),
+        (
+            {"ours_busy": 26.4},
+            "16x1024: wall less busy is 0.6 ms without a graph: a graph gains nothing here.",
+        ),
         ({"ours_busy": 28.0, "ours_wall": 31.0}, "16x1024: busy 28.0 ms, above 27: kernels."),
         ({"ours_busy": 26.5}, "16x1024: kernels: ours take 26.5 ms, nanoGPT's 26.0."),
         ({"ours_busy": "n/a"}, "16x1024: no profile"),
@@ -198,7 +259,10 @@ def test_figures_stand_beside_what_was_predicted_for_the_card():
             {"ours_graph_wall": 20.0},
             "nanoGPT 0.96 times as fast without a graph, 1.30 with one; the aim is 1.15.",
         ),
-        ({"ours_graph_loss": 10.500001}, "16x1024: WRONG: the loss is 10.5 without and 10.500001 with a graph."),
+        (
+            {"ours_graph_loss": 10.500001},
+            "16x1024: WRONG: the loss is 10.5 without and 10.500001 with a graph.",
+        ),
     ],
 )
 def test_page_says_which_explanation_holds(changed, holds):

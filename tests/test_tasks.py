@@ -1,4 +1,6 @@
-"""Which commands tasks.py and the Makefile run, by a fake Python that records them; the scripts without a package."""
+"""Which commands tasks.py and the Makefile run, by a fake Python that records them; the scripts
+without a package.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ import pytest
 from conftest import ROOT, TINY, assert_one_line, flags, shell, until
 
 import tasks
-from deskgpt.system import wheels
-from deskgpt.system.files import sha256
+from deskgpt import wheels
+from deskgpt.files import sha256
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake Python is a shell script")
 
@@ -26,7 +28,7 @@ PYTHON = """#!/bin/sh
 cd "FOLDER"
 echo "$*" >> calls
 case "$*" in
-  "-c from deskgpt.system import"*) cat matmul;;
+  "-c from deskgpt import"*) cat matmul;;
   "-m venv"*)
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python";;
   "-m pip install"*) [ ! -e no-network ];;
@@ -67,7 +69,9 @@ def machine(tmp_path, monkeypatch) -> Machine:
     return machine
 
 
-def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_the_report(machine, capfd):
+def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_the_report(
+    machine, capfd
+):
     tasks.main(["train", "--", "--max_iters=3"])
     made, pip, *rest = machine.calls()
     assert made == f"-m venv {machine.venv}"
@@ -80,12 +84,17 @@ def test_train_on_a_new_machine_installs_prepares_trains_samples_and_ends_with_t
     assert [call.split()[0] for call in rest[3:]] == ["sample.py", "bench/report.py"]
     assert capfd.readouterr().out.splitlines()[-1].endswith("out-first/report.html")
     tasks.main(["train"])
-    assert machine.calls()[0] == rest[0]  # nothing is installed again, and the plays are tried again
+    # Nothing is installed again, and the plays are tried again.
+    assert machine.calls()[0] == rest[0]
 
 
 def test_first_model_fits_the_machine():
     last = {("cuda", 10.0): "shakespeare_char.py", ("mps", 0.0): "--max_iters=1600"}
-    last |= {("cpu", 1.0): "--max_iters=1600", ("cpu", 0.44): "--n_layer=3", ("cpu", 0.05): "--n_layer=1"}
+    last |= {
+        ("cpu", 1.0): "--max_iters=1600",
+        ("cpu", 0.44): "--n_layer=3",
+        ("cpu", 0.05): "--n_layer=1",
+    }
     for matmul, word in last.items():
         words = [word for word in tasks.first_model(*matmul) if word not in tasks.SLOWER]
         assert words[-1].endswith(word)
@@ -97,14 +106,17 @@ def test_own_text_has_a_folder_of_its_own_and_its_model_is_exported(device, mach
     (machine.folder / "my novel.txt").write_text("a text")
     tasks.main(["train", "--text", "my novel.txt", "--out", "out-mine", "--to", "my.gguf"])
     _, _, prepare, train, *_, export = machine.calls()
-    name = f"my_novel_{sha256(b'a text')[:8]}"  # each text has its own, so that runs on others can be resumed
+    # Each text has its own, so that runs on others can be resumed.
+    name = f"my_novel_{sha256(b'a text')[:8]}"
     assert prepare == f"data/text/prepare.py {machine.folder / 'my novel.txt'} --name {name}"
     assert train.endswith(f"--dataset={name} --out_dir=out-mine")
     assert ("--token_shift=False" in train) == (device == "cpu")  # a card's first model is a GPT-2
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
 
 
-def test_missing_or_empty_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(machine):
+def test_missing_or_empty_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(
+    machine,
+):
     (machine.folder / "taken.gguf").touch()
     for words in (("--text", "nvoel.txt"), ("--text", "taken.gguf"), ("--to", "taken.gguf")):
         with pytest.raises(SystemExit) as error:
@@ -122,7 +134,9 @@ def test_tests_need_one_installation_which_serves_training_too(machine):
     assert not [call for call in machine.calls() if "pip" in call]
 
 
-def test_what_could_not_be_installed_and_changed_requirements_are_installed_by_the_next_call(machine):
+def test_what_could_not_be_installed_and_changed_requirements_are_installed_by_the_next_call(
+    machine,
+):
     (machine.folder / "no-network").touch()
     with pytest.raises(SystemExit) as error:
         tasks.install(machine.venv, "requirements.txt")
@@ -159,7 +173,9 @@ def test_command_ends_in_its_own_way_and_is_waited_for(ended, tmp_path):
     (tmp_path / "ends_late.py").write_text(ENDS_LATE)
     command = [sys.executable, "-c", CALLER, "ends_late.py"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL, env=env
+    )
     until((tmp_path / "ready").exists)
     if ended == "Ctrl+C":
         os.killpg(process.pid, signal.SIGINT)
@@ -172,9 +188,18 @@ def test_command_ends_in_its_own_way_and_is_waited_for(ended, tmp_path):
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
 def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
     shutil.copy(ROOT / "Makefile", machine.folder)
-    options = [f"PYTHON={machine.python}", "TEXT=my novel.txt", "TO=a.gguf", "OUT=o", "VENV=v", "ARGS=--a=1 --b"]
+    options = [
+        f"PYTHON={machine.python}",
+        "TEXT=my novel.txt",
+        "TO=a.gguf",
+        "OUT=o",
+        "VENV=v",
+        "ARGS=--a=1 --b",
+    ]
     for target in ("train", "test-all"):
-        subprocess.run(["make", "--no-print-directory", target, *options], cwd=machine.folder, check=True)
+        subprocess.run(
+            ["make", "--no-print-directory", target, *options], cwd=machine.folder, check=True
+        )
     assert machine.calls() == [
         "tasks.py train --venv v --out o --text my novel.txt --to a.gguf -- --a=1 --b",
         "tasks.py test-all --venv v -- --a=1 --b",
@@ -185,14 +210,19 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
 
 
 def test_tasks_start_before_any_package_is_installed_and_with_pythonsafepath():
-    words = [sys.executable, "-SP", str(ROOT / "tasks.py"), "--help"]  # -S: the standard library alone
+    # -S: the standard library alone
+    words = [sys.executable, "-SP", str(ROOT / "tasks.py"), "--help"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- packages ------------------------------------------------------------------------------------------------
+# ---- packages ------------------------------------------------------------------------------------
 
-PACKAGES = [line.split(">")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"]
+PACKAGES = [
+    line.split(">")[0]
+    for line in (ROOT / "requirements.txt").read_text().splitlines()
+    if line[:1] != "#"
+]
 # Python runs this file at its start: from then on it does not find the packages named in HIDDEN.
 SITECUSTOMIZE = """
 from importlib.machinery import PathFinder
@@ -213,7 +243,10 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(ch
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("HIDDEN", str(hidden)))
     out_dir = f"--out_dir={tmp_path / 'out'}"
     train = ["train.py", *flags(**TINY, dataset=chars), out_dir]
-    for command in (train, ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=3", "--device=cpu"]):
+    for command in (
+        train,
+        ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=3", "--device=cpu"],
+    ):
         done = shell("python", *command, env=os.environ | {"PYTHONPATH": str(tmp_path)})
         assert done.returncode == 0, done.stderr
 
@@ -231,7 +264,16 @@ def test_quick_tests_pass_with_the_oldest_packages_that_requirements_admit(tmp_p
     bounds = re.findall(r"^(\w+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M)
     oldest = [f"{name}=={version}" for name, version in bounds if name != "torch"]
     shell("python", "-m", "venv", tmp_path, check=True)
-    pip = [tmp_path / "bin" / "python", "-m", "pip", "install", "-q", f"torch=={version('torch').partition('+')[0]}"]
+    pip = [
+        tmp_path / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        f"torch=={version('torch').partition('+')[0]}",
+    ]
     shell(*pip, *oldest, "-r", "requirements-dev.txt", timeout=1800, check=True)
-    done = shell(pip[0], "-m", "pytest", "-q", "-n2", "-m", "not slow and not nightly", timeout=1800)
+    done = shell(
+        pip[0], "-m", "pytest", "-q", "-n2", "-m", "not slow and not nightly", timeout=1800
+    )
     assert done.returncode == 0, done.stdout

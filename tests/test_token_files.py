@@ -1,5 +1,6 @@
-"""Data folders: token files with their checksums and descriptions, which anybody may have made; the windows of a split,
-each once in an epoch, in an order for ever, in memory ahead of the training loop.
+"""Data folders: token files with their checksums and descriptions, which anybody may have made; the
+windows of a split, each once in an epoch, in an order for ever, in memory ahead of the training
+loop.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ from hypothesis import strategies as st
 
 import data.dataset
 from data import meta_files
-from data.batching import Batching
-from data.dataset import Checksums
-from data.loader import AHEAD, Loader
+from data.batches import AHEAD, BatchSplit, Checksums, Loader, Split, open_tokens
 from data.meta_files import read_record, to_json
 from data.prepared import write_dataset
-from data.splits import Split
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, open_tokens, read_meta, token_files
+from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, read_meta, token_files
 from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
-from deskgpt.system.files import write_atomically
+from deskgpt.files import write_atomically
 
 BYTES = np.arange(250, dtype=np.uint16)
 
 
-def llmc_file(ids: list[int], magic: int = MAGIC, version: int = VERSION, tokens: int | None = None) -> bytes:
+def llmc_file(
+    ids: list[int], magic: int = MAGIC, version: int = VERSION, tokens: int | None = None
+) -> bytes:
     """Return a token file in llm.c's format. tokens: their number, as its header has it."""
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = magic, version, len(ids) if tokens is None else tokens
     return header.tobytes() + np.array(ids, "<u2").tobytes()
 
 
-@given(ids=st.lists(st.integers(0, 65535), min_size=1, max_size=700), header=st.booleans(), draw=st.data())
+@given(
+    ids=st.lists(st.integers(0, 65535), min_size=1, max_size=700),
+    header=st.booleans(),
+    draw=st.data(),
+)
 def test_any_piece_of_a_token_file_is_read_as_it_was_written(tmp_path_factory, ids, header, draw):
     path = tmp_path_factory.mktemp("t") / "x.bin"
     path.write_bytes(llmc_file(ids) if header else np.array(ids, "<u2").tobytes())
@@ -81,7 +85,8 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_st
 
     with open(path, "r+b") as file:
         file.write(b"\x05")
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # the system's clock may not have ticked meanwhile
+    # The system's clock may not have ticked meanwhile.
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     assert [shard.was_written(), shard.was_written()] == [True, False]
     os.truncate(path, 60)
     with raises_one_line(path, "shorter", "200 bytes", 60, "prepare the data again"):
@@ -91,19 +96,27 @@ def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_st
 def test_dataset_is_a_folder_below_data_or_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-    found = [data.token_files.dataset_folder(name) for name in ("mine", "./mine/", str(tmp_path / "mine"), "text")]
+    found = [
+        data.token_files.dataset_folder(name)
+        for name in ("mine", "./mine/", str(tmp_path / "mine"), "text")
+    ]
     assert [path.resolve() for path in found] == [tmp_path / "mine"] * 3 + [ROOT / "data" / "text"]
 
 
 # The files of a folder without a list, and those that are read as train; None if that is not clear.
 FOUND: list[tuple[list[str], list[str] | None]] = [
     (["train.bin", "train_old.bin", "train_000.bin"], ["train.bin"]),
-    (["web_train_000002.bin", "web_train_000001.bin"], ["web_train_000001.bin", "web_train_000002.bin"]),
+    (
+        ["web_train_000002.bin", "web_train_000001.bin"],
+        ["web_train_000001.bin", "web_train_000002.bin"],
+    ),
     (["a_train_000001.bin", "b_train_000001.bin"], None),
 ]
 
 
-@pytest.mark.parametrize(("names", "read"), FOUND, ids=lambda value: " ".join(value or ["an error"]))
+@pytest.mark.parametrize(
+    ("names", "read"), FOUND, ids=lambda value: " ".join(value or ["an error"])
+)
 def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names, read):
     for name in names:
         np.arange(300, 320, dtype=np.uint16).tofile(tmp_path / name)
@@ -115,16 +128,22 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names,
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
-def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(tmp_path, monkeypatch, at_once):
+def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(
+    tmp_path, monkeypatch, at_once
+):
     def verified() -> str:
-        checksums = Checksums(tmp_path, [Split(tmp_path, split, 8, 256) for split in ("train", "val")])
+        checksums = Checksums(
+            tmp_path, [Split(tmp_path, split, 8, 256) for split in ("train", "val")]
+        )
         checksums._thread.join()
         checksums.check()
         return checksums.state
 
     write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    monkeypatch.setattr(data.dataset, "AT_ONCE", 1 << 30 if at_once else 0)
-    assert verified() == ("checksums verified" if at_once else "checksums are verified while it trains")
+    monkeypatch.setattr("data.batches.AT_ONCE", 1 << 30 if at_once else 0)
+    assert verified() == (
+        "checksums verified" if at_once else "checksums are verified while it trains"
+    )
     flipped = BYTES.copy()
     flipped[3] ^= 1
     flipped.tofile(tmp_path / "val.bin")
@@ -142,10 +161,13 @@ def test_vocabularies_must_match(tmp_path):
     for size, tokenizer in ((65, None), (3, other)):
         with raises_one_line(tmp_path, 3, size, "prepare the data", "--init_from=scratch"):
             check_vocabulary(tmp_path, meta, size, tokenizer)
-    check_vocabulary(tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}, 50304, {"name": "gpt2"})  # padded
+    # padded
+    check_vocabulary(
+        tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}, 50304, {"name": "gpt2"}
+    )
 
 
-# ---- meta.json -----------------------------------------------------------------------------------------------
+# ---- meta.json -----------------------------------------------------------------------------------
 
 ENTRY = {"tokens": 5, "sha256": "0" * 64}
 META: dict[str, Any] = {
@@ -173,7 +195,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("tokenizer", {"name": "char", "chars": "aba"}, "twice"),
     ("tokenizer", {"name": "bpe", "merges": "h e\nhe y"}, "vocab_size=3"),  # which makes 259
     ("tokenizer", {"name": "bpe", "merges": "h e\nthe y"}, "merge 2"),
-    ("tokenizer", {"name": "bpe", "merges": "\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8))}, "merge 8"),
+    (
+        "tokenizer",
+        {"name": "bpe", "merges": "\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8))},
+        "merge 8",
+    ),
     ("tokenizer", {"name": "bpe", "merges": "h" * (MOST_MERGES_BYTES + 1)}, "merges"),
     ("end_of_text", 3, "end_of_text=3"),
     ("files", {"train.bin": ENTRY | {"tokens": 1e300}}, "tokens=1e+300"),
@@ -184,7 +210,9 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "named"), WRONG)
-def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(tmp_path, key, value, named):
+def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(
+    tmp_path, key, value, named
+):
     (tmp_path / "meta.json").write_bytes(to_json(META | {key: value}))
     with pytest.raises(ValueError, match="does not describe token files") as e:
         read_meta(tmp_path)
@@ -202,31 +230,53 @@ def test_odd_json_is_one_line_and_what_is_far_too_large_is_not_read(tmp_path):
         read_meta(tmp_path)
 
 
-# ---- meta.pkl ------------------------------------------------------------------------------------------------
+# ---- meta.pkl ------------------------------------------------------------------------------------
 
 
 def nanogpt(chars: str) -> dict[str, Any]:
-    return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
+    return {
+        "vocab_size": len(chars),
+        "itos": dict(enumerate(chars)),
+        "stoi": {c: i for i, c in enumerate(chars)},
+    }
 
 
-def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_but_not_beside_meta_json_and_gpt2_needs_neither(tmp_path):
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_not_beside_meta_json_gpt2_needs_neither(
+    tmp_path,
+):
+    assert read_meta(tmp_path) == {
+        "tokenizer": {"name": "gpt2"},
+        "vocab_size": 50257,
+        "end_of_text": 50256,
+    }
     chars = "\n !Aaéſ日🧀"
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt(chars), protocol))
-        expected = {"tokenizer": {"name": "char", "chars": chars}, "vocab_size": len(chars), "end_of_text": None}
+        expected = {
+            "tokenizer": {"name": "char", "chars": chars},
+            "vocab_size": len(chars),
+            "end_of_text": None,
+        }
         assert read_meta(tmp_path) == expected
     for meta in ({"vocab_size": 3}, {"vocab_size": 3, "itos": {0: "to", 1: "be", 2: "a"}}):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
         assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 3, "end_of_text": None}
     write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    assert read_meta(tmp_path) == {"tokenizer": {"name": "bytes"}, "vocab_size": 256, "end_of_text": None}
+    assert read_meta(tmp_path) == {
+        "tokenizer": {"name": "bytes"},
+        "vocab_size": 256,
+        "end_of_text": None,
+    }
 
 
-def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_nothing(tmp_path, monkeypatch):
+def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_nothing(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     wrong: list[dict[str, Any]] = [{"vocab_size": size} for size in (3, 1 << 40, None)]
-    wrong += [{"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Code())]
+    wrong += [
+        {"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Code())
+    ]
     wrong += [{"stoi": {"a": 1, "b": 0}}]
     for change in wrong:
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt("ab") | change))
@@ -235,7 +285,7 @@ def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_n
     assert not (tmp_path / "ran").exists()
 
 
-# ---- the windows of a split ----------------------------------------------------------------------------------
+# ---- the windows of a split ----------------------------------------------------------------------
 
 
 @st.composite
@@ -273,13 +323,17 @@ def test_every_window_once_per_epoch(tmp_path_factory, parts, global_batch, epoc
     assert len(seen) == len(set(seen)) == split.n_windows * block  # nothing twice
     ends = np.cumsum(lengths)
     whole = sum((n - 1) // block for n in lengths)
-    assert whole - len(lengths) <= split.n_windows <= whole  # and nothing left out but a window's worth per shard
+    # And nothing left out but a window's worth per shard.
+    assert whole - len(lengths) <= split.n_windows <= whole
     starts = np.array(seen).reshape(-1, block)[:, 0]
-    assert (np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")).all()
+    assert (
+        np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")
+    ).all()
 
 
 def test_order_is_the_one_that_earlier_versions_had(tmp_path):
-    """Recorded from 561cab2: a resumed run continues with the very next batch, whatever version began it.
+    """Recorded from 561cab2: a resumed run continues with the very next batch, whatever version
+    began it.
 
     Epochs and seeds have orders of their own there.
     """
@@ -302,13 +356,25 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path):
 def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
     split = make(tmp_path / "a", [400, 401])
     assert split.n_eval_windows(10**6) == 49 + 50
-    assert make(tmp_path / "b", [400, 401], seed=2).eval_digest(10) == split.eval_digest(10)  # another seed
+    # Another seed
+    assert make(tmp_path / "b", [400, 401], seed=2).eval_digest(10) == split.eval_digest(10)
     others = [make(tmp_path / "d", [801]), make(tmp_path / "e", [400, 401], 9)]
-    assert len({split.eval_digest(10), split.eval_digest(11), *(other.eval_digest(10) for other in others)}) == 4
+    assert (
+        len(
+            {
+                split.eval_digest(10),
+                split.eval_digest(11),
+                *(other.eval_digest(10) for other in others),
+            }
+        )
+        == 4
+    )
 
 
 @given(splits(), st.integers(1, 50), st.integers(1, 5))
-def test_evaluation_windows_are_fixed_apart_and_all_counted(tmp_path_factory, parts, at_most, batch):
+def test_evaluation_windows_are_fixed_apart_and_all_counted(
+    tmp_path_factory, parts, at_most, batch
+):
     split = make(tmp_path_factory.mktemp("s"), *parts)
     n = split.n_eval_windows(at_most)
     assert n == min(at_most, sum((length - 1) // split.block_size for length in parts[0]))
@@ -340,7 +406,7 @@ def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
 def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_trained_on(tmp_path):
     split = make(tmp_path, [50], 49)
     split.vocab_size = 17
-    loader = Loader(split, Batching(2), CPU)
+    loader = Loader(split, BatchSplit(2), CPU)
     with raises_one_line("train_000.bin: token 17 is 17"):
         next(loader.step())
     loader.close()
@@ -359,7 +425,7 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
         return read(step, rows, global_batch)
 
     monkeypatch.setattr(split, "train_batch", slow)
-    loader = Loader(split, Batching(2), CPU, waited=waits.append)
+    loader = Loader(split, BatchSplit(2), CPU, waited=waits.append)
     threading.Timer(0.1, may_read.set).start()
     [*loader.step()]
     [waited] = waits

@@ -1,4 +1,6 @@
-"""What you read is what runs: a changed model or loop does what a plain loop would do, and nothing else runs it."""
+"""What you read is what runs: a changed model or loop does what a plain loop would do, and nothing
+else runs it.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,23 @@ from torch._dynamo.testing import CompileCounter
 
 import model as definition
 import train
-from deskgpt.checkpoint import store
-from deskgpt.compute import optimizer as optimizers
-from deskgpt.compute.variant import Variant, apply_variant
-from deskgpt.run.health import Health
-from deskgpt.run.schedule import Schedule
-from deskgpt.run.settings import NOT_LEARNING, SCHEDULE, known_settings
-from deskgpt.run.train_state import TrainState
-from deskgpt.system.hardware import autocast
+from deskgpt.checkpoint import load_checkpoint, save_checkpoint
+from deskgpt.compute import ComputeMode, apply_compute, autocast
+from deskgpt.monitor import LossMonitor
+from deskgpt.optim import keep_rates_of_groups
+from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
+from deskgpt.stopping import Schedule
+from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
 from train import TrainConfig, main
 
-# ---- a changed model -----------------------------------------------------------------------------------------
+# ---- a changed model -----------------------------------------------------------------------------
 
 
 def with_counter_and_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop whole positions by a generator of numpy that the model owns: more, the more passes it has counted."""
+    """Drop whole positions by a generator of numpy that the model owns: more, the more passes it
+    has counted.
+    """
     init, forward = Transformer.__init__, Transformer.forward
 
     def with_generator(self: Any, config: GPTConfig) -> None:
@@ -53,7 +56,9 @@ def with_counter_and_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.training:
             return x
         self.passes += 1
-        return x * torch.from_numpy(self.generator.random(idx.size(1)) > 0.05 * self.passes)[:, None]
+        return (
+            x * torch.from_numpy(self.generator.random(idx.size(1)) > 0.05 * self.passes)[:, None]
+        )
 
     monkeypatch.setattr(Transformer, "__init__", with_generator)
     monkeypatch.setattr(Transformer, "forward", dropping)
@@ -75,14 +80,17 @@ def with_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
             p.register_hook(functools.partial(add_mean, name))
 
     monkeypatch.setattr(GPT, "__init__", hooked)
-    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)  # so that the loss is computed in chunks
+    # So that the loss is computed in chunks.
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1000)
 
 
 GLOBAL: dict[str, Any] = {}
 
 
 def with_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention reads which document a token belongs to (token 3 is rare), and a window that narrows."""
+    """Attention reads which document a token belongs to (token 3 is rare), and a window that
+    narrows.
+    """
     forward = Transformer.forward
 
     def with_documents(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
@@ -103,8 +111,12 @@ def with_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "attention", attention)
 
 
-@pytest.mark.parametrize("change", [with_counter_and_numpy, with_hooks, with_globals], ids=lambda f: f.__name__)
-def test_changed_model_trains_as_a_plain_loop_trains_it(change, chars, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "change", [with_counter_and_numpy, with_hooks, with_globals], ids=lambda f: f.__name__
+)
+def test_changed_model_trains_as_a_plain_loop_trains_it(
+    change, chars, tmp_path, monkeypatch, capsys
+):
     """It keeps a state that every pass and every gradient moves."""
     change(monkeypatch)
     GLOBAL.clear()
@@ -112,8 +124,8 @@ def test_changed_model_trains_as_a_plain_loop_trains_it(change, chars, tmp_path,
     main(c)
     assert not re.search("warning|disagrees|wrong", capsys.readouterr().out)
     GLOBAL.clear()
-    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1 << 25)  # all logits at once
-    expected, losses = plain_loop(c, store.load(tmp_path).model_args["vocab_size"])
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1 << 25)  # all logits at once
+    expected, losses = plain_loop(c, load_checkpoint(tmp_path).model_args["vocab_size"])
     assert [e["loss"] for e in events(tmp_path, "iter")] == pytest.approx(losses, rel=1e-5)
     for name, w in weights(tmp_path).items():
         assert (w - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
@@ -129,7 +141,8 @@ def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_pa
 
     monkeypatch.setattr(Transformer, "forward", count)
     main(tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True))
-    assert passes == {True: 6 * 2, False: 3 * 2 * 2}  # evaluations at 0, 3 and 6 read 2 batches of 2 splits
+    # Evaluations at 0, 3 and 6 read 2 batches of 2 splits.
+    assert passes == {True: 6 * 2, False: 3 * 2 * 2}
 
 
 class ParallelBlock(nn.Module):
@@ -152,12 +165,16 @@ class ParallelBlock(nn.Module):
         return x + self.attn(h, context) + self.mlp(h, context)
 
 
-def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compiled(chars, tmp_path, monkeypatch):
+def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compiled(
+    chars, tmp_path, monkeypatch
+):
     monkeypatch.setattr(definition, "Block", ParallelBlock)
     calls = {}
     for which in ("none", "full"):
         ParallelBlock.calls = 0
-        main(tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2))
+        main(
+            tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2)
+        )
         calls[which] = ParallelBlock.calls
     assert calls["full"] - calls["none"] == 2 * 2  # layers x steps
     assert_equal(weights(tmp_path / "full"), weights(tmp_path / "none"))
@@ -183,15 +200,20 @@ def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_pat
 
     monkeypatch.setattr(Transformer, "__init__", with_experts)
     monkeypatch.setattr(Transformer, "forward", routed)
-    monkeypatch.setattr("deskgpt.kernels.loss.LOGITS_ON_CPU", 1000)
+    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1000)
     losses = []
     for ranks in (1, 2):
-        run(ranks, tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3))
+        run(
+            ranks,
+            tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3),
+        )
         losses.append([e["loss"] for e in events(tmp_path / str(ranks), "iter")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_optimizer_of_torch_and_a_loss_that_is_summed_train_without_a_word(chars, tmp_path, monkeypatch, capsys):
+def test_optimizer_of_torch_and_a_loss_that_is_summed_train_without_a_word(
+    chars, tmp_path, monkeypatch, capsys
+):
     def rmsprop(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters(), lr=config.learning_rate, momentum=0.9)
 
@@ -207,7 +229,7 @@ def test_optimizer_of_torch_and_a_loss_that_is_summed_train_without_a_word(chars
     assert all(e["z"] > 0 for e in events(tmp_path, "iter"))
 
 
-# ---- a changed loop ------------------------------------------------------------------------------------------
+# ---- a changed loop ------------------------------------------------------------------------------
 
 
 def edited_train(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> ModuleType:
@@ -223,7 +245,9 @@ def edited_train(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> ModuleT
 
 
 def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> Any:
-    module.main(module.TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings)))
+    module.main(
+        module.TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
+    )
     return trajectory(out_dir), events(out_dir, "bad_step")
 
 
@@ -235,7 +259,9 @@ def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, mo
     assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
 
 
-def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, tmp_path, monkeypatch):
+def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(
+    chars, tmp_path, monkeypatch
+):
     """The second step has a NaN, whose batch is reported, too."""
 
     def with_nan(self: GPT, idx: Tensor, targets: Tensor) -> Any:
@@ -245,7 +271,9 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, t
 
     monkeypatch.setattr(GPT, "forward", with_nan)
     source = (ROOT / "train.py").read_text(encoding="utf-8")
-    lines = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", source, re.S)[0].splitlines(keepends=True)
+    lines = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", source, re.S)[0].splitlines(
+        keepends=True
+    )
     assert len(lines) == 5
     calls: list[bool] = []
     settings = {"max_iters": 4, "eval_interval": 2}
@@ -263,19 +291,28 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(chars, t
 def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
     rate = train.learning_rate
-    monkeypatch.setattr(train, "learning_rate", lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)))
+    monkeypatch.setattr(
+        train,
+        "learning_rate",
+        lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)),
+    )
     with raises_one_line("learning rate at step 3", "resume_changed=True"):
         main(resumed(tmp_path, max_iters=6))
 
 
-def test_learning_rate_that_is_changed_in_main_is_said_by_a_resumed_run(chars, tmp_path, monkeypatch, capsys):
+def test_learning_rate_that_is_changed_in_main_is_said_by_a_resumed_run(
+    chars, tmp_path, monkeypatch, capsys
+):
     main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
     main(resumed(tmp_path, max_iters=5))
     assert "changed: learning rate" not in capsys.readouterr().out
     lr = "lr = learning_rate(state.schedule, step)"
     edited_train(monkeypatch, lr, lr.replace("= ", "= 0.5 * ")).main(resumed(tmp_path, max_iters=7))
     changed = re.findall("^changed: learning rate .*", capsys.readouterr().out, re.M)
-    assert [line.split(" times")[0] for line in changed] == ["changed: learning rate at step 5: 0.5"] * 2  # groups
+    # groups
+    assert [line.split(" times")[0] for line in changed] == [
+        "changed: learning rate at step 5: 0.5"
+    ] * 2
 
 
 def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, monkeypatch):
@@ -286,7 +323,9 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
         optimizer = make(config, model, dtype)
         biases = optimizer.param_groups[1]
         biases["lr"] = own * config.learning_rate
-        optimizer.register_step_pre_hook(lambda *_: shares.append([g["lr"] for g in optimizer.param_groups]))
+        optimizer.register_step_pre_hook(
+            lambda *_: shares.append([g["lr"] for g in optimizer.param_groups])
+        )
         return optimizer
 
     monkeypatch.setattr(train, "build_optimizer", with_own)
@@ -298,10 +337,16 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
         shares.clear()
     assert weights(tmp_path / "0.0")["transformer.ln_f.weight"].eq(1).all()
     with raises_one_line("lr=0.1", "learning_rate=0"):
-        optimizers.keep_rates_of_groups(torch.optim.SGD([{"params": [torch.ones(1)], "lr": 0.1}], lr=1.0), 0.0)
+        keep_rates_of_groups(torch.optim.SGD([{"params": [torch.ones(1)], "lr": 0.1}], lr=1.0), 0.0)
 
 
-SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 32}
+SMALLEST: dict[str, Any] = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 8,
+    "vocab_size": 32,
+}
 # A choice of a Literal, and what must not take a new one for its last branch.
 NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("position", GPT),
@@ -309,15 +354,20 @@ NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("activation", lambda c: GPT(c)(torch.zeros(1, 4, dtype=torch.long))),
     ("optimizer", lambda c: train.build_optimizer(c, GPT(GPTConfig(**SMALLEST)))),
     ("lr_schedule", lambda c: train.learning_rate(Schedule.of(c), c.max_iters // 2)),
-    ("activation_checkpoint", lambda c: apply_variant(MagicMock(), Variant(recompute=c.activation_checkpoint))),
-    ("on_spike", lambda c: Health(MagicMock(), MagicMock(), MagicMock(), c.on_spike)),
+    (
+        "activation_checkpoint",
+        lambda c: apply_compute(MagicMock(), ComputeMode(recompute=c.activation_checkpoint)),
+    ),
+    ("on_spike", lambda c: LossMonitor(MagicMock(), MagicMock(), MagicMock(), c.on_spike)),
     ("dtype", lambda c: autocast(torch.device("cpu"), c.dtype)),
 ]
 
 
 @pytest.mark.parametrize(("name", "compute"), NEW_CHOICES)
 def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, compute):
-    config: Any = GPTConfig(**SMALLEST) if name in definition.MODERN_CHOICES else TrainConfig(dtype="float32")
+    config: Any = (
+        GPTConfig(**SMALLEST) if name in definition.MODERN_CHOICES else TrainConfig(dtype="float32")
+    )
     compute(config)
     object.__setattr__(config, name, "new")  # as if its Literal had it
     with pytest.raises((ValueError, KeyError), match="new"):
@@ -326,7 +376,9 @@ def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, co
 
 def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path, monkeypatch):
     for name in ("mfu", "lr", "iter"):
-        module = edited_train(monkeypatch, "lr, tokens, grad_norm", f"lr, tokens, {name}=0.5, grad_norm")
+        module = edited_train(
+            monkeypatch, "lr, tokens, grad_norm", f"lr, tokens, {name}=0.5, grad_norm"
+        )
         with raises_one_line(f"report.step({name}=...)", "another name"):
             run_of(module, chars, tmp_path / name, max_iters=1)
 
@@ -336,13 +388,20 @@ def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch)
     saved = GPTConfig(**SMALLEST).as_args(), GPTConfig(**SMALLEST | modern).as_args()
     assert saved[0].keys() == {*definition.NANOGPT_ARGS}
     initialise = GPTConfig.__init__
-    monkeypatch.setattr(GPTConfig, "__init__", lambda self, **given: initialise(self, **modern | given))
+    monkeypatch.setattr(
+        GPTConfig, "__init__", lambda self, **given: initialise(self, **modern | given)
+    )
     assert GPTConfig(**SMALLEST).norm == "rms"
     assert [GPTConfig.from_args(args, "").norm for args in saved] == ["layer", "rms"]
     assert [GPTConfig.from_args(args, "").as_args() for args in saved] == [*saved]
     assert GPTConfig(**SMALLEST).as_args() == saved[1]
-    nanogpts = known_settings(TrainConfig, {"learning_rate": 1e-3})  # which has no other schedule and optimizer
-    assert (nanogpts["norm"], nanogpts["optimizer"], nanogpts["lr_schedule"]) == ("layer", "adamw", "cosine")
+    # Which has no other schedule and optimizer.
+    nanogpts = known_settings(TrainConfig, {"learning_rate": 1e-3})
+    assert (nanogpts["norm"], nanogpts["optimizer"], nanogpts["lr_schedule"]) == (
+        "layer",
+        "adamw",
+        "cosine",
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -354,7 +413,9 @@ class CountingState(TrainState):
         return super().checkpoint(*given)
 
 
-def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(chars, tmp_path, monkeypatch):
+def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
+    chars, tmp_path, monkeypatch
+):
     found = []
     resume = TrainState.resume
 
@@ -367,18 +428,38 @@ def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
     main(tiny(chars, tmp_path, max_iters=2))
     main(resumed(tmp_path))
     assert found == [12]
-    saved = store.load(tmp_path)
+    saved = load_checkpoint(tmp_path)
     damaged = (saved.progress or {}) | {"tokens_seen": "many"}
-    store.save(dataclasses.replace(saved, progress=damaged), tmp_path, best=False)
+    save_checkpoint(dataclasses.replace(saved, progress=damaged), tmp_path, best=False)
     with raises_one_line("damaged"):
         main(resumed(tmp_path))
 
 
-# Each setting is of learning unless deskgpt/run/settings.py lists it. Whoever adds one decides, and writes it here or
-# there.
+# Each setting is of learning unless deskgpt/resume.py lists it. Whoever adds one decides, and
+# writes it here or there.
 OF_LEARNING = {
-    *("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias", "position", "norm", "qk_norm", "embedding_norm"),
-    *("activation", "tie_weights", "zero_init", "token_shift", "optimizer", "weight_decay", "beta1", "beta2"),
+    *(
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "block_size",
+        "dropout",
+        "bias",
+        "position",
+        "norm",
+        "qk_norm",
+        "embedding_norm",
+    ),
+    *(
+        "activation",
+        "tie_weights",
+        "zero_init",
+        "token_shift",
+        "optimizer",
+        "weight_decay",
+        "beta1",
+        "beta2",
+    ),
     *("momentum", "grad_clip", "seed", *SCHEDULE),
 }
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from deskgpt.checkpoint.optimizer_state import OptimizerState
-from deskgpt.checkpoint.store import Checkpoint
-from deskgpt.compute.optimizer import make_optimizer
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.optim import OptimizerState, make_optimizer
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
@@ -28,7 +27,9 @@ MODERN = replace(SMALL, bias=False, **MODERN_SETTINGS)
 
 
 def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
-    """Return a model whose biases and gains are random too, so that a test notices if they are left out."""
+    """Return a model whose biases and gains are random too, so that a test notices if they are left
+    out.
+    """
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():

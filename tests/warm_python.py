@@ -1,12 +1,13 @@
-"""A Python that starts in a moment, because it is a fork of one that has imported torch already. Elsewhere than on
-Linux, it is Python itself.
+"""A Python that starts in a moment, because it is a fork of one that has imported torch already.
+
+Elsewhere than on Linux, it is Python itself.
 
     with warm_python(FOLDER / "python"):
         subprocess.run([FOLDER / "python", "train.py", "--help"])
 
-Importing torch takes two seconds of processor time, and what the first optimizer imports takes another one and a half:
-most of what a tiny run takes. At its end Python would take another 0.3 s to destroy what the fork shares with others.
-Nothing of the repository is imported before the fork.
+Importing torch takes two seconds of processor time, and what the first optimizer imports takes
+another one and a half: most of what a tiny run takes. At its end Python would take another 0.3 s to
+destroy what the fork shares with others. Nothing of the repository is imported before the fork.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Passes on its arguments, folder, environment and standard files, and ends with the exit status of the fork.
+# Passes on its arguments, folder, environment and standard files, and ends with the exit status of
+# the fork.
 CLIENT = """
 import json, os, socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -46,17 +48,24 @@ def write_program(path: Path, *command: str) -> None:
 
 @contextmanager
 def warm_python(program: Path) -> Iterator[None]:
-    """Write `program`, which takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE, within the block."""
+    """Write `program`, which takes the arguments of Python: [-u] SCRIPT, -m MODULE or -c CODE,
+    within the block.
+    """
     if sys.platform != "linux":
         write_program(program, sys.executable)
         yield
         return
-    with tempfile.TemporaryDirectory() as private, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    with (
+        tempfile.TemporaryDirectory() as private,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+    ):
         address = f"{private}/socket"
         listening.bind(address)
         listening.listen()
         number = listening.fileno()
-        server = subprocess.Popen([sys.executable, __file__, str(number), program], pass_fds=[number], process_group=0)
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(number), program], pass_fds=[number], process_group=0
+        )
         write_program(program, sys.executable, "-IS", "-c", CLIENT, address)
         try:
             yield
@@ -66,13 +75,16 @@ def warm_python(program: Path) -> Iterator[None]:
 
 
 def serve(number: int) -> tuple[list[str], socket.socket]:
-    """Fork for each connection to the socket of this number. Return, in the fork, Python's arguments and its client.
+    """Fork for each connection to the socket of this number.
+
+    Return, in the fork, Python's arguments and its client.
 
     A client that is killed takes the fork with it.
     """
     import torch._dynamo  # noqa: F401 (imports torch too)
 
-    gc.freeze()  # otherwise each fork takes a second to collect what was imported before it, at its end
+    # Otherwise each fork takes a second to collect what was imported before it, at its end.
+    gc.freeze()
     listening = socket.socket(fileno=number)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     client, _ = listening.accept()
@@ -85,7 +97,8 @@ def serve(number: int) -> tuple[list[str], socket.socket]:
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # by lines, which is what our scripts print
+    # By lines, which is what our scripts print.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     arguments, folder, environment = json.loads(request)
     os.chdir(folder)
     os.environ.clear()

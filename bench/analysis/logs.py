@@ -1,7 +1,8 @@
 """Read training runs: the log.jsonl of an out_dir, or the text that nanoGPT printed.
 
-A figure that a log does not have is missing from its event, or None. nanoGPT times a step together with the evaluation
-before it, and its MFU is a mean over such times; both are taken apart again here.
+A figure that a log does not have is missing from its event, or None. nanoGPT times a step together
+with the evaluation before it, and its MFU is a mean over such times; both are taken apart again
+here.
 """
 
 from __future__ import annotations
@@ -15,18 +16,43 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from deskgpt.run.log import MOST_BYTES, event_of
-from deskgpt.run.settings import WITHOUT_CHOICE
-from deskgpt.system.files import read_small
+from deskgpt.files import read_small
+from deskgpt.logger import MOST_BYTES, event_of
+from deskgpt.resume import WITHOUT_CHOICE
 from train import TrainConfig
 
-NANOGPT_PEAK = 312e12  # FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16
+# FLOP/s that nanoGPT's MFU refers to, whatever the device: an A100 in bfloat16.
+NANOGPT_PEAK = 312e12
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 # Fields of a log's first event that describe the run: numbers, and texts or booleans.
-COUNTS = {"parameters", "flops_per_token", "tokens_per_step", "world_size", "peak_flops", "warm_up_s", "train_tokens"}
-DESCRIPTIONS = {"tokenizer", "val_sha256", "device", "dtype", "residual_dtype", "cpu_kernels", "compiled"}
+COUNTS = {
+    "parameters",
+    "flops_per_token",
+    "tokens_per_step",
+    "world_size",
+    "peak_flops",
+    "warm_up_s",
+    "train_tokens",
+}
+DESCRIPTIONS = {
+    "tokenizer",
+    "val_sha256",
+    "device",
+    "dtype",
+    "residual_dtype",
+    "cpu_kernels",
+    "compiled",
+}
 DESCRIPTIONS |= {"git_commit", "peak_source"}
-NOT_NEGATIVE = COUNTS | {"time_ms", "mfu", "tokens", "train_s", "eval_s", "val_se", "peak_memory_bytes"}
+NOT_NEGATIVE = COUNTS | {
+    "time_ms",
+    "mfu",
+    "tokens",
+    "train_s",
+    "eval_s",
+    "val_se",
+    "peak_memory_bytes",
+}
 MOST_STEPS = 10**15
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
 
@@ -35,11 +61,15 @@ Event = dict[str, Any]
 
 @dataclass
 class Run:
-    """A training run. Tokens and seconds of training count from its beginning; evaluation is in neither."""
+    """A training run.
+
+    Tokens and seconds of training count from its beginning; evaluation is in neither.
+    """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)  # of nanoGPT's only what it printed
-    start: dict[str, Any] = field(default_factory=dict)  # metadata: parameters, tokens_per_step, peak_flops, device ...
+    # metadata: parameters, tokens_per_step, peak_flops, device ...
+    start: dict[str, Any] = field(default_factory=dict)
     iters: list[Event] = field(default_factory=list)  # numbers of steps, each step once
     evals: list[Event] = field(default_factory=list)  # numbers of evaluations, and eval_digest
     samples: list[Event] = field(default_factory=list)  # texts that the model wrote
@@ -71,15 +101,23 @@ class Run:
 
     @property
     def schedule_end(self) -> int | None:
-        """Return the step at which the learning rate has decayed; None if that is not known or it is constant."""
+        """Return the step at which the learning rate has decayed; None if that is not known or it
+        is constant.
+        """
         if self.settings.get("max_minutes"):  # the other settings are the first plan
             return self.last.get("iter") if self.end else None
         end = self.settings.get("lr_decay_iters") or self.settings.get("max_iters")
-        return end if type(end) is int and end > 0 and self.settings.get("decay_lr") is not False else None
+        return (
+            end
+            if type(end) is int and end > 0 and self.settings.get("decay_lr") is not False
+            else None
+        )
 
     @property
     def step_ms(self) -> list[float]:
-        """Return the known times of single steps, in order, without the run's first step, which still warms up."""
+        """Return the known times of single steps, in order, without the run's first step, which
+        still warms up.
+        """
         known = [(e["iter"], e["time_ms"]) for e in self.iters if e.get("time_ms")]
         return [ms for step, ms in known if step > 0] or [ms for _, ms in known]
 
@@ -95,14 +133,19 @@ class Run:
     def mfu(self, peak: float | None) -> float | None:
         """Return the model's FLOP/s over this peak, without the time of evaluations."""
         rate = self.tokens_per_s
-        return rate * self.flops_per_token / peak if rate and self.flops_per_token and peak else None
+        return (
+            rate * self.flops_per_token / peak if rate and self.flops_per_token and peak else None
+        )
 
 
-# ---- reading -------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_runs(paths: list[str]) -> list[Run]:
-    """Read runs as `read_run`. Names of several runs begin with A, B, C ..., so that no two are the same."""
+    """Read runs as `read_run`.
+
+    Names of several runs begin with A, B, C ..., so that no two are the same.
+    """
     runs = [read_run(path) for path in paths]
     for letter, run in zip(letters(len(runs)), runs, strict=True):
         run.name = f"{letter}: {run.name}" if len(runs) > 1 else run.name
@@ -115,30 +158,42 @@ def letters(n: int) -> list[str]:
 
 
 def read_run(path: str) -> Run:
-    """Read the run in an out_dir, a log.jsonl or a text file of nanoGPT's. Raise ValueError if there is none."""
+    """Read the run in an out_dir, a log.jsonl or a text file of nanoGPT's.
+
+    Raise ValueError if there is none.
+    """
     file = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
     try:
         raw = read_small(file, MOST_BYTES)
     except OSError as e:
-        raise ValueError(f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed") from None
-    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16
+        raise ValueError(
+            f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed"
+        ) from None
+    # PowerShell writes UTF-16
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     text = raw.decode(encoding, errors="replace")
     name = file.resolve().parent.name if file.name == "log.jsonl" else file.stem
     run = Run(name.encode("utf-8", "replace").decode())  # Linux allows names that are not text
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         add_logged(run, text)
     elif OURS.search(text):
-        raise ValueError(f"{file}: train.py printed this; name the out_dir of the run, whose log.jsonl says more")
+        raise ValueError(
+            f"{file}: train.py printed this; name the out_dir of the run, whose log.jsonl says more"
+        )
     else:
         add_printed(run, text)
     if not run.iters and not run.evals:
-        raise ValueError(f"{file} has no line of a training run (step N: train loss ..., iter N: loss ...)")
+        raise ValueError(
+            f"{file} has no line of a training run (step N: train loss ..., iter N: loss ...)"
+        )
     complete(run)
     return run
 
 
 def numbers(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an event that are numbers and can be right: no NaN, no infinity, no 1e300."""
+    """Return the fields of an event that are numbers and can be right: no NaN, no infinity, no
+    1e300.
+    """
     found = {}
     for name, value in event.items():
         if type(value) not in (int, float) or len(name) > 100:
@@ -152,11 +207,14 @@ def numbers(event: Mapping[str, Any]) -> dict[str, Any]:
 def add_logged(run: Run, text: str) -> None:
     """Fill a run from its log.jsonl."""
     lines = [line for line in text.splitlines() if line.strip()]
-    events = [e for e in map(event_of, lines) if e is not None and type(e.setdefault("iter", 0)) is int]
+    events = [
+        e for e in map(event_of, lines) if e is not None and type(e.setdefault("iter", 0)) is int
+    ]
     events = [e for e in events if 0 <= e["iter"] < MOST_STEPS]
     for event in events:
         if event["event"] == "start":
-            # In a run from before a setting existed, what is its default now was the only way, or what was then.
+            # In a run from before a setting existed, what is its default now was the only way, or
+            # what was then.
             settings = event["settings"] if isinstance(event.get("settings"), dict) else {}
             event["settings"] = DEFAULTS | WITHOUT_CHOICE | settings
     add_events(run, events)
@@ -167,14 +225,20 @@ def add_logged(run: Run, text: str) -> None:
 
 
 def add_events(run: Run, events: list[Event]) -> None:
-    """Fill a run from its events. Each step counts once, with its last figures: a resumed run repeats some."""
+    """Fill a run from its events.
+
+    Each step counts once, with its last figures: a resumed run repeats some.
+    """
     seen: dict[str, dict[int, Event]] = {"iter": {}, "eval": {}, "sample": {}}  # by kind and step
     earlier_s = 0.0  # seconds of training before the latest start, whose own count begins at 0
     for event in events:
         kind, step = event["event"], event["iter"]
         if kind in ("start", "rewind"):
             at_start = seen["eval"].get(step, {})
-            seen = {name: {i: e for i, e in of_kind.items() if i < step} for name, of_kind in seen.items()}
+            seen = {
+                name: {i: e for i, e in of_kind.items() if i < step}
+                for name, of_kind in seen.items()
+            }
         if kind == "start":
             add_start(run, event)
             passed = [*seen["iter"].values(), at_start]
@@ -189,46 +253,73 @@ def add_events(run: Run, events: list[Event]) -> None:
             seen[kind][step] = {"iter": step, "texts": [str(text) for text in event["texts"]]}
         elif kind == "end":
             run.end = event
-    run.iters, run.evals, run.samples = ([of_kind[i] for i in sorted(of_kind)] for of_kind in seen.values())
+    run.iters, run.evals, run.samples = (
+        [of_kind[i] for i in sorted(of_kind)] for of_kind in seen.values()
+    )
 
 
 def add_start(run: Run, event: Event) -> None:
-    """Take over the settings and the metadata of a start event, of which a resumed run has several."""
+    """Take over the settings and the metadata of a start event, of which a resumed run has
+    several.
+    """
     plain = {name: v for name, v in event["settings"].items() if isinstance(v, str | bool | None)}
     settings = plain | numbers(event["settings"])
     if settings.get("init_from") in ("resume", "auto"):  # the run began earlier
         settings["init_from"] = run.settings.get("init_from")
-    start: dict[str, Any] = {name: value for name, value in numbers(event).items() if name in COUNTS}
-    start |= {name: event[name] for name in sorted(DESCRIPTIONS) if isinstance(event.get(name), str | bool)}
+    start: dict[str, Any] = {
+        name: value for name, value in numbers(event).items() if name in COUNTS
+    }
+    start |= {
+        name: event[name]
+        for name in sorted(DESCRIPTIONS)
+        if isinstance(event.get(name), str | bool)
+    }
     if isinstance(event.get("versions"), dict):
-        start["versions"] = ", ".join(f"{name} {value}" for name, value in event["versions"].items())
+        start["versions"] = ", ".join(
+            f"{name} {value}" for name, value in event["versions"].items()
+        )
     if "warm_up_s" in start:
         start["warm_up_s"] += run.start.get("warm_up_s", 0.0)
     run.settings, run.start, run.end = settings, start, {}
 
 
-# ---- printed logs --------------------------------------------------------------------------------------------
+# ---- printed logs --------------------------------------------------------------------------------
 
 NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
 STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
 ITERATION = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms(?:, mfu {NUMBER}%)?")
-OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|bits per byte|tok/s) ")  # only train.py's lines go on like this
+# Only train.py's lines go on like this.
+OURS = re.compile(r"\b(step|iter) \d+: .*, (eval time|bits per byte|tok/s) ")
 PARAMETERS = re.compile(rf"number of parameters: {NUMBER}M")
 TOKENS = re.compile(r"tokens per iteration will be: ([\d,]{1,20})")
-SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")  # of the command line, or of a config file
+# Of the command line, or of a config file.
+SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
 
 
 def add_printed(run: Run, text: str) -> None:
-    """Fill a run from what nanoGPT printed, whatever other lines there are before, between and after its own."""
+    """Fill a run from what nanoGPT printed, whatever other lines there are before, between and
+    after its own.
+    """
     start: Event = {"event": "start", "iter": 0, "settings": {}}
     events = [start]
     for line in re.split(r"[\r\n]+", text):
         line = line[:2000]
         if found := STEP.search(line):
-            event = {"event": "eval", "iter": int(found[1]), "train_loss": float(found[2]), "val_loss": float(found[3])}
+            event = {
+                "event": "eval",
+                "iter": int(found[1]),
+                "train_loss": float(found[2]),
+                "val_loss": float(found[3]),
+            }
         elif found := ITERATION.search(line):
-            event = {"event": "iter", "iter": int(found[1]), "loss": float(found[2]), "time_ms": float(found[3])}
-            event["mfu"] = float(found[4] or "nan") / 100  # -1 for its first steps, which is not a figure
+            event = {
+                "event": "iter",
+                "iter": int(found[1]),
+                "loss": float(found[2]),
+                "time_ms": float(found[3]),
+            }
+            # -1 for its first steps, which is not a figure
+            event["mfu"] = float(found[4] or "nan") / 100
         else:
             if len(events) == 1:  # nanoGPT prints its settings before its first step
                 add_metadata(start, line)
@@ -238,7 +329,10 @@ def add_printed(run: Run, text: str) -> None:
         events.append(event)
     n_rewinds = sum(event["event"] == "rewind" for event in events)
     if n_rewinds:
-        run.notes.append(f"its log begins {n_rewinds + 1} times; a step computed twice counts with its last figures")
+        run.notes.append(
+            f"its log begins {n_rewinds + 1} times; a step computed twice counts with its "
+            "last figures"
+        )
     add_events(run, [*events, {"event": "end", "iter": events[-1]["iter"]}])
     undo_evaluation(run)
 
@@ -259,8 +353,9 @@ def add_metadata(start: Event, line: str) -> None:
 def undo_evaluation(run: Run) -> None:
     """Take evaluation out of the times and the MFU that nanoGPT printed.
 
-    Its time of a step with an evaluation before it includes the evaluation and the saving. It prints 0.9 of the last
-    line's MFU and 0.1 of the step's own, so a printed MFU is a constant times a running mean of 1 / ms.
+    Its time of a step with an evaluation before it includes the evaluation and the saving. It
+    prints 0.9 of the last line's MFU and 0.1 of the step's own, so a printed MFU is a constant
+    times a running mean of 1 / ms.
     """
     running = None
     constants = []  # MFU x ms, the same for every step of a run
@@ -275,12 +370,14 @@ def undo_evaluation(run: Run) -> None:
         run.start["nanogpt_mfu"] = statistics.median(constants) / run.median_ms
 
 
-# ---- what a log leaves open ----------------------------------------------------------------------------------
+# ---- what a log leaves open ----------------------------------------------------------------------
 
 
 def complete(run: Run) -> None:
     """Fill in what follows from the rest: tokens, seconds of training, FLOPs."""
-    lost = [e["iter"] for e in run.iters if "loss" not in e] + [e["iter"] for e in run.evals if "val_loss" not in e]
+    lost = [e["iter"] for e in run.iters if "loss" not in e] + [
+        e["iter"] for e in run.evals if "val_loss" not in e
+    ]
     if lost:
         run.notes.append(f"its loss is not a number at step {min(lost):,}")
     add_flops(run)
@@ -295,9 +392,9 @@ def complete(run: Run) -> None:
 def add_flops(run: Run) -> None:
     """Add the FLOPs per token of a nanoGPT run and, if it is above one, its number of GPUs.
 
-    MFU x seconds x peak are the FLOPs of one GPU, tokens_per_step the tokens of all, and the log does not say how many
-    there are. A token takes at least 6 FLOPs per parameter, and hardly twice as many, so it is the lowest power of two
-    that gives as many.
+    MFU x seconds x peak are the FLOPs of one GPU, tokens_per_step the tokens of all, and the log
+    does not say how many there are. A token takes at least 6 FLOPs per parameter, and hardly twice
+    as many, so it is the lowest power of two that gives as many.
     """
     mfu = run.start.get("nanogpt_mfu")
     if not mfu or not run.median_ms or not run.tokens_per_step:
@@ -309,4 +406,6 @@ def add_flops(run: Run) -> None:
         run.start["flops_per_token"] = gpus * of_one_gpu
     if gpus > 1:
         run.start["world_size"] = gpus
-        run.notes.append(f"taken for a run on {gpus} GPUs, because its MFU is of one and its tokens are of all")
+        run.notes.append(
+            f"taken for a run on {gpus} GPUs, because its MFU is of one and its tokens are of all"
+        )

@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from bench.analysis.comparison import Comparison
 from bench.analysis.logs import Event, Run
-from bench.analysis.verdict import Comparison
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
 MOST_TEXTS = 10  # evaluations of a run whose texts are shown, the last ones first
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
-Curve = tuple[str, str, str, dict[str, Any]]  # its name, its events, its number in them, and plotly's style
+# Its name, its events, its number in them, and plotly's style.
+Curve = tuple[str, str, str, dict[str, Any]]
 LOSS = "Loss (nats per token)"
 CHARTS: dict[str, list[Curve]] = {
     LOSS: [
@@ -36,14 +37,27 @@ CHARTS: dict[str, list[Curve]] = {
     "Gradient norm, before clipping": [("", "iters", "grad_norm", {})],
 }
 # Numbers of train.py's steps; all others are a run's own and get a chart.
-KNOWN = {"iter", "loss", "time_ms", "lr", "grad_norm", "mfu", "mfu_measured", "clip_rate", "data_wait", "tokens_per_s"}
+KNOWN = {
+    "iter",
+    "loss",
+    "time_ms",
+    "lr",
+    "grad_norm",
+    "mfu",
+    "mfu_measured",
+    "clip_rate",
+    "data_wait",
+    "tokens_per_s",
+}
 KNOWN |= {"tokens", "train_s", "peak_memory_bytes"}
 
-# ---- charts --------------------------------------------------------------------------------------------------
+# ---- charts --------------------------------------------------------------------------------------
 
 
 def points(events: list[Event], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (steps, values) of a number of run.iters or run.evals, each (n,): the first of all, at most 2 POINTS."""
+    """Return (steps, values) of a number of run.iters or run.evals, each (n,): the first of all, at
+    most 2 POINTS.
+    """
     known = [e for e in events if key in e]
     known = known[:: max(1, len(known) // POINTS)]
     return np.array([e["iter"] for e in known], float), np.array([e[key] for e in known], float)
@@ -51,8 +65,12 @@ def points(events: list[Event], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 def make_charts(runs: list[Run]) -> dict[str, Any]:
     """Return plotly's figures by their title, without those for which no log has values."""
-    names = dict.fromkeys(name for run in runs for e in run.iters for name in e if name not in KNOWN)
-    own: dict[str, list[Curve]] = {name: [("", "iters", name, {})] for name in [*names][:MOST_NUMBERS]}
+    names = dict.fromkeys(
+        name for run in runs for e in run.iters for name in e if name not in KNOWN
+    )
+    own: dict[str, list[Curve]] = {
+        name: [("", "iters", name, {})] for name in [*names][:MOST_NUMBERS]
+    }
     charts = {title: make_chart(runs, title, curves) for title, curves in (CHARTS | own).items()}
     return {title: chart for title, chart in charts.items() if chart is not None}
 
@@ -67,7 +85,9 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
             x, y = points(getattr(run, events), key)
             if not len(y):
                 continue
-            label = escape(", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part))
+            label = escape(
+                ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part)
+            )
             line = {"color": COLOURS[number % len(COLOURS)], "width": 2} | style.get("line", {})
             mode = "lines" if len(y) > 1 else "lines+markers"  # a line of one point is not seen
             traces.append({"mode": mode, "name": label, "x": x, "y": y} | style | {"line": line})
@@ -93,7 +113,7 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
     return chart
 
 
-# ---- HTML ----------------------------------------------------------------------------------------------------
+# ---- HTML ----------------------------------------------------------------------------------------
 
 
 def page(found: Comparison) -> str:
@@ -104,19 +124,33 @@ def page(found: Comparison) -> str:
     charts = ""
     for i, (title, chart) in enumerate(make_charts(runs).items()):
         config = {"displaylogo": False, "responsive": True}
-        plot = to_html(chart, config=config, include_plotlyjs=False, full_html=False, div_id=f"chart-{i}")
+        plot = to_html(
+            chart, config=config, include_plotlyjs=False, full_html=False, div_id=f"chart-{i}"
+        )
         charts += f"<figure><h3>{escape(title)}</h3>{plot}</figure>\n"
-    tables = "".join(f"<h2>{name}</h2>{table_html(*table)}" for name, table in found.tables().items())
+    tables = "".join(
+        f"<h2>{name}</h2>{table_html(*table)}" for name, table in found.tables().items()
+    )
     texts = ""
     settings = ""
     for run in runs:
         for e in run.samples[::-1][:MOST_TEXTS]:
-            texts += "".join(f"<pre>step {e['iter']:,}: {escape(text)}</pre>" for text in e["texts"])
-        rows = [[name, json.dumps(value, default=str)] for name, value in (run.settings | run.start).items()]
-        settings += f"<details><summary>Settings of {escape(run.name)}</summary>{table_html([], *rows)}</details>"
+            texts += "".join(
+                f"<pre>step {e['iter']:,}: {escape(text)}</pre>" for text in e["texts"]
+            )
+        rows = [
+            [name, json.dumps(value, default=str)]
+            for name, value in (run.settings | run.start).items()
+        ]
+        settings += (
+            "<details><summary>Settings of "
+            f"{escape(run.name)}</summary>{table_html([], *rows)}</details>"
+        )
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"),
+        title=escape(
+            " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
+        ),
         plotly=plotly_js(),
         headline=escape(found.headline),
         lines="".join(f"<p>{escape(line)}</p>" for line in found.lines),
@@ -137,7 +171,9 @@ def plotly_js() -> str:
 
 
 def table_html(head: list[str], *rows: list[str]) -> str:
-    """Return a table. head: headings, of which there may be none; the first cell of a row is its label."""
+    """Return a table. head: headings, of which there may be none; the first cell of a row is its
+    label.
+    """
     heads = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = ""
     for label, *cells in rows:

@@ -1,4 +1,6 @@
-"""Align runs and put their figures into rows: what differs, what they learned, and how fast they were."""
+"""Align runs and put their figures into rows: what differs, what they learned, and how fast they
+were.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ import numpy as np
 
 from bench.analysis.logs import NANOGPT_PEAK, Run, letters
 from bench.asking.statistics import interval
-from deskgpt.run.settings import NOT_LEARNING, PLANNED
-from deskgpt.system.terminal import clock, in_gib
+from deskgpt.errors import clock, in_gib
+from deskgpt.resume import NOT_LEARNING, SET_BY_MAX_MINUTES
 
 WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled"]
 WHAT_RAN += ["versions", "git_commit", "tokenizer", "train_tokens", "val_sha256"]
-# Settings that a resumed run does not compare, or compares by what follows from them, and that count for runs beside
-# each other. The data count by train_tokens and val_sha256.
+# Settings that a resumed run does not compare, or compares by what follows from them, and that
+# count for runs beside each other. The data count by train_tokens and val_sha256.
 COUNT_TOO = {"init_from", "max_minutes", "batch_size", "gradient_accumulation_steps"}
 SAME_SCHEDULE = 1.01  # the ratio up to which two schedules count as equally long
 
@@ -41,7 +43,10 @@ class Group:
     def name(self) -> str:
         if len(self.runs) == 1:
             return self.runs[0].name
-        return f"{self.label}: repeats, seeds {', '.join(str(run.settings.get('seed')) for run in self.runs)}"
+        return (
+            f"{self.label}: repeats, seeds "
+            f"{', '.join(str(run.settings.get('seed')) for run in self.runs)}"
+        )
 
 
 def groups_of(runs: list[Run]) -> list[Group]:
@@ -51,7 +56,11 @@ def groups_of(runs: list[Run]) -> list[Group]:
         seed = run.settings.get("seed")
         for group in groups:
             seeds = [other.settings.get("seed") for other in group.runs]
-            if seed is not None and seed not in seeds and experiment(run) == experiment(group.runs[0]):
+            if (
+                seed is not None
+                and seed not in seeds
+                and repeat_key(run) == repeat_key(group.runs[0])
+            ):
                 group.runs.append(run)
                 group.letters.append(letter)
                 break
@@ -60,21 +69,27 @@ def groups_of(runs: list[Run]) -> list[Group]:
     return groups
 
 
-def experiment(run: Run) -> dict[str, Any]:
+def repeat_key(run: Run) -> dict[str, Any]:
     """Return what repeats have in common: settings that change what is learned, and what ran."""
     left_out = (NOT_LEARNING | {"seed"}) - COUNT_TOO
     if run.settings.get("max_minutes"):
-        left_out |= {*PLANNED}  # they follow from the machine
-    found = {name: value for name, value in run.settings.items() if name not in left_out and value != "auto"}
+        left_out |= {*SET_BY_MAX_MINUTES}  # they follow from the machine
+    found = {
+        name: value
+        for name, value in run.settings.items()
+        if name not in left_out and value != "auto"
+    }
     found |= {name: run.start.get(name) for name in WHAT_RAN}
     return {name: value for name, value in found.items() if value is not None}
 
 
-# ---- rows ----------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def rows_of(groups: list[Group], figures: list[Figure]) -> list[list[str]]:
-    """Return a row for each figure that is known of some group: its label, and a cell for each group."""
+    """Return a row for each figure that is known of some group: its label, and a cell for each
+    group.
+    """
     rows = []
     for label, figure, text in figures:
         cells = [cell([figure(run) for run in group.runs], text) for group in groups]
@@ -84,7 +99,9 @@ def rows_of(groups: list[Group], figures: list[Figure]) -> list[list[str]]:
 
 
 def cell(values: list[Any], text: Callable[[Any], str]) -> str:
-    """Return the mean of repeats ± half its 95% interval; their range, if that says no more than the range does."""
+    """Return the mean of repeats ± half its 95% interval; their range, if that says no more than
+    the range does.
+    """
     if None in values:
         return "n/a"
     texts = list(dict.fromkeys(map(text, values)))
@@ -97,9 +114,11 @@ def cell(values: list[Any], text: Callable[[Any], str]) -> str:
 
 
 def change_rows(groups: list[Group]) -> list[list[str]]:
-    """Return a row for each setting of learning and metadata field that differs, and one for the tokens of a step."""
+    """Return a row for each setting of learning and metadata field that differs, and one for the
+    tokens of a step.
+    """
     runs = [group.runs[0] for group in groups]
-    of_runs = [experiment(run) | {"tokens per step": run.tokens_per_step} for run in runs]
+    of_runs = [repeat_key(run) | {"tokens per step": run.tokens_per_step} for run in runs]
     rows = []
     for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
         cells = [as_text(of_run.get(name)) for of_run in of_runs]
@@ -117,7 +136,7 @@ def as_text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-# ---- losses --------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 LOSS = "{:.4f}".format
 LEARNING: list[Figure] = [
@@ -126,7 +145,11 @@ LEARNING: list[Figure] = [
     ("train loss there", lambda r: r.last.get("train_loss"), LOSS),
     ("lowest val loss", lambda r: r.best.get("val_loss"), LOSS),
     ("its standard error, by the text alone", lambda r: r.best.get("val_se"), LOSS),
-    ("perplexity there", lambda r: math.exp(min(r.best["val_loss"], 700)) if r.val else None, "{:.2f}".format),
+    (
+        "perplexity there",
+        lambda r: math.exp(min(r.best["val_loss"], 700)) if r.val else None,
+        "{:.2f}".format,
+    ),
     ("bits per byte there", lambda r: r.best.get("val_bpb"), LOSS),
 ]
 
@@ -139,12 +162,19 @@ def loss_after_equal_training(runs: list[Run]) -> Figure | None:
     read = [max((e["tokens"] for e in run.val if "tokens" in e), default=0) for run in runs]
     if not min(read) or any("val_loss" not in run.evals[-1] for run in runs):
         return None
-    return f"val loss after {min(read):,.0f} tokens", functools.partial(loss_at, tokens=min(read)), LOSS
+    return (
+        f"val loss after {min(read):,.0f} tokens",
+        functools.partial(loss_at, tokens=min(read)),
+        LOSS,
+    )
 
 
 def loss_at(run: Run, tokens: float) -> float | None:
-    """Return the val loss after so many tokens, linear in their logarithm between evaluations; None outside of them."""
-    points = [(e["tokens"], e["val_loss"]) for e in run.val if e.get("tokens")]  # after the first step
+    """Return the val loss after so many tokens, linear in their logarithm between evaluations; None
+    outside of them.
+    """
+    # After the first step
+    points = [(e["tokens"], e["val_loss"]) for e in run.val if e.get("tokens")]
     if not points[0][0] <= tokens <= points[-1][0]:
         return None
     x, loss = np.array(points).T
@@ -152,15 +182,21 @@ def loss_at(run: Run, tokens: float) -> float | None:
 
 
 def has_equal_schedules(runs: list[Run]) -> bool:
-    """Return whether the learning rates of all runs decay until the same token; unknown ones are left out.
+    """Return whether the learning rates of all runs decay until the same token; unknown ones are
+    left out.
 
-    If not, one has decayed further after equal training, which lowers the loss at once, whatever the settings.
+    If not, one has decayed further after equal training, which lowers the loss at once, whatever
+    the settings.
     """
-    ends = [run.schedule_end * run.tokens_per_step for run in runs if run.schedule_end and run.tokens_per_step]
+    ends = [
+        run.schedule_end * run.tokens_per_step
+        for run in runs
+        if run.schedule_end and run.tokens_per_step
+    ]
     return not ends or max(ends) <= SAME_SCHEDULE * min(ends)
 
 
-# ---- speed ---------------------------------------------------------------------------------------------------
+# ---- speed ---------------------------------------------------------------------------------------
 
 
 def largest(run: Run, name: str) -> float | None:

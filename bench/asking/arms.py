@@ -1,7 +1,8 @@
-"""An arm of a question: settings of train.py, and the code that runs: this checkout's, a patched one or a commit.
+"""An arm of a question: settings of train.py, and the code that runs: this checkout's, a patched
+one or a commit.
 
-Each arm has a git worktree of its own, made anew when the question is asked and removed when it ends. So you can keep
-working in the checkout while a question runs overnight.
+Each arm has a git worktree of its own, made anew when the question is asked and removed when it
+ends. So you can keep working in the checkout while a question runs overnight.
 """
 
 from __future__ import annotations
@@ -19,17 +20,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deskgpt.system.errors import ConfigError
+from deskgpt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every run has these, so that it ends at its last step and sends nothing. A commit may lack some.
-TO_THE_END: dict[str, Any] = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "eval_only": False, "dry_run": False}
+TO_THE_END: dict[str, Any] = {
+    "max_minutes": 0.0,
+    "max_hours": 0.0,
+    "patience": 0,
+    "eval_only": False,
+    "dry_run": False,
+}
 TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
 # The question gives these to each run, so an arm cannot have them.
-GIVEN = {*TO_THE_END, "seed", "out_dir", "dataset", "init_from", "device", "eval_interval", "eval_iters", "eval_tokens"}
+GIVEN = {
+    *TO_THE_END,
+    "seed",
+    "out_dir",
+    "dataset",
+    "init_from",
+    "device",
+    "eval_interval",
+    "eval_iters",
+    "eval_tokens",
+}
 NOT_CODE = ("docs/", "tests/", "bench/", "config/")  # a run uses nothing in them but settings
 # Without hooks, and also if the user has no name.
-GIT = ["git", "-c", "user.name=bench/ask.py", "-c", "user.email=ask@localhost", "-c", f"core.hooksPath={os.devnull}"]
+GIT = [
+    "git",
+    "-c",
+    "user.name=bench/ask.py",
+    "-c",
+    "user.email=ask@localhost",
+    "-c",
+    f"core.hooksPath={os.devnull}",
+]
 
 READ_SETTINGS = """
 import json, sys
@@ -68,7 +93,10 @@ class Arm:
     def identity(self) -> list[Any]:
         """Return what its results depend on, besides data, seed and machine."""
         others = ("dataset", "seed", "out_dir")
-        return [self.code, {name: value for name, value in self.settings.items() if name not in others}]
+        return [
+            self.code,
+            {name: value for name, value in self.settings.items() if name not in others},
+        ]
 
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
@@ -95,8 +123,8 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
             patches.append(word)
         else:
             raise ConfigError(
-                f"{what}: {word} is not a patch file here; write settings as --name=value, a patch as its path, a "
-                "commit as commit:REV"
+                f"{what}: {word} is not a patch file here; write settings as --name=value, "
+                "a patch as its path, a commit as commit:REV"
             )
     folder = below / label
     code = check_out(folder, commit, patches)
@@ -110,38 +138,58 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     return Arm(label, text, folder, code, json.loads(last_line(done.stdout)))
 
 
-# ---- worktrees -----------------------------------------------------------------------------------------------
+# ---- worktrees -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def folder_for_worktrees(below: Path) -> Iterator[Path]:
     """Give a new folder below `below`, which is removed at the end with all worktrees in it."""
     try:
-        with tempfile.TemporaryDirectory(prefix="question-", dir=below, ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="question-", dir=below, ignore_cleanup_errors=True
+        ) as folder:
             yield Path(folder).resolve()
     finally:
         git("worktree", "prune")
 
 
 def check_out(folder: Path, commit: str | None, patches: Sequence[str]) -> str:
-    """Make a worktree of a commit, or of this checkout with its changes, and apply patches. Return the code's digest.
+    """Make a worktree of a commit, or of this checkout with its changes, and apply patches.
+
+    Return the code's digest.
 
     New files count from `git add` on. Raises ConfigError if git cannot do it.
     """
     # What the user wrote is a revision or an error: git never reads it as an option.
-    revision = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit or 'HEAD'}^{{commit}}")
+    revision = (
+        "rev-parse",
+        "--verify",
+        "--quiet",
+        "--end-of-options",
+        f"{commit or 'HEAD'}^{{commit}}",
+    )
     sha = git(*revision, what=f"commit:{commit or 'HEAD'} is not a commit of this checkout")
     if commit is None:
-        sha = git("stash", "create") or sha  # a commit of the changes, which stay as they are; "" without changes
+        # A commit of the changes, which stay as they are; "" without changes.
+        sha = git("stash", "create") or sha
     git("worktree", "add", "--detach", str(folder), sha)
     for patch in patches:
         path = os.path.abspath(patch)
-        git("apply", "--index", "--whitespace=nowarn", path, cwd=folder, what=f"{patch} does not apply")
+        git(
+            "apply",
+            "--index",
+            "--whitespace=nowarn",
+            path,
+            cwd=folder,
+            what=f"{patch} does not apply",
+        )
     files = git("ls-files", "--stage", cwd=folder).splitlines()
     return digest([line for line in files if not line.partition("\t")[2].startswith(NOT_CODE)])
 
 
-def git(*arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktree of this checkout") -> str:
+def git(
+    *arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktree of this checkout"
+) -> str:
     """Return what git prints about a checkout. Raises ConfigError, which begins with `what`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run([*GIT, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
@@ -156,6 +204,12 @@ def digest(value: Any) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of an output, without git's "error: " and the class of our own errors before it."""
+    """Return the last line of an output, without git's "error: " and the class of our own errors
+    before it.
+    """
     lines = text.strip().splitlines()
-    return lines[-1].removeprefix("error: ").removeprefix("deskgpt.system.errors.ConfigError: ") if lines else ""
+    return (
+        lines[-1].removeprefix("error: ").removeprefix("deskgpt.errors.ConfigError: ")
+        if lines
+        else ""
+    )

@@ -1,4 +1,6 @@
-"""A question: two arms that take turns on shared seeds until the difference is decided or the budget is spent."""
+"""A question: two arms that take turns on shared seeds until the difference is decided or the
+budget is spent.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from bench.asking import statistics as stats
 from bench.asking.arms import Arm
 from bench.asking.running import Trainer
 from bench.asking.statistics import MOST, PILOT, POWER, Estimate
-from deskgpt.system.errors import ConfigError
-from deskgpt.system.terminal import clock
+from deskgpt.errors import ConfigError, clock
 
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
 STATUS = {"better": 0, "worse": 1, "same": 1, "open": 3}  # of the script, by verdict
@@ -28,7 +29,8 @@ class Question:
     min_effect: float | None  # the smallest difference that matters, in nats
     budget_s: float
     first_seed: int
-    runs: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"a": [], "b": []})  # in the order of seeds
+    # In the order of seeds
+    runs: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"a": [], "b": []})
     estimate: Estimate = field(init=False)  # after the last round: the loss of a less that of b
     verdict: str = "open"  # of b: better, worse, same, or open
 
@@ -44,12 +46,13 @@ class Question:
         """Return the val losses of an arm's runs."""
         return [run["val_loss"] for run in self.runs[label]]
 
-    # ---- runs --------------------------------------------------------------------------------------------
+    # ---- runs ------------------------------------------------------------------------------------
 
     def run_rounds(self) -> Iterator[str]:
         """Run rounds, one run of each arm, and give the verdict after each.
 
-        Ends when the question is decided, or the next round does not fit into the budget. Raises as Trainer.run does.
+        Ends when the question is decided, or the next round does not fit into the budget. Raises as
+        Trainer.run does.
         """
         while self.verdict == "open" and self.rounds < max(PILOT, self.affordable()):
             seed = self.first_seed + self.rounds
@@ -57,16 +60,24 @@ class Question:
             self.runs["b"].append(self.trainer.run(self.b, seed))
             self.check_windows()
             self.estimate = stats.difference(self.values("a"), self.values("b"))
-            self.verdict = stats.verdict(self.estimate, self.same_within)
+            self.verdict = stats.decide(self.estimate, self.same_within)
             yield self.verdict
 
     def check_windows(self) -> None:
-        """Raise ConfigError if arms were evaluated on different windows; logs of older code do not say it."""
-        digests = {run["eval_digest"] for runs in self.runs.values() for run in runs if run.get("eval_digest")}
+        """Raise ConfigError if arms were evaluated on different windows; logs of older code do not
+        say it.
+        """
+        digests = {
+            run["eval_digest"]
+            for runs in self.runs.values()
+            for run in runs
+            if run.get("eval_digest")
+        }
         if len(digests) > 1:
             raise ConfigError(
-                f"the arms were evaluated on different windows (digests {', '.join(sorted(digests))}), so their losses "
-                "do not compare; leave block_size and the tokenizer equal"
+                "the arms were evaluated on different windows (digests "
+                f"{', '.join(sorted(digests))}), so their losses do not compare; leave "
+                "block_size and the tokenizer equal"
             )
 
     def round_s(self) -> float:
@@ -74,18 +85,25 @@ class Question:
         return sum(statistics.median(run["wall_s"] for run in runs) for runs in self.runs.values())
 
     def affordable(self) -> int:
-        """Return the runs of each arm within the budget, with those so far, whenever they were run."""
+        """Return the runs of each arm within the budget, with those so far, whenever they were
+        run.
+        """
         if not self.rounds:
             return 0
         spent_s = sum(run["wall_s"] for runs in self.runs.values() for run in runs)
         left_s = max(0.0, self.budget_s - spent_s)
         return min(MOST, self.rounds + int(left_s / max(self.round_s(), 1e-3)))
 
-    # ---- what is known -----------------------------------------------------------------------------------
+    # ---- what is known ---------------------------------------------------------------------------
 
     def cost_line(self) -> str:
-        """Return what the question costs, by the scatter of the arms so far, and what the budget pays."""
-        pays = f"the budget, {clock(self.budget_s)}, pays {self.affordable():,} at {clock(self.round_s())} a round"
+        """Return what the question costs, by the scatter of the arms so far, and what the budget
+        pays.
+        """
+        pays = (
+            f"the budget, {clock(self.budget_s)}, pays {self.affordable():,} at "
+            f"{clock(self.round_s())} a round"
+        )
         if self.min_effect is None:
             return pays
         needed = stats.cost(self.values("a"), self.values("b"), self.min_effect)
@@ -94,7 +112,9 @@ class Question:
         return f"{takes} (in {POWER:.0%} of such questions); {pays}"
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer after the last round: a sentence, its figures and the exit status of the script."""
+        """Return the answer after the last round: a sentence, its figures and the exit status of
+        the script.
+        """
         if self.verdict == "same":
             sentence = f"a and b do not differ by {self.same_within:g} nats"
         elif self.verdict == "open":
@@ -110,15 +130,26 @@ class Question:
         }
 
     def summary(self) -> str:
-        """Return the loss of b less that of a with the 95% interval over seeds, and both arms' mean losses."""
+        """Return the loss of b less that of a with the 95% interval over seeds, and both arms' mean
+        losses.
+        """
         e = self.estimate
-        limits = f"95% interval {nats(-e.high)} to {nats(-e.low)}" if e.known else "too few runs for an interval"
+        limits = (
+            f"95% interval {nats(-e.high)} to {nats(-e.low)}"
+            if e.known
+            else "too few runs for an interval"
+        )
         means = [f"{label} {statistics.fmean(self.values(label)):.4f}" for label in self.runs]
-        found = [f"val loss of b less that of a {nats(-e.d)} nats ({limits}, n = {e.n})", f"means {', '.join(means)}"]
+        found = [
+            f"val loss of b less that of a {nats(-e.d)} nats ({limits}, n = {e.n})",
+            f"means {', '.join(means)}",
+        ]
         for label, runs in self.runs.items():
             diverged = sum(run["has_diverged"] for run in runs)
             if diverged:
-                found.append(f"{diverged} of {len(runs)} runs of {label} diverged and count as guessing")
+                found.append(
+                    f"{diverged} of {len(runs)} runs of {label} diverged and count as guessing"
+                )
         return "; ".join(found)
 
 

@@ -1,7 +1,7 @@
 """Runs of train.py for a question: each once, and resumed if it was killed.
 
-A run's out_dir is named by a digest of all that its result depends on. A finished run keeps its log.jsonl and a
-result.json there, which every later question finds.
+A run's out_dir is named by a digest of all that its result depends on. A finished run keeps its
+log.jsonl and a result.json there, which every later question finds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from filelock import FileLock
 
 from bench.asking.arms import Arm, digest, last_line
-from deskgpt.run.log import read_events
-from deskgpt.system.files import file_sha256, write_atomically
+from deskgpt.files import file_sha256, write_atomically
+from deskgpt.logger import read_events
 
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
@@ -41,14 +41,22 @@ class Trainer:
 
     def out_dir(self, arm: Arm, seed: int) -> Path:
         """Return the run's out_dir, an absolute path."""
-        own = [*arm.identity(), seed, self.data, self.machine, torch.get_num_threads(), torch.__version__]
+        own = [
+            *arm.identity(),
+            seed,
+            self.data,
+            self.machine,
+            torch.get_num_threads(),
+            torch.__version__,
+        ]
         return self.folder.resolve() / digest(own)
 
     def run(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """Return the result of the arm's run with this seed: the kept one, or by train.py, which resumes a killed run.
+        """Return the result of the arm's run with this seed: the kept one, or by train.py, which
+        resumes a killed run.
 
-        Raises ValueError if train.py fails for another reason than a loss that has become infinite; KeyboardInterrupt
-        if the user stops it, after it has saved.
+        Raises ValueError if train.py fails for another reason than a loss that has become infinite;
+        KeyboardInterrupt if the user stops it, after it has saved.
         """
         out_dir = self.out_dir(arm, seed)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +67,8 @@ class Trainer:
                 return kept_result(kept)
             has_diverged = train_to_the_end(arm, seed, out_dir)
             found = result(arm, read_events(out_dir / "log.jsonl"), has_diverged)
-            found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])  # it may have begun in an earlier process
+            # It may have begun in an earlier process.
+            found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])
             write_atomically(kept, json.dumps(found).encode())
             for path in out_dir.glob("ckpt*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -70,13 +79,21 @@ def kept_result(path: Path) -> dict[str, Any]:
     """Return a finished run's result. Raises ValueError if the file holds something else."""
     with suppress(ValueError, TypeError, KeyError, OverflowError):
         found = json.loads(path.read_bytes())
-        if all(0 <= found[name] < math.inf for name in ("val_loss", "train_s", "wall_s", "has_diverged")):
+        if all(
+            0 <= found[name] < math.inf
+            for name in ("val_loss", "train_s", "wall_s", "has_diverged")
+        ):
             return found
-    raise ValueError(f"{path} is no result of a run; remove {path.parent}, and the run is made again")
+    raise ValueError(
+        f"{path} is no result of a run; remove {path.parent}, and the run is made again"
+    )
 
 
 def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> bool:
-    """Train until the last step. Return whether the run diverged before. Raises as Trainer.run does."""
+    """Train until the last step.
+
+    Return whether the run diverged before. Raises as Trainer.run does.
+    """
     log = out_dir / "log.jsonl"
     while not has_ended(log, arm.steps):
         status, message = train(arm, seed, out_dir)
@@ -85,12 +102,17 @@ def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> bool:
         if IN_USE in message:  # by a run that outlived its question, which was killed
             time.sleep(WAIT_S)
         elif status or not has_ended(log, arm.steps):
-            raise ValueError(f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}")
+            raise ValueError(
+                f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}"
+            )
     return False
 
 
 def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
-    """Follow a run of train.py to its end. Return its exit status and the last line of its stderr."""
+    """Follow a run of train.py to its end.
+
+    Return its exit status and the last line of its stderr.
+    """
     settings = arm.settings | {"seed": seed, "out_dir": out_dir}
     if any(out_dir.glob("ckpt*")):
         settings["init_from"] = "resume"
@@ -116,22 +138,30 @@ def data_digest(folder: Path) -> str:
 
 
 def has_ended(log: Path, steps: int) -> bool:
-    """Return whether the run of this log reached its last step; one that was stopped has an end too, before that."""
+    """Return whether the run of this log reached its last step; one that was stopped has an end
+    too, before that.
+    """
     events = read_events(log) if log.exists() else []
     return bool(events) and events[-1]["event"] == "end" and events[-1]["iter"] >= steps
 
 
 def result(arm: Arm, events: list[dict[str, Any]], has_diverged: bool) -> dict[str, Any]:
-    """Return what is kept of a finished run: its last val loss, and a digest of the windows that it read.
+    """Return what is kept of a finished run: its last val loss, and a digest of the windows that it
+    read.
 
-    A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or its last if higher.
-    Raises ValueError if the loss or the gradients were never finite: that is a defect of the arm, not a loss.
+    A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or
+    its last if higher. Raises ValueError if the loss or the gradients were never finite: that is a
+    defect of the arm, not a loss.
     """
     evaluations = [e for e in events if e["event"] == "eval"]
     if not evaluations or evaluations[0]["val_loss"] is None:
-        raise ValueError(f"{arm.label} ({arm.name}) is broken: its val loss is not finite before the first step")
+        raise ValueError(
+            f"{arm.label} ({arm.name}) is broken: its val loss is not finite before the first step"
+        )
     if has_diverged and all(e["grad_norm"] is None for e in events if e["event"] == "iter"):
-        raise ValueError(f"{arm.label} ({arm.name}) is broken: no step has a finite loss and gradients")
+        raise ValueError(
+            f"{arm.label} ({arm.name}) is broken: no step has a finite loss and gradients"
+        )
     last = [e for e in evaluations if e["val_loss"] is not None][-1]
     loss = last["val_loss"]
     if has_diverged:

@@ -1,28 +1,35 @@
-"""How a question is decided: one interval that may be checked after every run, and how many runs a difference takes.
+"""How a question is decided: one interval that may be checked after every run, and how many runs a
+difference takes.
 
-Whoever checks after each run and stops as soon as an ordinary 95% interval leaves out zero is wrong far more often than
-5%. The interval here is **anytime-valid**, a confidence sequence: with probability 1 - alpha it holds the true
-difference of two arms' losses at all checks together.
+Whoever checks after each run and stops as soon as an ordinary 95% interval leaves out zero is wrong
+far more often than 5%. The interval here is **anytime-valid**, a confidence sequence: with
+probability 1 - alpha it holds the true difference of two arms' losses at all checks together.
 
-1.  The t statistic of n paired differences has nu = n - 1 degrees of freedom and k = n effective runs; that of two
-    samples of n runs each has nu = 2n - 2 and k = n / 2.
-2.  The likelihood of t if the true difference in standard deviations is delta ~ N(0, g), over that if it is 0, is
+1.  The t statistic of n paired differences has nu = n - 1 degrees of freedom and k = n effective
+    runs; that of two samples of n runs each has nu = 2n - 2 and k = n / 2.
+2.  The likelihood of t if the true difference in standard deviations is delta ~ N(0, g), over that
+    if it is 0, is
 
         B(t) = (1 + k g)^(-1/2) * [ (1 + t^2/nu) / (1 + t^2/(nu (1 + k g))) ]^((nu + 1)/2)
 
-    (Rouder, Speckman, Sun, Morey and Iverson, Psychonomic Bulletin & Review 16, 2009, with a fixed variance g).
-3.  While the true difference is zero, B is a nonnegative martingale of mean 1 as runs are added (Hendriksen, de Heide
-    and Gruenwald, Bayesian Analysis 16, 2021; Wang and Ramdas, arXiv 2310.03722). So is the mean E of the paired and
-    the unpaired factor, an **e-value**: by Ville's inequality it ever reaches 1/alpha with probability at most alpha.
-4.  The differences d for which E of (a - b - d) stays below 1/alpha are the interval of a check. Intervals are
-    intersected over all checks, so a later one never takes back what an earlier one has excluded.
+    (Rouder, Speckman, Sun, Morey and Iverson, Psychonomic Bulletin & Review 16, 2009, with a fixed
+    variance g).
+3.  While the true difference is zero, B is a nonnegative martingale of mean 1 as runs are added
+    (Hendriksen, de Heide and Gruenwald, Bayesian Analysis 16, 2021; Wang and Ramdas, arXiv
+    2310.03722). So is the mean E of the paired and the unpaired factor, an **e-value**: by Ville's
+    inequality it ever reaches 1/alpha with probability at most alpha.
+4.  The differences d for which E of (a - b - d) stays below 1/alpha are the interval of a check.
+    Intervals are intersected over all checks, so a later one never takes back what an earlier one
+    has excluded.
 
-This is theory of normal noise. Arms that are skewed and scatter differently break it: a few runs that happen to lie
-close together hide how much their arm scatters. So the larger of the two variances stands for both in the unpaired
-factor, and E is divided by the cube of the ratio of the arms' standard deviations, which only ever lowers E.
-docs/asking.md has the rates that simulations measure.
+This is theory of normal noise. Arms that are skewed and scatter differently break it: a few runs
+that happen to lie close together hide how much their arm scatters. So the larger of the two
+variances stands for both in the unpaired factor, and E is divided by the cube of the ratio of the
+arms' standard deviations, which only ever lowers E. docs/asking.md has the rates that simulations
+measure.
 
-`interval` and `welch` are ordinary 95% intervals, for programs that do not know how often their user has looked.
+`interval` and `welch` are ordinary 95% intervals, for programs that do not know how often their
+user has looked.
 """
 
 from __future__ import annotations
@@ -50,7 +57,9 @@ TINY = 1e-30  # variance of runs that do not differ
 
 @dataclass(frozen=True)
 class Estimate:
-    """The difference of two arms: mean loss of the first less the second's; above 0, the second is better."""
+    """The difference of two arms: mean loss of the first less the second's; above 0, the second is
+    better.
+    """
 
     d: float
     low: float  # of its anytime-valid interval; minus infinity before LEAST runs
@@ -63,12 +72,14 @@ class Estimate:
         return math.isfinite(self.high - self.low)
 
 
-# ---- the interval --------------------------------------------------------------------------------------------
+# ---- the interval --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Means and variances of the first n runs of each arm, for several n: arrays of the shape (..., checks)."""
+    """Means and variances of the first n runs of each arm, for several n: arrays of the shape (...,
+    checks).
+    """
 
     n: np.ndarray  # (checks,) runs of each arm
     gap: np.ndarray  # mean of a less mean of b
@@ -78,7 +89,8 @@ class Moments:
 
     @classmethod
     def of(cls, a: np.ndarray, b: np.ndarray, n: np.ndarray | None = None) -> Moments:
-        """Return the moments of losses by run, (..., runs), after n runs of each arm; by default after each from LEAST.
+        """Return the moments of losses by run, (..., runs), after n runs of each arm; by default
+        after each from LEAST.
 
         Runs that all end at one loss, as diverged ones do, are taken to scatter as the other arm's.
         """
@@ -86,10 +98,18 @@ class Moments:
         gap, var_gap = running_moments(a - b, n)
         _, var_a = running_moments(a, n)
         _, var_b = running_moments(b, n)
-        return cls(n, gap, var_gap, np.where(var_a == TINY, var_b, var_a), np.where(var_b == TINY, var_a, var_b))
+        return cls(
+            n,
+            gap,
+            var_gap,
+            np.where(var_a == TINY, var_b, var_a),
+            np.where(var_b == TINY, var_a, var_b),
+        )
 
     def log_e(self, distance: np.ndarray) -> np.ndarray:
-        """Return the logarithm of E at each check, for a true difference that lies `distance` from `gap`."""
+        """Return the logarithm of E at each check, for a true difference that lies `distance` from
+        `gap`.
+        """
         square = np.square(distance)
         paired = log_bayes_factor(self.n * square / self.var_gap, self.n, self.n - 1)
         larger = np.maximum(self.var_a, self.var_b)
@@ -98,7 +118,9 @@ class Moments:
         return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
 
     def half(self, alpha: float) -> np.ndarray:
-        """Return half the width of each check's interval; infinite if no difference could be excluded."""
+        """Return half the width of each check's interval; infinite if no difference could be
+        excluded.
+        """
         goal = math.log(1 / alpha)
         high = 1e6 * np.sqrt(self.var_gap) + np.sqrt(TINY)
         low = np.zeros_like(high)
@@ -121,7 +143,9 @@ def running_moments(x: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def log_bayes_factor(t_square: np.ndarray, k: np.ndarray, nu: np.ndarray) -> np.ndarray:
-    """Return the logarithm of B(t), step 2 above. k: effective number of runs; nu: degrees of freedom."""
+    """Return the logarithm of B(t), step 2 above. k: effective number of runs; nu: degrees of
+    freedom.
+    """
     shrink = 1 + k * EFFECT_VARIANCE
     ratio = np.log1p(t_square / nu) - np.log1p(t_square / (nu * shrink))
     return (nu + 1) / 2 * ratio - np.log(shrink) / 2
@@ -143,11 +167,13 @@ def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
     return Estimate(d, float(low[last]), float(high[last]), n)
 
 
-def verdict(e: Estimate, min_effect: float) -> str:
-    """Return better, worse, same or open. same: the whole interval lies within +-min_effect, an equivalence test.
+def decide(e: Estimate, min_effect: float) -> str:
+    """Return better, worse, same or open. same: the whole interval lies within +-min_effect, an
+    equivalence test.
 
-    A difference below `min_effect` does not matter, so same comes first. The interval is a confidence sequence, so all
-    three may be asked at each check: one of them is wrong, ever, with probability at most alpha.
+    A difference below `min_effect` does not matter, so same comes first. The interval is a
+    confidence sequence, so all three may be asked at each check: one of them is wrong, ever, with
+    probability at most alpha.
     """
     if max(-e.low, e.high) < min_effect:
         return "same"
@@ -158,30 +184,34 @@ def verdict(e: Estimate, min_effect: float) -> str:
     return "open"
 
 
-# ---- the cost ------------------------------------------------------------------------------------------------
+# ---- the cost ------------------------------------------------------------------------------------
 
 
 def cost(a: Values, b: Values, effect: float) -> int | None:
-    """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None beyond MOST.
+    """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None
+    beyond MOST.
 
-    a, b: the arms' runs so far with the same seeds, at least PILOT of each. The first runs of the simulated questions
-    scatter as these do, and the rest as these leave possible.
+    a, b: the arms' runs so far with the same seeds, at least PILOT of each. The first runs of the
+    simulated questions scatter as these do, and the rest as these leave possible.
     """
     runs = np.array([a, b], float)
     so_far = runs.shape[1]
     n = np.unique(np.geomspace(max(LEAST, so_far + 1), max(MOST, so_far + 1), CHECKED).astype(int))
     noise = simulated_noise(runs - runs.mean(1, keepdims=True), int(n[-1]))
     moments = Moments.of(noise[:, 0], noise[:, 1], n)
-    smallest = np.minimum.accumulate(moments.half(ALPHA) - moments.gap, -1)  # that each question finds by then
+    # That each question finds by then
+    smallest = np.minimum.accumulate(moments.half(ALPHA) - moments.gap, -1)
     is_enough = (smallest <= effect).mean(0) >= POWER
     return int(n[is_enough.argmax()]) if is_enough.any() else None
 
 
 def simulated_noise(centred: np.ndarray, runs: int) -> np.ndarray:
-    """Return noise (SIMULATED, 2, runs), which begins with the runs so far, `centred` (2, n), around a new mean.
+    """Return noise (SIMULATED, 2, runs), which begins with the runs so far, `centred` (2, n),
+    around a new mean.
 
-    Each arm has a scatter of its own. Covariances are drawn from the inverse Wishart distribution with n degrees of
-    freedom, so the variance of each arm and of the difference has the chi-squared distribution with n - 1.
+    Each arm has a scatter of its own. Covariances are drawn from the inverse Wishart distribution
+    with n degrees of freedom, so the variance of each arm and of the difference has the chi-squared
+    distribution with n - 1.
     """
     draw = np.random.default_rng(0)
     n = centred.shape[1]
@@ -193,14 +223,16 @@ def simulated_noise(centred: np.ndarray, runs: int) -> np.ndarray:
     return noise
 
 
-# ---- ordinary intervals --------------------------------------------------------------------------------------
+# ---- ordinary intervals --------------------------------------------------------------------------
 
 
 @functools.cache
 def t_quantile(freedom: int, error: float = ALPHA) -> float:
-    """Return the t that is exceeded up or down with probability `error`, for this many degrees of freedom.
+    """Return the t that is exceeded up or down with probability `error`, for this many degrees of
+    freedom.
 
-    With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
+    With t = sqrt(freedom) tan(angle), the density of the angle is proportional to
+    cos(angle)^(freedom - 1).
     """
     freedom = min(freedom, 10_000)
     angles = np.linspace(0, math.pi / 2, 100_001)
@@ -210,7 +242,9 @@ def t_quantile(freedom: int, error: float = ALPHA) -> float:
 
 
 def interval(values: Values) -> tuple[float, float | None]:
-    """Return (mean, half the width of its 95% interval); the half width is None for a single value."""
+    """Return (mean, half the width of its 95% interval); the half width is None for a single
+    value.
+    """
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
@@ -218,7 +252,8 @@ def interval(values: Values) -> tuple[float, float | None]:
 
 
 def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:
-    """Return (mean of b - mean of a, half the width of its 1 - error interval), of arms whose variances may differ.
+    """Return (mean of b - mean of a, half the width of its 1 - error interval), of arms whose
+    variances may differ.
 
     The half width is None if an arm has a single run. Welch, Biometrika 34 (1947).
     """

@@ -1,16 +1,18 @@
-"""The text of a dialogue for the model: which tokens a dialogue is made of, and which of them are targets.
+"""The text of a dialogue for the model: which tokens a dialogue is made of, and which of them are
+targets.
 
-A dialogue begins with the tokenizer's end_of_text, as documents do. Each message is a header line, its content and
-end_of_text again:
+A dialogue begins with the tokenizer's end_of_text, as documents do. Each message is a header line,
+its content and end_of_text again:
 
     <|endoftext|>User:
     Hello!<|endoftext|>Assistant:
     Hi, how are you?<|endoftext|>
 
-Targets are the assistant's contents and the end_of_text after each, with which an answer ends. Headers and contents are
-encoded one by one, as plain text: a content that looks like a header, or holds the characters "<|endoftext|>", is not
-preceded by the token end_of_text, so nobody can make a turn of another role out of it. After end_of_text, GPT-2 expects
-a new document; that the dialogue continues is learned soon; DialoGPT's turns end like this too (arXiv:1911.00536).
+Targets are the assistant's contents and the end_of_text after each, with which an answer ends.
+Headers and contents are encoded one by one, as plain text: a content that looks like a header, or
+holds the characters "<|endoftext|>", is not preceded by the token end_of_text, so nobody can make a
+turn of another role out of it. After end_of_text, GPT-2 expects a new document; that the dialogue
+continues is learned soon; DialoGPT's turns end like this too (arXiv:1911.00536).
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ import numpy.typing as npt
 from data.tokenizer import Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
-OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}  # of roles
-NAME = "deskgpt-chat-1"  # as meta.json and checkpoints record it: another number for another template
+# Of roles
+OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}
+# As meta.json and checkpoints record it: another number for another template.
+NAME = "deskgpt-chat-1"
 HEADERS = {role: f"{role.capitalize()}:\n" for role in ROLES}
-# A model that has learned too little may write the next turn by itself, without an end_of_text before it.
+# A model that has learned too little may write the next turn by itself, without an end_of_text
+# before it.
 FORGED_TURN = f"\n{HEADERS['user']}"
 
-# The same text for Jinja, as `chat_template` in Hugging Face's tokenizers. There the special token is found in the
-# text, so that contents can forge it.
+# The same text for Jinja, as `chat_template` in Hugging Face's tokenizers. There the special token
+# is found in the text, so that contents can forge it.
 JINJA = (
-    "{{ eos_token }}"
-    "{% for message in messages %}{{ message['role'] | capitalize + ':\\n' + message['content'] + eos_token }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
+    "{{ eos_token }}{% for message in messages %}{{ message['role'] | capitalize + ':\\n' "
+    "+ message['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'Assistant:\\n' }}{% endif %}"
 )
 
 
@@ -58,8 +62,8 @@ class Template:
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.end_of_text is None:
             raise ValueError(
-                f"the tokenizer {tokenizer.meta().get('name')} has no token that ends an answer; use bytes, gpt2, or "
-                "a checkpoint's own bpe"
+                f"the tokenizer {tokenizer.meta().get('name')} has no token that ends an "
+                "answer; use bytes, gpt2, or a checkpoint's own bpe"
             )
         self.tokenizer = tokenizer
         self.end_of_text = tokenizer.end_of_text
@@ -79,15 +83,18 @@ class Template:
         return Encoded(np.concatenate(ids), np.concatenate(mask))
 
     def prompt(self, messages: list[Message]) -> Ids:
-        """Return the tokens after which the model writes the assistant's answer to these messages."""
+        """Return the tokens after which the model writes the assistant's answer to these
+        messages.
+        """
         return np.concatenate([self.encode(messages).ids, self._headers["assistant"]])
 
 
 def as_messages(value: Any) -> list[Message]:
-    """Return the messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or the bare list.
+    """Return the messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or
+    the bare list.
 
-    ShareGPT's keys (conversations, from, value) are read too. Raises ValueError, whose message says in a few words what
-    is wrong.
+    ShareGPT's keys (conversations, from, value) are read too. Raises ValueError, whose message says
+    in a few words what is wrong.
     """
     if isinstance(value, dict):
         value = value.get("messages") or value.get("conversations", value.get("messages"))
@@ -95,7 +102,9 @@ def as_messages(value: Any) -> list[Message]:
         raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
     messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
     if not any(message.role == "assistant" for message in messages):
-        raise ValueError("it has no assistant turn to learn, so nothing is learned from it; leave it out")
+        raise ValueError(
+            "it has no assistant turn to learn, so nothing is learned from it; leave it out"
+        )
     return messages
 
 
@@ -105,11 +114,18 @@ def as_message(value: Any, n: int) -> Message:
         value = value | {"role": value["from"], "content": value.get("value")}
     content = value.get("content") if isinstance(value, dict) else None
     if isinstance(content, list):  # OpenAI's parts, of which images have no text
-        texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts: list[Any] = [
+            part.get("text") if isinstance(part, dict) else None for part in content
+        ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     if not isinstance(content, str) or not isinstance(value.get("role"), str):
-        raise ValueError(f"message {n} is {reprlib.repr(value)}, not an object with role and content, which are text")
+        raise ValueError(
+            f"message {n} is {reprlib.repr(value)}, not an object with role and content, "
+            "which are text"
+        )
     role = OTHER_NAMES.get(value["role"], value["role"])
     if role not in ROLES:
-        raise ValueError(f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}")
+        raise ValueError(
+            f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}"
+        )
     return Message(role, valid_unicode(content))

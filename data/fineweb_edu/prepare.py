@@ -1,14 +1,16 @@
 """Make token files of FineWeb-Edu, streamed from the Hugging Face hub, or of your own documents.
 
-    python data/fineweb_edu/prepare.py                                  # sample-10BT: 10B tokens, 20 GB
+    python data/fineweb_edu/prepare.py  # sample-10BT: 10B tokens, 20 GB
     python data/fineweb_edu/prepare.py --tokens 3e9                     # the first 3B of them
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
     python data/fineweb_edu/prepare.py --tokenizer data/novel-bpe --out data/own_vocabulary
-    python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine    # files 0, 3, 6 ...; others make parts 1/3, 2/3
+    # files 0, 3, 6 ...; others make parts 1/3, 2/3
+    python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine
 
-Writes a shard for each source file, train_000000.bin and so on (uint16 token ids), and meta.json, which lists them; the
-beginning of the first file is val_000000.bin. Small files of --source share a shard. Every document begins with
-<|endoftext|>. If it is stopped, at any point, the same command continues after the last finished shard.
+Writes a shard for each source file, train_000000.bin and so on (uint16 token ids), and meta.json,
+which lists them; the beginning of the first file is val_000000.bin. Small files of --source share a
+shard. Every document begins with <|endoftext|>. If it is stopped, at any point, the same command
+continues after the last finished shard.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.meta_files import read_record, to_json
 from data.prepared import locked, named_tokenizer
@@ -32,14 +35,14 @@ from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shar
 from data.text.prepare import add_folder, whole_number
 from data.text_files import expanded
 from data.tokenizer import short_name
-from deskgpt.system.errors import OneLineParser, one_line_errors
-from deskgpt.system.files import file_sha256, remove_leftovers, write_atomically
-from deskgpt.system.terminal import reason
+from deskgpt.errors import OneLineParser, one_line_errors, reason
+from deskgpt.files import file_sha256, remove_leftovers, write_atomically
 
 REPO = "HuggingFaceFW/fineweb-edu"
 SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
 VAL_TOKENS = 100_000_000
-BYTES_PER_VAL_TOKEN = 40  # of the first shard's files on this machine: with four bytes per token, a tenth is val
+# Of the first shard's files on this machine: with four bytes per token, a tenth is val.
+BYTES_PER_VAL_TOKEN = 40
 ALL_TOKENS = 1 << 62
 WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
@@ -59,19 +62,27 @@ def main(args: argparse.Namespace) -> None:
     part, n_parts = args.part
     with locked(args.out, f".part_{part}_{n_parts}"):
         record = make(args)
-    missing = [number for number in range(n_parts) if next_shard(record, number, n_parts, args.tokens)]
+    missing = [
+        number for number in range(n_parts) if next_shard(record, number, n_parts, args.tokens)
+    ]
     if missing:
         example = f"--part={missing[0]}/{n_parts}"
-        print(f"{args.out}: {len(missing)} of {n_parts} parts are still to be made, {example} among them")
+        print(
+            f"{args.out}: {len(missing)} of {n_parts} parts are still to be made, "
+            f"{example} among them"
+        )
     else:
         print_totals(args.out, record)
 
 
-# ---- make ----------------------------------------------------------------------------------------------------
+# ---- make ----------------------------------------------------------------------------------------
 
 
 def make(args: argparse.Namespace) -> Record:
-    """Make the shards of this part that args.out lacks. Return what meta.json records. Raises ValueError, OSError."""
+    """Make the shards of this part that args.out lacks.
+
+    Return what meta.json records. Raises ValueError, OSError.
+    """
     folder: Path = args.out
     part, n_parts = args.part
     tokenizer = named_tokenizer(args.tokenizer)
@@ -94,11 +105,16 @@ def make(args: argparse.Namespace) -> Record:
     }
     record = add_shards(folder, settings, {})
     if part >= len(source.shards):
-        raise ValueError(f"--part={part}/{n_parts}: the source makes {len(source.shards)} shards; use fewer parts")
+        raise ValueError(
+            f"--part={part}/{n_parts}: the source makes {len(source.shards)} shards; use "
+            "fewer parts"
+        )
     to_repair = set()
     for name, entry in tqdm(record["files"].items(), "checksums", leave=False, disable=None):
         path = folder / name
-        if number_of(name) % n_parts == part and not (path.is_file() and file_sha256(path) == entry["sha256"]):
+        if number_of(name) % n_parts == part and not (
+            path.is_file() and file_sha256(path) == entry["sha256"]
+        ):
             print(f"{name} is missing or damaged (its checksum does not match) and is made again")
             to_repair.add(number_of(name))
     if not next_shard(record, part, n_parts, args.tokens, to_repair):
@@ -110,12 +126,17 @@ def make(args: argparse.Namespace) -> Record:
         if number == 0:
             sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
         remove_leftovers(folder, *(f"{name}." for name in sizes))
-        documents = itertools.chain(*(documents_in_file(path, args.text_column) for path in source.shards[number]))
+        documents = itertools.chain(
+            *(documents_in_file(path, args.text_column) for path in source.shards[number])
+        )
         entries = write_shards(folder, sizes, tokens_in(documents, tokenizer))
         for name in sizes:
             before = record["files"].get(name)
             if before and "cut" not in before and entries.get(name) != before:
-                raise ValueError(f"{folder / name} differs from before: its source has changed; take another --out")
+                raise ValueError(
+                    f"{folder / name} differs from before: its source has changed; take "
+                    "another --out"
+                )
         record = add_shards(folder, settings, entries, [] if train in entries else [number])
         to_repair.discard(number)
     return record
@@ -129,9 +150,11 @@ def number_of(name: str) -> int:
 def next_shard(
     record: Record, part: int, n_parts: int, tokens: int, to_repair: Collection[int] = ()
 ) -> tuple[int, int] | None:
-    """Return the number of the next shard that a part has to make, and the train tokens that the part still needs.
+    """Return the number of the next shard that a part has to make, and the train tokens that the
+    part still needs.
 
-    Shards `part`, `part` + `n_parts`, `part` + 2 `n_parts` ... belong to the part. tokens: of all parts.
+    Shards `part`, `part` + `n_parts`, `part` + 2 `n_parts` ... belong to the part. tokens: of all
+    parts.
     """
     wanted = math.ceil(tokens / n_parts)
     for number in range(part, record["shards"], n_parts):
@@ -146,8 +169,11 @@ def next_shard(
     return None
 
 
-def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty: Collection[int] = ()) -> Record:
-    """List shards in the folder's meta.json, and return what it records then. empty: numbers of shards without tokens.
+def add_shards(
+    folder: Path, settings: Record, entries: dict[str, Entry], empty: Collection[int] = ()
+) -> Record:
+    """List shards in the folder's meta.json, and return what it records then. empty: numbers of
+    shards without tokens.
 
     Raises ValueError if the shards that it lists were made with other settings.
     """
@@ -172,13 +198,19 @@ def add_shards(folder: Path, settings: Record, entries: dict[str, Entry], empty:
 
 
 def local_source(paths: list[Path], shard_bytes: int) -> Source:
-    """Return a source of these files, of folders all readable ones in name order. Raises ValueError."""
+    """Return a source of these files, of folders all readable ones in name order.
+
+    Raises ValueError.
+    """
     files = expanded(paths, FORMATS)
     shards: list[list[str]] = []
     sizes: list[int] = []  # bytes of each shard's files
     for path in files:
         if not path.is_file() or not path.name.lower().endswith(FORMATS):
-            raise ValueError(f"--source {path} is not a file *.parquet, *.jsonl or *.txt (the latter also packed)")
+            raise ValueError(
+                f"--source {path} is not a file *.parquet, *.jsonl or *.txt (the latter "
+                "also packed)"
+            )
         if not shards or sizes[-1] >= shard_bytes:
             shards.append([])
             sizes.append(0)
@@ -191,7 +223,10 @@ def local_source(paths: list[Path], shard_bytes: int) -> Source:
 
 
 def hub_source(subset: str, revision: str | None) -> Source:
-    """Return a subset of FineWeb-Edu, at its newest revision if none is given. Raises ValueError."""
+    """Return a subset of FineWeb-Edu, at its newest revision if none is given.
+
+    Raises ValueError.
+    """
     from huggingface_hub import HfApi
 
     try:
@@ -207,7 +242,9 @@ def hub_source(subset: str, revision: str | None) -> Source:
     names = [file.rfilename for file in info.siblings or []]
     files = sorted(name for name in names if name.startswith(folder) and name.endswith(".parquet"))
     if not files:
-        raise ValueError(f"--subset {subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}")
+        raise ValueError(
+            f"--subset {subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}"
+        )
     urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
     return Source(f"{REPO}, {subset}", [[url] for url in urls], VAL_TOKENS, info.sha)
 
@@ -219,12 +256,20 @@ def print_totals(folder: Path, record: Record) -> None:
         tokens[name.partition("_")[0]] += entry["tokens"]
     if not tokens["train"]:
         remedy = "try another --out with fewer --val_tokens, or another --text_column"
-        raise ValueError(f"{record['source']} has {tokens['val']:,} tokens, and all of them went into val; {remedy}")
-    print(f"{tokens['train']:,} train and {tokens['val']:,} val tokens in {len(record['files'])} shards")
-    print(f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}")
+        raise ValueError(
+            f"{record['source']} has {tokens['val']:,} tokens, and all of them went into "
+            f"val; {remedy}"
+        )
+    print(
+        f"{tokens['train']:,} train and {tokens['val']:,} val tokens in "
+        f"{len(record['files'])} shards"
+    )
+    print(
+        f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}"
+    )
 
 
-# ---- command line --------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
 
 
 def i_of_n(text: str) -> tuple[int, int]:
@@ -240,8 +285,18 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     of = parser.add_mutually_exclusive_group().add_argument
     of("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
-    of("--source", nargs="+", type=Path, metavar="PATH", help=".parquet, .jsonl, .txt (also packed) or folders")
-    add("--text_column", default="text", help="column, or key of a jsonl line, with the text (default: text)")
+    of(
+        "--source",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help=".parquet, .jsonl, .txt (also packed) or folders",
+    )
+    add(
+        "--text_column",
+        default="text",
+        help="column, or key of a jsonl line, with the text (default: text)",
+    )
     add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
     add(
         "--tokens",
@@ -249,9 +304,24 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         default=ALL_TOKENS,
         help="to make for train, such as 3e9 (default: all there are)",
     )
-    add("--val_tokens", type=whole_number, help="(default: 1e8; of --source a tenth of the first shard at most)")
-    add("--shard_bytes", type=whole_number, default=400_000_000, help="of --source files per shard (default: 4e8)")
-    add("--part", type=i_of_n, default=(0, 1), metavar="I/N", help="make only shards I, I + N, I + 2N ...")
+    add(
+        "--val_tokens",
+        type=whole_number,
+        help="(default: 1e8; of --source a tenth of the first shard at most)",
+    )
+    add(
+        "--shard_bytes",
+        type=whole_number,
+        default=400_000_000,
+        help="of --source files per shard (default: 4e8)",
+    )
+    add(
+        "--part",
+        type=i_of_n,
+        default=(0, 1),
+        metavar="I/N",
+        help="make only shards I, I + N, I + 2N ...",
+    )
     add_folder(parser, Path(__file__).resolve().parent)
     return parser.parse_args(argv)
 

@@ -2,14 +2,15 @@
 
     python data/shakespeare/prepare.py [--input FILE]
 
-Reads the text as data/shakespeare_char/prepare.py does. Writes train.bin (301,966 tokens), val.bin (36,059) and
-meta.json into this script's folder.
+Reads the text as data/shakespeare_char/prepare.py does. Writes train.bin (301,966 tokens), val.bin
+(36,059) and meta.json into this script's folder.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.shakespeare_char.prepare import main
 

@@ -1,11 +1,14 @@
 """Make token files from anybody's own text.
 
-    python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2     # of a folder, its .txt files
-    python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096   # a vocabulary of its own
+    # of a folder, its .txt files
+    python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2
+    # a vocabulary of its own
+    python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
-Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UTF-8, also packed (.gz, .zst). If lines
-with nothing but <|endoftext|> separate documents, each document begins with that token.
+Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UTF-8, also packed
+(.gz, .zst). If lines with nothing but <|endoftext|> separate documents, each document begins with
+that token.
 """
 
 from __future__ import annotations
@@ -20,10 +23,19 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository; Python adds only this folder
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.prepared import named_tokenizer, write_dataset
-from data.text_files import SEPARATOR, TEXTS, documents_in, expanded, names_of, next_document, read_text
+from data.text_files import (
+    SEPARATOR,
+    TEXTS,
+    documents_in,
+    expanded,
+    names_of,
+    next_document,
+    read_text,
+)
 from data.tokenizer import (
     END_OF_TEXT,
     LONGEST_TOKEN,
@@ -35,14 +47,14 @@ from data.tokenizer import (
     encoded_document,
     of_merges,
 )
-from deskgpt.system.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.system.files import sha256
+from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.files import sha256
 
 DATA = Path(__file__).resolve().parents[1]
 TRAIN_SHARE = 0.9  # of the characters; the rest is val
 
-# A byte-pair encoding that is trained on the text. The trainer takes up to 140 times the size of the different words,
-# which are nearly all of a text without spaces.
+# A byte-pair encoding that is trained on the text. The trainer takes up to 140 times the size of
+# the different words, which are nearly all of a text without spaces.
 BPE_SIZE = 4096  # ids, unless asked otherwise
 SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
@@ -59,8 +71,9 @@ def main(args: argparse.Namespace) -> None:
         kinds = [kind for kind, begin in STRUCTURED.items() if re.match(begin, text.lstrip()[:99])]
         if kinds or path.suffix.lower() in (".csv", ".tsv"):
             print(
-                f"note: {path.name} looks like {(*kinds, 'CSV')[0]}; the model will learn its quotes, keys or tags. To "
-                "avoid this, convert it to text, or to jsonl for: python data/fineweb_edu/prepare.py --source"
+                f"note: {path.name} looks like {(*kinds, 'CSV')[0]}; the model will learn "
+                "its quotes, keys or tags. To avoid this, convert it to text, or to jsonl "
+                "for: python data/fineweb_edu/prepare.py --source"
             )
             break
     if len(texts) > 1:
@@ -68,15 +81,21 @@ def main(args: argparse.Namespace) -> None:
     prepare("".join(texts), args.out, args.tokenizer, names_of(paths), args.vocab_size)
 
 
-def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE) -> None:
-    """Write the token files of text, split by characters into 90% train and 10% val, and print their sizes.
+def prepare(
+    text: str, folder: Path, tokenizer_name: str, source: str, vocab_size: int = BPE_SIZE
+) -> None:
+    """Write the token files of text, split by characters into 90% train and 10% val, and print
+    their sizes.
 
-    tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is that of "bpe",
-    which is trained on the train split. Raises ValueError for an unknown tokenizer or too short a text.
+    tokenizer_name may also be the path of a prepared folder, whose tokenizer is used. vocab_size is
+    that of "bpe", which is trained on the train split. Raises ValueError for an unknown tokenizer
+    or too short a text.
     """
     cut = next_document(text, int(len(text) * TRAIN_SHARE))
     if len(text) - cut < 2:
-        raise ValueError(f"{source} has {len(text)} characters, too few to train on; give more text")
+        raise ValueError(
+            f"{source} has {len(text)} characters, too few to train on; give more text"
+        )
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
         tokenizer: Tokenizer = train_bpe("".join(documents_in(text[:cut])), vocab_size)
@@ -88,14 +107,20 @@ def prepare(text: str, folder: Path, tokenizer_name: str, source: str, vocab_siz
     end_of_text = None
     if SEPARATOR.search(text):
         end_of_text = tokenizer.end_of_text
-        how = f"{name} has no such token, so they are spelt out" if end_of_text is None else "one token each"
+        how = (
+            f"{name} has no such token, so they are spelt out"
+            if end_of_text is None
+            else "one token each"
+        )
         print(f"{len(documents_in(text)):,} documents, separated by {END_OF_TEXT}: {how}")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         if end_of_text is None:
             splits[split] = tokenizer.encode(part)
         else:
-            splits[split] = np.concatenate([encoded_document(tokenizer, document) for document in documents_in(part)])
+            splits[split] = np.concatenate(
+                [encoded_document(tokenizer, document) for document in documents_in(part)]
+            )
     source = f"{source} (sha256 {sha256(text.encode())})"
     write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
     print(f"{folder.name}: tokenizer {name}, vocab_size {tokenizer.vocab_size:,}")
@@ -111,7 +136,8 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     encoding = Tokenizer(models.BPE())
-    encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's pattern
+    # GPT-2's pattern
+    encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # without END_OF_TEXT, which is not text
         min_frequency=1,
@@ -124,8 +150,9 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     tokenizer = of_merges("\n".join(" ".join(pair) for pair in merges))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(
-            f"the training text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, not {vocab_size:,}; "
-            f"use --vocab_size={tokenizer.vocab_size}, or more text"
+            "the training text has pairs for a vocabulary of at most "
+            f"{tokenizer.vocab_size:,}, not {vocab_size:,}; use "
+            f"--vocab_size={tokenizer.vocab_size}, or more text"
         )
     return tokenizer
 
@@ -150,8 +177,16 @@ def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> 
     """Add the options for the folder to write to."""
     to = parser.add_mutually_exclusive_group(required=default is None)
     about = "folder below data/, or a path; later the value of --dataset"
-    to.add_argument("--name", dest="out", type=lambda name: DATA / folder(name), default=default, help=about)
-    to.add_argument("--out", type=folder, default=default, metavar="FOLDER", help="any folder, instead of --name")
+    to.add_argument(
+        "--name", dest="out", type=lambda name: DATA / folder(name), default=default, help=about
+    )
+    to.add_argument(
+        "--out",
+        type=folder,
+        default=default,
+        metavar="FOLDER",
+        help="any folder, instead of --name",
+    )
 
 
 def whole_number(text: str) -> int:
@@ -174,7 +209,9 @@ def arguments() -> argparse.Namespace:
     if args.vocab_size is None:
         args.vocab_size = BPE_SIZE
     elif args.tokenizer != "bpe" or not SMALLEST_BPE <= args.vocab_size <= MOST_IDS:
-        raise ConfigError(f"--vocab_size={args.vocab_size} is not from 257 to 65,536, or --tokenizer is not bpe")
+        raise ConfigError(
+            f"--vocab_size={args.vocab_size} is not from 257 to 65,536, or --tokenizer is not bpe"
+        )
     return args
 
 

@@ -1,0 +1,164 @@
+"""A model that continues prompts and answers dialogues: for the page, for programs and on the
+terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.chat.template import FORGED_TURN, Message, Template, as_message
+from data.tokenizer import valid_unicode
+from deskgpt.engine import GenerationConfig, InferenceEngine, LoadedModel, Sample, encode_prompt
+from deskgpt.errors import shortened
+
+ANSWER_PART = 8  # for an answer, one of this many parts of the context is left free
+
+
+@dataclass
+class Writer:
+    """A model that writes one text at a time.
+
+    Raises ValueError if the system message is too long.
+    """
+
+    trained: LoadedModel
+    engine: InferenceEngine
+    defaults: GenerationConfig
+    prompt: str  # the page's at its start
+    chat_template: Template | None  # None if the model does not talk
+    system: str = ""  # the first message of a dialogue
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))  # who has it may ask
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a text is written
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and self.system:
+            self.answer([Message("system", self.system), Message("user", "")])
+
+    @property
+    def block_size(self) -> int:
+        return self.trained.model.config.block_size
+
+    def begin(self, prompt: Any, messages: Any, *stops: str) -> tuple[Sample, Tensor]:
+        """Return a text that answers messages in JSON, or continues the prompt if they are None,
+        and its prompt (1, T).
+
+        Raises ValueError, one line.
+        """
+        if messages is not None:
+            return self.answer(messages_in(messages), *stops)
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"prompt={shortened(prompt)} must be a text, at least a line break")
+        ids = encode_prompt(prompt, self.trained.tokenizer)
+        return Sample(self.trained.tokenizer, prompt, *stops), ids.to(self.engine.device)
+
+    def answer(self, messages: list[Message], *stops: str) -> tuple[Sample, Tensor]:
+        """Return a text that answers the last of the messages, and its prompt (1, T).
+
+        Raises ValueError, one line.
+        """
+        if self.chat_template is None:
+            name = self.trained.name
+            raise ValueError(
+                f"{name} saw no chat data, so it completes a prompt only: send one to "
+                "/v1/completions"
+            )
+        ids = self.chat_template.prompt(fitting(self.chat_template, self.block_size, messages))
+        stops = (*stops, FORGED_TURN)
+        text = Sample(self.trained.tokenizer, "", *stops, last_token=self.chat_template.end_of_text)
+        return text, torch.from_numpy(ids.astype("int64"))[None].to(self.engine.device)
+
+
+# ---- dialogues -----------------------------------------------------------------------------------
+
+
+def fitting(template: Template, block_size: int, messages: list[Message]) -> list[Message]:
+    """Return the messages without the oldest turns, if they do not fit into the context with room
+    for an answer.
+
+    A system message, which is the first one, is kept. Raises ValueError if it or the last message
+    does not fit.
+    """
+    system = [message for message in messages[:1] if message.role == "system"]
+    turns = messages[len(system) :]
+    room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
+    first = len(turns)
+    used = 0
+    for at in reversed(range(len(turns))):
+        # Without the token with which a dialogue begins.
+        used += len(template.encode([turns[at]]).ids) - 1
+        if used > room:
+            break
+        if turns[at].role == "user":  # an answer without its question is left out
+            first = at
+    if first == len(turns):
+        what = (
+            "the system message is too long" if room < 0 else f"the message takes {used:,} tokens"
+        )
+        raise ValueError(
+            f"{what}: {max(0, room):,} of the model's context of {block_size:,} are left "
+            "for it; say less"
+        )
+    return system + turns[first:]
+
+
+def messages_in(value: Any) -> list[Message]:
+    """Return the messages that another program sends: a JSON list that ends with the user's.
+
+    Raises ValueError.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"messages={shortened(value)} must be a list")
+    messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
+    if not messages or messages[-1].role != "user":
+        raise ValueError("the last message must be the user's")
+    return messages
+
+
+def talk(writer: Writer) -> None:
+    """Read a line at a time and print the answer as it comes, until the input ends, or Ctrl+C.
+
+    If the input is not a terminal, only the answers are printed. Raises ValueError if it is not
+    UTF-8, and if none of its messages could be answered.
+    """
+    c = writer.defaults
+    messages = [Message("system", writer.system)] if writer.system else []
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (input() edits lines with it)
+    n = 0
+    refused = False
+    try:
+        while True:
+            typed = input("you: " if on_terminal else "").strip()
+            if not typed:
+                continue
+            try:
+                question = Message("user", valid_unicode(typed))
+                text, ids = writer.answer([*messages, question], c.stop)
+            except ValueError as e:
+                print(f"error: {e}", file=sys.stderr)
+                refused = True
+                continue
+            for (shown,) in writer.engine.write(ids, [text], replace(c, seed=c.seed + n)):
+                print(shown, end="", flush=True)
+            print()
+            messages += [question, Message("assistant", text.text)]
+            n += 1
+    except UnicodeDecodeError as e:
+        raise ValueError(
+            f"the input is not UTF-8 text (byte {e.start:,}); convert it first"
+        ) from None
+    except (EOFError, KeyboardInterrupt):
+        if on_terminal:
+            print()
+        elif refused and not n:
+            raise ValueError("no message was answered") from None

@@ -1,0 +1,582 @@
+"""The checkpoints of a run's folder: ckpt.pt, the last one, and ckpt_best.pt, the best one by its
+val loss.
+
+A checkpoint is nanoGPT's dictionary plus what an exact resume needs, always one file
+(checkpoint.py), so any number of ranks can resume it. torch.distributed.checkpoint is not used: it
+pickles, and a folder cannot be replaced in one step. A crash at any moment leaves an intact
+checkpoint. nanoGPT's own checkpoints are read too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import pickle
+import re
+import stat
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deskgpt.distributed import DistContext
+from deskgpt.errors import reason
+from deskgpt.files import (
+    Fields,
+    check_record,
+    copy_file,
+    file_sha256,
+    is_number,
+    remove_leftovers,
+    replacing,
+    sync_folder,
+)
+from model import GPTConfig
+
+CKPT = "ckpt.pt"
+CKPT_BEST = "ckpt_best.pt"
+MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
+CKPT_FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
+FORMER_NAMES = {
+    "form": "variant",
+    "facts": "metadata",
+    "parts": "extra_state",
+    "health": "progress",
+}
+# That torch.compile and DDP leave on parameters' names.
+WRAPPER_PREFIX = re.compile(r"^(_orig_mod\.|module\.)+")
+MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
+# The square of a larger one overflows float32, so that nothing can be computed with it.
+LARGEST_WEIGHT = 1e18
+# Names under Checkpoint.metadata: losses of two runs can be compared only if both entries are
+# equal.
+VAL_DATA = "val data"
+EVAL_WINDOWS = "windows per evaluation"
+
+
+@dataclass
+class Checkpoint:
+    """What ckpt.pt holds.
+
+    The first six are nanoGPT's; the others are None in a checkpoint without them.
+    """
+
+    model: dict[str, Tensor]  # state_dict
+    model_args: dict[str, Any]
+    optimizer: Any = None  # state_dict; without it a run cannot be resumed
+    iter_num: int = 0  # steps done
+    best_val_loss: float = math.inf  # nats per token
+    config: dict[str, Any] = field(default_factory=dict)  # the settings of the run
+    scaler: dict[str, Any] | None = None  # state_dict of float16's GradScaler
+    tokenizer: dict[str, Any] | None = None  # its meta()
+    chat: str | None = None  # the name of the template of its data (data/chat/template.py)
+    variant: dict[str, Any] | None = None  # how the model ran: dtype, compiled, kind of device
+    wandb_run_id: str | None = None
+    progress: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
+    metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
+    extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def save_checkpoint(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
+    """Write out_dir/ckpt.pt; with `best`, first the same as out_dir/ckpt_best.pt, a file of its
+    own.
+
+    Each file is durable before the next one is begun, and its predecessor is kept until then: one
+    checkpoint's size must be free. Raises OSError if one cannot be written, ValueError if it should
+    not be. The checkpoints before are then unharmed, and ckpt_best.pt may be the new one.
+    """
+    path = out_dir / CKPT
+    before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
+    content = vars(checkpoint)
+    try:
+        check_loadable(content)
+        if not math.isfinite(sum_of_max_abs(content)):
+            raise ValueError("weights or moments hold NaN or infinity")
+        if sum_of_max_abs(checkpoint.model) > LARGEST_WEIGHT:
+            raise ValueError(f"there are weights above {LARGEST_WEIGHT:g}, which no step can mend")
+    except ValueError as e:
+        raise ValueError(f"{path} is not written: {e}{before}") from None
+    try:
+        write_ckpt_file(content | {"format": CKPT_FORMAT}, out_dir / CKPT_BEST if best else path)
+        sync_folder(out_dir)
+        if best:
+            copy_file(out_dir / CKPT_BEST, path)
+            sync_folder(out_dir)
+    except OSError as e:
+        raise OSError(
+            f"cannot write {path}: {e.strerror or e}; free some disk space or choose "
+            f"another --out_dir{before}"
+        ) from None
+
+
+def sum_of_max_abs(value: Any) -> float:
+    """Return the sum of the largest numbers of each tensor in value; NaN or infinite if one of all
+    numbers is.
+    """
+    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    tensors = [x if x.itemsize > 1 else x.float() for x in tensors if x.numel() and not x.is_meta]
+    return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
+
+
+def clean_out_dir(out_dir: Path, print0: Callable[[str], None], has_best: bool = True) -> None:
+    """Tidy what earlier runs left, before a run's first save. Raises OSError.
+
+    Temporary files are removed, damaged checkpoints are moved aside. A ckpt.pt whose val loss is
+    known is copied to ckpt_best.pt if there is none: the next one may be worse. has_best: the run's
+    losses can be compared with theirs; otherwise ckpt_best.pt is moved aside, unless it is the only
+    checkpoint.
+    """
+    remove_leftovers(out_dir, CKPT, CKPT_BEST)
+    for path in list_checkpoints(out_dir):
+        if damage := find_damage(path):
+            print0(f"{path} {damage}: it is now in {archive_previous_run(out_dir, (path.name,))}")
+    last = out_dir / CKPT
+    best = out_dir / CKPT_BEST
+    if last.exists() and best.exists() and not has_best:
+        print0(
+            f"{best} has a loss that this run's cannot be compared with: it is now in "
+            f"{archive_previous_run(out_dir, (CKPT_BEST,))}"
+        )
+    elif (
+        last.exists()
+        and not best.exists()
+        and has_best
+        and val_loss_of_weights(read_checkpoint(last, numbers=False)) < math.inf
+    ):
+        copy_file(last, best)
+    sync_folder(out_dir)
+
+
+def archive_previous_run(out_dir: Path, names: tuple[str, ...]) -> Path | None:
+    """Make out_dir, and move these files of an earlier run into its new folder previous-N, which it
+    returns.
+
+    None without such files. Raises OSError if out_dir cannot be written.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        found = [out_dir / name for name in names if (out_dir / name).exists()]
+        if not found:
+            return None
+        n = 1
+        while (out_dir / f"previous-{n}").exists():
+            n += 1
+        folder = out_dir / f"previous-{n}"
+        folder.mkdir()
+        for path in found:
+            os.replace(path, folder / path.name)
+    except OSError as e:
+        raise OSError(
+            f"out_dir={out_dir} cannot be written: {e.strerror}; choose another --out_dir"
+        ) from None
+    return folder
+
+
+# ---- finding -------------------------------------------------------------------------------------
+
+
+def run_folder(out_dir: str | Path) -> Path:
+    """Return the folder that a run writes to; out_dir may also name the checkpoint in it that the
+    run starts from.
+    """
+    path = Path(out_dir)
+    return path.parent if path.suffix == ".pt" else path
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Return whether path names a checkpoint as `load` takes it."""
+    path = Path(path)
+    return bool(list_checkpoints(path)) if run_folder(path) == path else path.exists()
+
+
+def list_checkpoints(out_dir: Path) -> list[Path]:
+    """Return the checkpoints of out_dir; a run resumes the first that is not damaged."""
+    return [path for path in (out_dir / CKPT, out_dir / CKPT_BEST) if path.exists()]
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    out_dir: str | Path,
+    print0: Callable[[str], object] = str,
+    dist: DistContext | None = None,
+    checksums: bool = True,
+) -> Checkpoint:
+    """Return the last good checkpoint of the folder out_dir, or the one at the path of a .pt file.
+
+    print0 is told of a damaged one. dist: all ranks call this and find the same; the first one
+    compares checksums. checksums: False leaves them out, and tensors have shapes alone, as on the
+    other ranks of a sharded run. Raises ValueError if there is no good one.
+    """
+    path = Path(out_dir)
+    found = [path] if run_folder(path) != path else list_checkpoints(path) or [path / CKPT]
+    if not found[0].exists():
+        if (path / "manifest.json").exists() or list(path.glob("ckpt-*/manifest.json")):
+            raise ValueError(
+                f"{path} is of an older version: make a file of it with that one's "
+                "export.py --to=ckpt.pt"
+            )
+        raise ValueError(f"{found[0]}: no such checkpoint; is --out_dir right?")
+    damages: list[str] = []
+    for p in found:
+        saved = None
+        damage = "is damaged, as another rank has found"
+        try:
+            saved = read_checkpoint(
+                p, checksums and (dist is None or dist.is_first), numbers=checksums
+            )
+        except ValueError as e:
+            damage = str(e)
+        if dist is not None and not dist.all(saved is not None):
+            saved = None
+        if saved is not None:
+            if dist is not None:  # only numbers tell whether a head is tied
+                saved.model_args = dist.gather(saved.model_args)[0]
+            if damages:
+                print0(f"{damages[0]}: taking {p.name}, step {saved.iter_num}")
+            return saved
+        damages.append(f"{p} {damage}")
+    raise ValueError(
+        f"{', and '.join(damages)}; restore it from a copy, or name another checkpoint"
+    )
+
+
+def load_to_resume(
+    out_dir: str | Path, dist: DistContext | None = None, checksums: bool = True
+) -> Checkpoint:
+    """As load, for a run that is resumed: best_val_loss is what the best checkpoint on the disk was
+    evaluated at.
+
+    It is infinite if no checkpoint there was evaluated on the same data.
+    """
+    print0 = dist.print0 if dist else print
+    saved = load_checkpoint(out_dir, print0, dist, checksums)
+    saved.best_val_loss = val_loss_of_weights(saved)
+    path = run_folder(out_dir) / CKPT_BEST
+    if not path.exists():
+        return saved
+    try:
+        best = read_checkpoint(path, checksums=dist is None or dist.is_first, numbers=False)
+    except ValueError as e:
+        print0(f"{path} {e}: its loss, the best so far, does not count")
+        return saved
+    if comparison_key(best) == comparison_key(saved):
+        saved.best_val_loss = min(saved.best_val_loss, val_loss_of_weights(best))
+    return saved
+
+
+def step_of_best(out_dir: Path) -> int | None:
+    """Return the step of the best checkpoint on the disk; None if there is no intact one."""
+    with suppress(ValueError):
+        return read_checkpoint(out_dir / CKPT_BEST, numbers=False).iter_num
+    return None
+
+
+def val_loss_of_weights(saved: Checkpoint) -> float:
+    """Return the val loss of a checkpoint's own weights; infinity if no evaluation saw them."""
+    if saved.progress is None:  # nanoGPT's, which is saved at evaluations only
+        return saved.best_val_loss
+    losses = {row[0]: row[2] for row in saved.progress.get("evaluations", [])}
+    loss = float(losses.get(saved.iter_num, math.inf))
+    return math.inf if math.isnan(loss) else loss
+
+
+def comparison_key(saved: Checkpoint) -> list[Any]:
+    """Return what two losses must have in common to be compared, as far as older checkpoints
+    know it.
+    """
+    metadata = saved.metadata or {}
+    return [
+        saved.config.get("dataset"),
+        saved.tokenizer,
+        metadata.get(VAL_DATA),
+        metadata.get(EVAL_WINDOWS),
+    ]
+
+
+# What a file may hold, by key. nanoGPT's best_val_loss is a tensor, which math.isnan takes, unlike
+# text.
+CKPT_FIELDS: Fields = dict.fromkeys(
+    ("model", "model_args", "config"), lambda value: isinstance(value, dict)
+)
+OPTIONAL_FIELDS = (
+    "optimizer",
+    "scaler",
+    "tokenizer",
+    "variant",
+    "progress",
+    "metadata",
+    "extra_state",
+)
+CKPT_FIELDS |= dict.fromkeys(OPTIONAL_FIELDS, lambda value: isinstance(value, dict | None))
+CKPT_FIELDS |= dict.fromkeys(("chat", "wandb_run_id"), lambda value: isinstance(value, str | None))
+CKPT_FIELDS |= {
+    "best_val_loss": lambda x: not math.isnan(x),
+    "iter_num": lambda x: is_number(x) and x < MOST_STEPS,
+}
+
+
+def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
+    """Return the weights of a loaded checkpoint, on the CPU."""
+    return saved.model
+
+
+def find_damage(path: Path) -> str | None:
+    """Return why no good checkpoint is at path, in words that follow its name, numbers that are not
+    finite left out.
+    """
+    try:
+        read_checkpoint(path, numbers=False)
+    except ValueError as e:
+        return str(e)
+    return None
+
+
+def read_checkpoint(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
+    """Return a checkpoint, its tensors on the CPU.
+
+    checksums: whether to compare those of files, and to look for numbers that are not finite.
+    numbers: False leaves tensors with their shapes alone. Raises ValueError with words that follow
+    the path.
+    """
+    try:
+        found = read_ckpt_file(path, checksums, numbers)
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"is not a readable checkpoint ({getattr(e, 'strerror', None) or e})"
+        ) from None
+    try:
+        found = {FORMER_NAMES.get(name, name): value for name, value in found.items()}
+        check_record(found, CKPT_FIELDS, required=("model", "model_args"))
+        saved = checkpoint_of(found)
+        if checksums and not math.isfinite(sum_of_max_abs(found)):
+            raise ValueError("weights or moments hold NaN or infinity")
+    except Exception as e:  # an untrusted content can raise nearly anything
+        raise ValueError(f"is not a training checkpoint: {load_error_text(e)}") from None
+    return saved
+
+
+def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
+    """Return a file's content as a Checkpoint.
+
+    nanoGPT's lose the mask buffers of its attention without SDPA and the machine that the run was
+    set to. A head with numbers of its own, as in forks that do not tie it, stays apart from the
+    embedding. Raises ValueError, or an error of a wrong type, if the weights, the model's settings
+    or the evaluations are not what they should be.
+    """
+    saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
+    saved.model = {
+        WRAPPER_PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")
+    }
+    for name, w in saved.model.items():
+        if not isinstance(w, Tensor) or w.is_complex():
+            raise ValueError(f"its weight {name[:80]!r} is not a tensor of numbers")
+    saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
+    # nanoGPT's, which names a GPU and float16 even after a run on a CPU
+    if "tokenizer" not in found:
+        saved.config = {k: v for k, v in saved.config.items() if k not in MACHINE_SETTINGS}
+        saved.model_args = {"activation": "gelu"} | saved.model_args  # the exact GELU
+    head = saved.model.get("lm_head.weight", torch.empty(0))
+    table = saved.model.get("transformer.wte.weight", head)
+    if (
+        head.shape == table.shape
+        and not head.is_meta
+        and not torch.equal(head, table.to(head.dtype))
+    ):
+        saved.model_args = saved.model_args | {"tie_weights": False}
+    GPTConfig.from_args(saved.model_args, "its model")
+    val_loss_of_weights(saved)
+    return saved
+
+
+# ---- one file ------------------------------------------------------------------------------------
+
+
+CHECKSUM_COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
+CHECKSUM_COMMENT_BYTES = len(CHECKSUM_COMMENT) + 64
+MOST_PICKLE_BYTES = 4 << 20  # that of GPT-2 XL with AdamW has 0.3 MB
+NO_ARCHIVE = (
+    "it is not of torch.save, but cut short, empty, an error page or a git-LFS "
+    "pointer: fetch it again"
+)
+# What torch.load to the device meta gives a storage: where its numbers are in the file.
+STORAGE_OFFSET = "_checkpoint_offset"
+PLAIN_CLASSES = (Tensor, nn.Parameter)  # not those of sharded models
+# NumPy's numbers, which forks of nanoGPT keep as losses.
+numpy_scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
+NUMPY_CLASSES = [
+    numpy_scalar,
+    (numpy_scalar, "numpy.core.multiarray.scalar"),
+    np.dtype,
+    *map(type, map(np.dtype, "fdeil?")),
+]
+
+
+def write_ckpt_file(content: Any, path: Path) -> None:
+    """Write torch.save(content) with its checksum, in one step. Raises OSError."""
+    with replacing(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as e:  # torch wraps a failed write
+            raise (
+                e.__context__
+                if isinstance(e.__context__, OSError)
+                else OSError(None, load_error_text(e))
+            ) from None
+        file.flush()
+        comment = CHECKSUM_COMMENT + file_sha256(Path(file.name)).encode()
+        # The length of the comment, 0 so far, is the last field of the archive.
+        file.seek(-2, io.SEEK_END)
+        file.write(CHECKSUM_COMMENT_BYTES.to_bytes(2, "little") + comment)
+
+
+def check_loadable(content: Any) -> None:
+    """Raise ValueError if `load` would not read back what `write` writes."""
+    file = io.BytesIO()
+    try:
+        check_dense_tensors(content)
+        torch.save(tree_map_only(Tensor, lambda x: torch.empty(0, dtype=x.dtype), content), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as e:  # pickle's errors and torch's all differ
+        raise ValueError(load_error_text(e)) from None
+
+
+def check_dense_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
+    """Raise ValueError for a tensor that is not dense numbers, or not of a `plain` class if any are
+    given.
+
+    RecursionError if content holds itself.
+    """
+    for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
+        if (
+            x.is_meta
+            and x.layout == torch.strided
+            and getattr(x.untyped_storage(), STORAGE_OFFSET) is None
+        ):
+            raise ValueError(
+                "its numbers are in shards of an older version, whose export.py "
+                "--to=ckpt.pt joins them"
+            )
+        is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
+        if is_dense and type(x) in PLAIN_CLASSES:
+            # No number that is expanded to many.
+            is_dense = x.nbytes <= x.untyped_storage().nbytes()
+        if not is_dense or (plain and type(x) not in plain):
+            raise ValueError(
+                "it holds a tensor that is sparse, nested, quantized, expanded or sharded"
+            )
+
+
+def read_ckpt_file(path: Path, checksums: bool = True, numbers: bool = True) -> Any:
+    """Return what a file holds, its tensors on the CPU.
+
+    Raises ValueError with the reason if it is damaged; OSError.
+
+    checksums: whether to compare the file's checksum. Its structure is always checked. numbers:
+    False leaves tensors with their shapes alone, except single numbers, which takes no time and no
+    memory.
+    """
+    # Opening a pipe would wait, and a device might never end.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a plain file but a pipe, a device or a folder")
+    with open(path, "rb") as file:
+        before = os.fstat(file.fileno())
+        has_checksum = check_archive(file, checksums)
+        file.seek(0)
+        try:
+            with torch.serialization.safe_globals(NUMPY_CLASSES):
+                found = torch.load(
+                    file, map_location="cpu" if numbers else "meta", weights_only=True
+                )
+            check_dense_tensors(found, PLAIN_CLASSES)
+            if not numbers:
+                found = tree_map_only(
+                    Tensor, lambda x: x if x.dim() else single_number(x, file), found
+                )
+        except Exception as e:  # pickle, zip and storage errors all differ
+            raise ValueError(load_error_text(e)) from None
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise ValueError("it was changed while it was read")
+    if not isinstance(found, dict):
+        raise ValueError("it holds no dictionary")
+    if "format" in found and not has_checksum:
+        raise ValueError("its checksum is missing")
+    return found
+
+
+def single_number(x: Tensor, file: BinaryIO) -> Tensor:
+    """Return the number of a tensor () on the device meta, as its file has it."""
+    file.seek(getattr(x.untyped_storage(), STORAGE_OFFSET) + x.storage_offset() * x.itemsize)
+    return torch.frombuffer(bytearray(file.read(x.itemsize)), dtype=x.dtype).reshape(())
+
+
+def check_archive(file: BinaryIO, checksums: bool) -> bool:
+    """Return whether a file has a checksum, which is compared if `checksums`.
+
+    Raises ValueError for damage; OSError.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception:  # zip's errors all differ
+        raise ValueError(NO_ARCHIVE) from None
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED:  # to unpack it may take hours
+            raise ValueError("it is compressed, which torch.save does not do")
+        if entry.filename.endswith("data.pkl") and entry.file_size > MOST_PICKLE_BYTES:
+            raise ValueError(
+                f"its data.pkl has more than {MOST_PICKLE_BYTES:,} bytes, an absurd size"
+            )
+    has_checksum = archive.comment.startswith(CHECKSUM_COMMENT)
+    try:
+        is_intact = not checksums or (
+            matches_checksum(file) if has_checksum else archive.testzip() is None
+        )
+    except Exception:  # zip's errors all differ
+        is_intact = False
+    if not is_intact:
+        raise ValueError("its checksum does not match")
+    return has_checksum
+
+
+def matches_checksum(file: BinaryIO) -> bool:
+    """Return whether the comment of a file that has one is the checksum of all before it."""
+    n_bytes = file.seek(-2 - CHECKSUM_COMMENT_BYTES, io.SEEK_END)
+    end = file.read()
+    file.seek(0)
+    sha256 = hashlib.sha256()
+    while block := file.read(min(1 << 20, n_bytes - file.tell())):
+        sha256.update(block)
+    sha256.update(bytes(2))  # the length of no comment
+    return (
+        end
+        == CHECKSUM_COMMENT_BYTES.to_bytes(2, "little")
+        + CHECKSUM_COMMENT
+        + sha256.hexdigest().encode()
+    )
+
+
+def load_error_text(e: Exception) -> str:
+    """Return what an error says, in one line, without torch's advice to run the file's code."""
+    if isinstance(e, pickle.UnpicklingError) and "eights only" in str(e):
+        found = re.search(r"(?:GLOBAL|global:?|class)\s([\w.]+\.[\w.]+)", str(e))
+        which = f" ({found[1]})" if found else ""
+        return (
+            f"it holds more than tensors and plain values{which}, which only its "
+            "maker's code can read"
+        )
+    return reason(e)

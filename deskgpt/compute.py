@@ -1,0 +1,723 @@
+"""How a model computes on this machine: dtype, kernels, seeds, compiled or not.
+
+Chosen by rule, printed, and applied.
+
+The choice follows from the settings, the kind of machine and, for compiling, from the predicted
+length of the run. Nothing is timed on the model, so two runs with the same settings on the same
+machine compute the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import operator
+import os
+import pickle
+import random
+import sys
+import sysconfig
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from deskgpt import cpu_kernels
+from deskgpt.device import DTYPES
+from deskgpt.distributed import DistContext, agree, shards_of
+from deskgpt.errors import reason
+from deskgpt.peaks import MIN_SPEEDUP, measured_flops
+from model import GPT
+
+
+@dataclass(frozen=True)
+class ComputeMode:
+    """How a micro-batch is computed.
+
+    The default, eager float32, is what others are compared with.
+    """
+
+    dtype: str = "float32"  # of the matmuls
+    compiled: bool = False  # the transformer or its blocks, and the softmax of the loss
+    cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
+    recompute: str = "none"  # full: the backward pass computes the blocks' activations again
+    residual_dtype: str = "float32"  # of the residual stream
+    cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (compute.py)
+    loss_chunks: int = 1  # in which a card computes the loss of a micro-batch: the fewest that fit
+
+    def __str__(self) -> str:
+        words = [self.dtype]
+        if self.residual_dtype != "float32":
+            words.append(f"residual stream in {self.residual_dtype}")
+        if self.cpu_kernels:
+            words.append("C++ kernels")
+        words.append("compiled" if self.compiled else "not compiled")
+        if self.cuda_graph:
+            words.append("CUDA graph")
+        if self.loss_chunks > 1:
+            words.append(f"loss in {self.loss_chunks} chunks")
+        return ", ".join(words)
+
+
+def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
+    """Return how the run that saved a checkpoint computed, by ComputeMode's fields, as far as it is
+    known here.
+
+    The variant of another kind of device says nothing about this one.
+    """
+    if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
+        return {}
+    if isinstance(saved.get("attention"), str):  # as written until 2026-11-26
+        saved = saved | {"cpu_kernels": saved["attention"] == "kernels"}
+    found = {
+        f.name: saved[f.name]
+        for f in fields(ComputeMode)
+        if isinstance(saved.get(f.name), type(f.default))
+    }
+    if found.get("dtype", "float32") not in DTYPES:
+        del found["dtype"]
+    return found
+
+
+def choose_compute(config: Any, dist: DistContext, earlier: dict[str, Any]) -> ComputeMode:
+    """Return what the settings of train.py and this machine ask for; "auto" is decided here.
+
+    All ranks get the same: what a rank derives from its own device goes through `agree`.
+
+    earlier: of the run that is resumed (saved_compute), which is kept, so that it continues bit for
+    bit. Raises ValueError if what a setting names cannot be had, and if some ranks have a GPU and
+    others have not.
+    """
+    dtype = config.dtype
+    kernels = config.cpu_kernels
+    compile = config.compile
+    device = dist.device
+    types = dist.gather(device.type)
+    if len({*types}) > 1:
+        found = ", ".join(f"rank {rank} {type}" for rank, type in enumerate(types))
+        raise ValueError(
+            f"device={config.device}: {found}; all ranks need the same kind, such as --device=cpu"
+        )
+    if dtype == "auto":
+        dtype = earlier.get("dtype") or default_dtype(device)
+    is_sharded = shards_of(config.dp_shard, dist.world) > 1
+    if is_sharded and dtype == "float16":  # no loss scale follows the gradients of shards
+        dtype = "float32"
+    dtype = agree(dist, dtype, "float32")
+    if kernels == "auto":
+        # Not on every host, where hosts differ.
+        is_candidate = device.type == "cpu" and cpu_kernels.is_supported_platform()
+        kernels = agree(dist, is_candidate and earlier.get("cpu_kernels", True)) and load_kernels(
+            dist
+        )
+    elif kernels and not load_kernels(dist):
+        raise ValueError("cpu_kernels=True is not possible here, see above; try --cpu_kernels=auto")
+    if not kernels:
+        cpu_kernels.unload()
+    if compile == "auto":
+        compile = earlier.get("compiled")
+        if compile is None:
+            compile = device.type == "cuda" and has_triton(device)
+        compile = agree(dist, compile)
+    # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in
+    # float32.
+    in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
+    residual_dtype = "bfloat16" if in_bfloat16 else "float32"
+    # What is computed again reads the state of CUDA's generator, which a recording does not allow.
+    may_record = device.type == "cuda" and not is_sharded and config.activation_checkpoint == "none"
+    if config.cuda_graph is True and not may_record:
+        raise ValueError(
+            "cuda_graph=True is for CUDA devices, without dp_shard and "
+            "activation_checkpoint; try --cuda_graph=auto"
+        )
+    return ComputeMode(
+        dtype=dtype,
+        compiled=bool(compile),
+        cpu_kernels=bool(kernels),
+        recompute=config.activation_checkpoint,
+        residual_dtype=residual_dtype,
+        cuda_graph=may_record and bool(config.cuda_graph),
+    )
+
+
+def load_kernels(dist: DistContext) -> bool:
+    """Load the kernels in C++, compiling them if need be.
+
+    Return whether all ranks have them; else print why not.
+    """
+    problem = ""
+    try:
+        cpu_kernels.load(dist.print0)
+    except cpu_kernels.Unavailable as e:
+        problem = str(e)
+    if dist.all(not problem):
+        return True
+    dist.print0(
+        f"NOT using C++ kernels, so steps may be slower: {problem or 'another rank has none'}"
+    )
+    return False
+
+
+def apply_compute(model: GPT, variant: ComputeMode, ranks: int = 1) -> None:
+    """Set up the model to compute in this variant. The dtype is the loop's: autocast."""
+    from deskgpt.compiling import set_up_compiler
+
+    device = next(model.parameters()).device
+    if variant.recompute not in ("none", "full"):
+        raise ValueError(
+            f"activation_checkpoint={variant.recompute} is not computed: write it in "
+            "Transformer of model.py"
+        )
+    in_16_bits = variant.residual_dtype != "float32"
+    model.transformer.residual_dtype = DTYPES[variant.residual_dtype] if in_16_bits else None
+    model.transformer.recompute = variant.recompute
+    model.compile_loss = variant.compiled
+    model.loss_chunks = variant.loss_chunks
+    if variant.compiled:
+        set_up_compiler(device)
+        if device.type == "cuda" and ranks == 1 and variant.recompute == "none":
+            # One graph: a fast card would wait for the CPU, which launches each.
+            model.transformer.compile()
+        else:
+            # Several ranks exchange the gradients of a block while those of the next are computed.
+            for block in model.transformer.h:
+                block.compile()
+
+
+# ---- CUDA graph ----------------------------------------------------------------------------------
+
+
+Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
+
+MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
+MAX_ITEMS = 1000  # of a container that are compared
+MAX_DEPTH = 4  # of containers and objects in each other
+# What stays the same as long as it is the same object. The attributes of a class are facts of their
+# own.
+STABLE: tuple[type, ...] = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+STABLE += (
+    type,
+    ModuleType,
+    nn.Module,
+    FunctionType,
+    BuiltinFunctionType,
+    property,
+    classmethod,
+    staticmethod,
+)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that torch keeps for itself
+DRAWS = "the model draws random numbers on the CPU, from Python's, NumPy's or torch's generator"
+REPLACES = "each pass replaces gradients"
+STDLIB = sysconfig.get_path("stdlib")
+
+
+class CudaGraph:
+    """A pass that is replayed where it can be. Call it as the pass itself."""
+
+    def __init__(
+        self,
+        run: Pass,
+        model: nn.Module,
+        *,
+        enabled: bool,
+        eager_calls: int = 2,
+        shares_memory_with: CudaGraph | None = None,
+        on_refusal: Callable[[str], object] = print,
+    ) -> None:
+        """run takes tensors, and numbers, which a replay hands over as tensors; it returns tensors
+        by name, without a graph of autograd, which are overwritten by the next call. It may add to
+        the gradients of the model.
+
+        eager_calls: before the recording, for what torch sets up at first. shares_memory_with:
+        another pass, whose results are no longer needed when this one runs; the memory of both is
+        freed together. on_refusal is told why there is no graph any more.
+        """
+        self.run = run
+        self.model = model
+        self.enabled = enabled
+        self.on_refusal = on_refusal
+        # Of memory
+        self.shard_ranks: list[CudaGraph] = (
+            shares_memory_with.shard_ranks if shares_memory_with else []
+        )
+        self.shard_ranks.append(self)
+        self.recordings = 0
+        self.drops = 0  # recordings that this pass has made worthless
+        self._eager_calls = eager_calls  # to come before the next recording
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Any] = []  # what the graph reads, in the order of the arguments
+        self._outputs: dict[str, Tensor] = {}
+        # A parameter, and the memory to which the graph adds.
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._facts: Facts | None = None  # what the recorded pass may have read
+
+    def __call__(self, *args: Any) -> dict[str, Tensor]:
+        if not self.enabled or exchanges_gradients(self.run):
+            return self.run(*args)
+        if self._graph is not None:
+            change = self._change(args)
+            if not change:
+                return self._replay(args)
+            self.drop(f"{change} changes")
+        if self._eager_calls or not self.enabled:
+            return self._observed(args)
+        return self._record(args)
+
+    def drop(self, why: str) -> bool:
+        """Free the graph and its memory, to be recorded anew a few times; return whether there was
+        one.
+        """
+        if all(other._graph is None for other in self.shard_ranks):
+            return False
+        for other in self.shard_ranks:
+            other._free()
+        torch.cuda.empty_cache()
+        self.drops += 1
+        if self.drops == MAX_RECORDINGS:
+            self.refuse(f"{why} again and again")
+        return True
+
+    def _free(self) -> None:
+        self._graph = None
+        self._inputs = []
+        self._outputs = {}
+        self._gradients = []
+        self._facts = None
+        # What has changed may be compiled anew, and cannot be recorded.
+        self._eager_calls = max(self._eager_calls, 1)
+
+    def refuse(self, why: str) -> None:
+        """Go on without a graph, and say why."""
+        if not self.enabled:
+            return
+        self.enabled = False
+        self.drop(why)
+        self.on_refusal(why)
+
+    # ---- without a graph -------------------------------------------------------------------------
+
+    def _observed(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Run the pass, and refuse a graph if its Python code changes what a replay would not
+        change.
+        """
+        if not self.enabled:
+            return self.run(*args)
+        self._eager_calls -= 1
+        facts = Facts(self.run, self.model)
+        drawn = generator_states()
+        gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        waits: list[str] = []
+        # An earlier pass compiles, which waits
+        with nullcontext() if self._eager_calls else noticed_waits(waits):
+            outputs = self.run(*args)
+
+        changed = facts.first_change()
+        if changed:
+            self.refuse(f"each pass changes {changed}")
+        elif hooks := hooks_of(self.model):
+            self.refuse(f"{hooks[0]} has a hook, whose Python code runs in each pass")
+        elif waits:
+            self.refuse(f"the pass waits for the card, in {waits[0]}")
+        elif generator_states() != drawn:
+            self.refuse(DRAWS)
+        elif any(p.grad is not gradient for p, gradient in gradients):
+            self.refuse(REPLACES)
+        return outputs
+
+    # ---- with a graph ----------------------------------------------------------------------------
+
+    def _record(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Record the pass, and replay it once: so it has run.
+
+        If it cannot be recorded, run it without a graph.
+        """
+        device = next(self.model.parameters()).device
+        facts = Facts(self.run, self.model)
+        inputs = [static_input(value, device) for value in args]
+        gradients = []
+        if torch.is_grad_enabled():
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            gradients = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
+            for p, gradient in gradients:
+                p.grad = gradient
+        versions = [gradient._version for _, gradient in gradients]
+        drawn = generator_states()
+        states = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(device),
+        )
+
+        graph = torch.cuda.CUDAGraph()
+        why = ""
+        try:
+            # The threads of the loader go on meanwhile: the mode says that their calls are none of
+            # the recording's.
+            stream = torch.cuda.current_stream(device)
+            pool = next(
+                (other._graph.pool() for other in self.shard_ranks if other._graph is not None),
+                None,
+            )
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                outputs = self.run(*inputs)
+            if any(p.grad is not gradient for p, gradient in gradients):
+                why = REPLACES
+        except torch.OutOfMemoryError:
+            why = "it does not fit into memory"
+        except RuntimeError as e:  # it waits for the card, or copies from the CPU
+            why = f"the pass cannot be recorded ({reason(e)})"
+        if why:
+            del graph
+            for p, gradient in gradients:
+                p.grad = gradient
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+            torch.cuda.set_rng_state(states[3], device)
+            self.refuse(why)
+            return self.run(*args)
+
+        for (p, gradient), version in zip(gradients, versions, strict=True):
+            if gradient._version == version:  # the loss does not depend on it
+                p.grad = None
+        self._gradients = [(p, gradient) for p, gradient in gradients if p.grad is not None]
+        self._graph, self._inputs, self._outputs, self._facts = graph, inputs, outputs, facts
+        self.recordings += 1
+        graph.replay()
+        if changed := facts.first_change() or (generator_states() != drawn and DRAWS):
+            # This replay was right: its numbers are those of the pass that has just been recorded.
+            outputs = {name: value.clone() for name, value in outputs.items()}
+            self.refuse(changed if changed == DRAWS else f"each pass changes {changed}")
+        return outputs
+
+    def _replay(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        fresh = []
+        for p, gradient in self._gradients:
+            if p.grad is gradient:
+                continue
+            if p.grad is None:  # as after optimizer.zero_grad()
+                fresh.append(gradient)
+            else:
+                gradient.copy_(p.grad)
+            p.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
+        for static, value in zip(self._inputs, args, strict=True):
+            if isinstance(value, Tensor):
+                static.copy_(value)
+            elif isinstance(static, Tensor):
+                static.fill_(value)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._outputs
+
+    def _change(self, args: tuple[Any, ...]) -> str:
+        """Return the name of something that the recorded pass may have read and that differs now,
+        or "".
+        """
+        if len(args) != len(self._inputs):
+            return "the number of arguments"
+        for i, (static, value) in enumerate(zip(self._inputs, args, strict=True)):
+            if isinstance(value, Tensor):
+                is_same = isinstance(static, Tensor) and (static.shape, static.dtype) == (
+                    value.shape,
+                    value.dtype,
+                )
+            else:
+                is_same = isinstance(value, float) or static == value
+            if not is_same:
+                return (
+                    f"the shape of argument {i + 1}"
+                    if isinstance(value, Tensor)
+                    else f"argument {i + 1}"
+                )
+        assert self._facts is not None
+        return self._facts.first_change()
+
+
+def static_input(value: Any, device: torch.device) -> Any:
+    """Return the memory from which a graph reads an argument: of a tensor, or of a float; anything
+    else as it is.
+    """
+    if isinstance(value, Tensor):
+        return value.clone()
+    return (
+        torch.tensor(value, dtype=torch.float32, device=device)
+        if isinstance(value, float)
+        else value
+    )
+
+
+def exchanges_gradients(run: Pass) -> bool:
+    """Return whether DDP would exchange gradients among ranks in this pass, which no graph
+    records.
+    """
+    args = run.args if isinstance(run, functools.partial) else ()
+    return any(getattr(arg, "require_backward_grad_sync", False) for arg in args)
+
+
+# ---- what a pass reads and changes ---------------------------------------------------------------
+
+
+class Facts:
+    """What the Python code of a pass may read and write, as it was when this was made.
+
+    These are attributes of modules, globals of the files and attributes of the classes that a user
+    writes, parameters and buffers, and how many there are of each. To compare 2,000 of them takes a
+    fraction of a millisecond.
+    """
+
+    def __init__(self, run: Pass, model: nn.Module) -> None:
+        self.spaces = namespaces(run, model)
+        self.sizes = [len(space) for _, space in self.spaces]
+        self.places = [(space, key) for _, space in self.spaces for key in space if is_own(key)]
+        self.names = [prefix + key for prefix, space in self.spaces for key in space if is_own(key)]
+        self.values = self._now()
+        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
+        self.tensor_states = [tensor_state(value) for value in self.tensors]
+        self.mutable = {
+            i: snapshot(value) for i, value in enumerate(self.values) if not is_stable(value)
+        }
+
+    def _now(self) -> list[Any]:
+        return [space.get(key) for space, key in self.places]
+
+    def first_change(self) -> str:
+        """Return the name of something that differs now, or ""."""
+        values = self._now()
+        for i in self.mutable:
+            if snapshot(values[i]) != self.mutable[i]:
+                return self.names[i]
+        if not all(map(operator.is_, values, self.values)):
+            for i, (now, before) in enumerate(zip(values, self.values, strict=True)):
+                if (
+                    now is not before
+                    and i not in self.mutable
+                    and snapshot(now) != snapshot(before)
+                ):
+                    return self.names[i]
+        if [tensor_state(tensor) for tensor in self.tensors] != self.tensor_states:
+            return "the memory of a tensor, its hooks, or which tensors are trained"
+        sizes = [len(space) for _, space in self.spaces]
+        if sizes != self.sizes:
+            prefix = next(
+                p
+                for (p, _), now, before in zip(self.spaces, sizes, self.sizes, strict=True)
+                if now != before
+            )
+            return f"the attributes of {prefix.rstrip('.') or 'the model'}"
+        return ""
+
+
+def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the names that a user's code may change, each with what messages put before them."""
+    function = run.func if isinstance(run, functools.partial) else run
+    sources = {function.__module__: None}
+    spaces: list[tuple[str, Mapping[str, Any]]] = []
+    for path, module in model.named_modules():
+        own = vars(module)
+        kept_by_torch = (
+            own["_parameters"],
+            own["_buffers"],
+            own["_modules"],
+            *(own[hook] for hook in HOOKS),
+        )
+        spaces += [(f"{path}." if path else "", space) for space in (own, *kept_by_torch)]
+        sources |= dict.fromkeys(cls.__module__ for cls in type(module).__mro__)
+    for name in sources:
+        source = sys.modules[name]
+        if not is_library(source):
+            classes = [
+                c for c in vars(source).values() if isinstance(c, type) and c.__module__ == name
+            ]
+            spaces.append((f"{name}.", vars(source)))
+            spaces += [(f"{name}.{cls.__qualname__}.", vars(cls)) for cls in classes]
+    return spaces
+
+
+def is_own(key: Any) -> bool:
+    """Return whether a name is not one that torch or Python keeps for itself."""
+    return isinstance(key, str) and key not in INTERNAL and not key.startswith("__")
+
+
+def is_library(module: ModuleType | None) -> bool:
+    """Return whether a module is no file that a user of a model writes."""
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or "site-packages" in path or path.startswith(STDLIB):
+        return True
+    return module.__name__.partition(".")[0] in ("deskgpt", "data")
+
+
+def is_stable(value: Any) -> bool:
+    """Return whether a value can change only by another one under its name.
+
+    Tensors are compared apart.
+    """
+    if isinstance(value, STABLE) or (isinstance(value, tuple) and all(map(is_stable, value))):
+        return True
+    if getattr(value, "__dataclass_params__", None):
+        return value.__dataclass_params__.frozen and all(map(is_stable, vars(value).values()))
+    holds_more = (Mapping, list, tuple, set, deque, Iterator, np.ndarray, *GENERATORS)
+    return not isinstance(value, holds_more) and is_library(sys.modules.get(type(value).__module__))
+
+
+def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return something that differs once a value, or what it holds, has changed.
+
+    A tensor may change in place.
+    """
+    if isinstance(value, Tensor):
+        return id(value), tensor_state(value)
+    if isinstance(value, STABLE):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, GENERATORS):
+        return pickle.dumps(value)
+    if isinstance(value, Iterator):
+        return object()  # it cannot be looked at, and equals nothing
+    if depth == 0:
+        return id(value)
+    if isinstance(value, Mapping):
+        return id(value), [
+            (key, snapshot(item, depth - 1)) for key, item in islice(value.items(), MAX_ITEMS)
+        ]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return (
+            type(value),
+            len(value),
+            [snapshot(item, depth - 1) for item in islice(value, MAX_ITEMS)],
+        )
+    return id(value), snapshot(getattr(value, "__dict__", None), depth - 1)
+
+
+def tensor_state(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a recorded pass needs of a tensor: where it is, whether it is trained, whether it
+    has hooks.
+    """
+    return tensor.data_ptr(), tensor.requires_grad, has_hook(tensor)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the generators on the CPU: Python's, NumPy's and torch's."""
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"], of_torch
+
+
+@contextmanager
+def noticed_waits(places: list[str]) -> Iterator[None]:
+    """Append to places the file and line of each call in the block that waits for the card, as far
+    as torch says so.
+    """
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            places.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.showwarning(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Return the names of modules and parameters that have hooks."""
+    modules = [
+        name or "the model"
+        for name, m in model.named_modules()
+        if any(vars(m)[hook] for hook in HOOKS)
+    ]
+    return modules + [name for name, p in model.named_parameters() if has_hook(p)]
+
+
+def has_hook(tensor: Tensor) -> bool:
+    """Return whether autograd calls Python code for a gradient of this tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+# ---- dtype and seeds -----------------------------------------------------------------------------
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton is installed and has code for this GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractContextManager:
+    """Return a context in which matmuls run in `dtype`; for float32, one that does nothing.
+
+    cached: it keeps the casts of weights until its end, for weights that are used again.
+    """
+    if dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[dtype], cache_enabled=cached)
+
+
+def set_seed(seed: int, deterministic: bool, device: torch.device) -> None:
+    """Seed torch's and Python's generators; deterministic: and make CUDA compute the same bits each
+    time.
+
+    Attention is then flash, whose backward pass can add in a fixed order, and not cuDNN's, which
+    cannot.
+    """
+    if deterministic:
+        # Which cuBLAS reads at its first matmul.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(deterministic)
+    seed_all(seed, device)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed what a model on this device may draw random numbers from: torch's generators and
+    Python's own.
+
+    torch.manual_seed would take half a millisecond without a GPU: it notes the stack for a GPU that
+    may come yet.
+    """
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def default_dtype(device: torch.device) -> str:
+    """Return the dtype that dtype=auto means: bfloat16 if the device multiplies it faster than
+    float32.
+
+    A GPU without bfloat16 takes float16, which needs a loss scale. A CPU is measured, since a
+    processor may list bfloat16 and be slower in it (docs/decisions.md).
+    """
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16"
+        # Below 7.0 no tensor cores multiply float16.
+        return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
+    if device.type == "cpu":
+        flops = measured_flops(device)
+        return "bfloat16" if flops["bfloat16"] > MIN_SPEEDUP * flops["float32"] else "float32"
+    return "float32"

@@ -1,0 +1,392 @@
+"""Text from a trained model: loading it, a cache of keys and values, texts with their stops,
+samples in training.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from data.chat import template
+from data.token_files import read_meta
+from data.tokenizer import Tokenizer, from_meta
+from deskgpt.check_model import TOLERANCE, distance, precision_of
+from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint, weights_of
+from deskgpt.compute import ComputeMode, autocast
+from deskgpt.device import DTYPES
+from deskgpt.distributed import DistContext
+from deskgpt.errors import is_out_of_memory, message_for_user, reason, shortened
+from deskgpt.files import is_local
+from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.kv_cache import GraphedKVCache, KVCache
+from deskgpt.memory import check_model_fits
+from deskgpt.settings import Range, check_fields
+from model import GPT, GPTConfig
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+COMPARED = 256  # tokens, or the context if it is shorter: the prompt, then random ones
+DRAWN = 8  # of them are random, at least
+# Of these are passes of their own: a graph is recorded in the second one, and replayed in the
+# third.
+SINGLE = 3
+
+
+class InferenceEngine:
+    """A model in evaluation mode, and how it generates text."""
+
+    def __init__(self, model: GPT, prompt: Tensor, dtype: str, *, is_trained: bool = False) -> None:
+        """prompt: tokens (B, T). dtype: of the matmuls. is_trained: training continues, so the
+        weights stay float32.
+        """
+        self.model = model
+        self.device = prompt.device
+        self.dtype = dtype
+        if dtype != "float32" and not is_trained:
+            hold_weights(model, DTYPES[dtype])
+        kinds: list[type[KVCache]] = [KVCache]
+        if self.device.type == "cuda" and not is_trained:
+            kinds.insert(0, GraphedKVCache)
+        self.cache_type = self._first_that_agrees(kinds, prompt)  # None: nothing is cached
+
+    def write(
+        self,
+        prompts: Tensor,
+        samples: list[Sample],
+        config: GenerationConfig,
+        on_logits: Callable[[Tensor], None] | None = None,
+    ) -> Iterator[list[str]]:
+        """Continue prompts (B, T), one for each sample, until all have ended; yield what each can
+        show, token by token.
+
+        on_logits: as GPT.generate takes it.
+        """
+        tokens = self.model.generate(
+            prompts,
+            config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k or None,
+            top_p=config.top_p,
+            seed=config.seed,
+            vocab_size=samples[0].tokenizer.vocab_size,
+            cache=self.cache_type(self.model.config.block_size) if self.cache_type else None,
+            on_logits=on_logits,
+        )
+        while not all(sample.done for sample in samples):
+            with self.mode():  # of this thread; a server has another for each token
+                new = next(tokens, None)  # (B,)
+            if new is None:
+                break
+            yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
+        yield [sample.finish() for sample in samples]
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """Within the block, matmuls are in the dtype, and attention is not cuDNN's.
+
+        On Hopper and Blackwell torch prefers cuDNN, also for a single query. It plans anew for each
+        length of the cache (pytorch issue 193893). To say so once a token costs less than in each
+        layer.
+        """
+        without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if self.device.type == "cuda" else nullcontext()
+        with without_cudnn, autocast(self.device, self.dtype):
+            yield
+
+    @torch.inference_mode()
+    def _first_that_agrees(
+        self, kinds: list[type[KVCache]], prompt: Tensor
+    ) -> type[KVCache] | None:
+        """Return the first kind of cache with which logits are those of the whole forward pass;
+        None if none is.
+
+        The text is in parts, the last ones single tokens. Print a line on stderr for each kind that
+        differs. With weights that give NaN nothing can be compared.
+        """
+        c = self.model.config
+        n = max(DRAWN, COMPARED - prompt.size(1))
+        drawn = torch.randint(c.vocab_size, (1, n), generator=torch.Generator().manual_seed(0))
+        text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, : c.block_size]
+        T = text.size(1)
+        limit = TOLERANCE[precision_of(self.dtype, self.device)].logits
+        with self.mode():
+            expected = self.model.next_logits(text)
+            for kind in kinds:
+                cache = kind(c.block_size)
+                why = ""
+                try:
+                    for end in sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0}):
+                        found = self.model.next_logits(text[:, :end], cache)
+                    error = distance(found, expected, dim=-1)
+                    if error > limit and expected.isfinite().all():
+                        why = (
+                            f"logits with a cache have a relative error of {error:.2g}, at "
+                            f"most {limit:g} is rounding"
+                        )
+                except Exception as e:
+                    if is_out_of_memory(e):
+                        raise
+                    why = f"the model fails with a cache ({reason(e)})"
+                if not why:
+                    return kind
+                what = "a cache" if kind is KVCache else "CUDA graphs"
+                print(f"{why}: sampling without {what}, which is slower", file=sys.stderr)
+        return None
+
+
+def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the weights of linear layers in dtype; the logits stay the same bit for bit.
+
+    Under inference_mode autocast keeps no casts, and would cast each weight again for each token.
+    An embedding that is tied to the head stays float32, which is what is read of it.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:  # a class of the user's own may compute in float32
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+
+PROMPT = "\n"  # the end of a line: what comes next begins a new one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """The settings of a text, which sample.py has among its own. Raises ConfigError."""
+
+    # text
+    max_new_tokens: Annotated[int, Range(1, 1_000_000)] = 500  # per sample
+    stop: str = ""  # a sample ends before this text, if it occurs after the prompt; empty = none
+    temperature: Annotated[float, Range(0, 100)] = 0.8  # below 1 = likelier text; 0 = the likeliest
+    top_k: Annotated[int, Range(0, 1_000_000)] = 200  # draw from the k likeliest tokens; 0 = all
+    top_p: Annotated[float, Range(1e-6, 1)] = 1.0  # draw from the likeliest with this probability
+    seed: Annotated[int, Range(0, 2**53 - 1)] = 1337  # sample i depends on seed + i
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Sample:
+    """One text as it grows: decodes tokens that are parts of characters, and ends at a stop text or
+    last_token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: str, *stops: str, last_token: int | None = None
+    ) -> None:
+        """stops: if one of them occurs after the prompt, the text ends before it; empty ones do not
+        count.
+        """
+        self.tokenizer = tokenizer
+        self.stops = [stop for stop in stops if stop]
+        self.last_token = last_token
+        self.text = prompt
+        self.prompt_end = len(prompt)
+        self.shown = len(prompt)  # characters that cannot become a stop text any more
+        self.done = False
+        self.tokens: list[int] = []  # added so far
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Append a token; return the text that can be shown now: all but what may become a stop
+        text.
+        """
+        self.tokens.append(token)
+        if token == self.last_token:
+            rest = self.finish()
+            self.done = True
+            return rest
+        return self._append(self._decoder.decode(self.tokenizer.decode_bytes([token])))
+
+    def finish(self) -> str:
+        """End the text; return what was held back."""
+        shown = self.shown
+        self._append(self._decoder.decode(b"", final=True))
+        self.shown = len(self.text)
+        return self.text[shown:]
+
+    def _append(self, new: str) -> str:
+        if self.done:
+            return ""
+        self.text += new
+        found = [self.text.find(stop, self.shown) for stop in self.stops]
+        end = min((at for at in found if at >= 0), default=None)
+        if end is not None:
+            self.text = self.text[:end]
+            self.done = True
+        final = len(self.text)
+        if not self.done:
+            final -= max((self._begun(stop) for stop in self.stops), default=0)
+        before = self.shown
+        self.shown = max(before, final)
+        return self.text[before : self.shown]
+
+    def _begun(self, stop: str) -> int:
+        """Return the length of the longest end of the text with which the stop text begins."""
+        longest = min(len(stop) - 1, len(self.text) - self.shown)
+        return next((n for n in range(longest, 0, -1) if self.text.endswith(stop[:n])), 0)
+
+
+# ---- a trained model from the disk ---------------------------------------------------------------
+
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+
+
+@dataclass
+class LoadedModel:
+    """A trained model and the tokenizer that it was trained with."""
+
+    model: GPT  # on the CPU
+    tokenizer: Tokenizer
+    source: str  # init_from or out_dir, as the user wrote it
+    # None for GPT-2's weights and other folders in Hugging Face's format.
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def is_chat_model(self) -> bool:
+        """Return whether it was trained on dialogues in our template."""
+        return self.checkpoint is not None and self.checkpoint.chat == template.NAME
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder or file."""
+        return Path(self.source).resolve().name
+
+
+def load_model(init_from: str, out_dir: str, device: torch.device) -> LoadedModel:
+    """Return the model that init_from and out_dir of SampleConfig name.
+
+    It is on the CPU, and `device` has room for it.
+
+    Raises ValueError if there is none, if it is damaged, or if it does not fit into the memory of
+    the device.
+    """
+    saved = None
+    source = out_dir if init_from == "resume" else init_from
+    if init_from == "resume" or is_checkpoint(init_from):
+        saved = load_checkpoint(source, functools.partial(print, file=sys.stderr))
+        model_args, weights = saved.model_args, weights_of(saved)
+        meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
+    else:
+        model_args, weights = load_gpt2(source)
+        meta = tokenizer_of(source)
+    config = GPTConfig.from_args(model_args, source)
+    check_model_fits(config, device)
+    model = GPT.from_state(config, weights, source)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(
+            f"{source}: the weights hold NaN or infinity, which give no text; take another "
+            "checkpoint"
+        )
+    tokenizer = from_meta(meta)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{source} has {config.vocab_size} tokens, and the tokenizer "
+            f"{meta.get('name')} {tokenizer.vocab_size}: it is another model's. nanoGPT "
+            f"keeps its own in meta.pkl, in the data's folder: copy it into {DATA}"
+        )
+    return LoadedModel(model, tokenizer, source, saved)
+
+
+def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
+    """Return the meta of a data folder's tokenizer, for nanoGPT's checkpoints, which name only the
+    folder.
+
+    Raises ValueError.
+    """
+    if not is_local(dataset):
+        raise ValueError(
+            f"the checkpoint has no tokenizer, and dataset={shortened(dataset)} is not on "
+            "this machine"
+        )
+    meta = read_meta(DATA / dataset)["tokenizer"]
+    if not meta:
+        raise ValueError(
+            f"{DATA / dataset / 'meta.pkl'} has no characters (stoi, itos) to read and write text"
+        )
+    return meta
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
+    """Return token ids (1, T) of a prompt.
+
+    Raises ValueError if the tokenizer lacks one of its characters.
+    """
+    return torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
+
+
+# ---- samples of a model in training --------------------------------------------------------------
+
+
+class Sampler:
+    """Draws from random streams of its own, and leaves the model in training mode.
+
+    Raises ValueError if the tokenizer does not know the prompt.
+    """
+
+    TEXTS = 2
+    TOKENS = 200
+
+    def __init__(self, model: GPT, variant: ComputeMode, tokenizer: Tokenizer, every: int) -> None:
+        """every: evaluations from one sample to the next."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.every = every
+        device = next(model.parameters()).device
+        self.dtype = "float32" if device.type == "cpu" else variant.dtype
+        self.is_compiled = variant.compiled
+        self.prompts = encode_prompt(PROMPT, tokenizer).to(device).repeat(self.TEXTS, 1)
+        # Beyond its context a model has no cache, and each token costs a whole forward pass.
+        room = model.config.block_size - self.prompts.size(1)
+        self.config = GenerationConfig(max_new_tokens=min(self.TOKENS, max(1, room)))
+        self.engine: InferenceEngine | None = None  # from the first sample on
+
+    def texts_at(self, evaluation: int, is_last: bool, break_off: Callable[[], bool]) -> list[str]:
+        """Return texts of the model as it is now, if this evaluation has any; [] if break_off
+        becomes true.
+        """
+        if not is_last and evaluation % self.every:
+            return []
+        samples = [Sample(self.tokenizer, PROMPT) for _ in range(self.TEXTS)]
+        self.model.eval()
+        # Blocks are compiled for batches; set_stance imports torch's compiler, which takes seconds.
+        eager = torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
+        with eager:
+            if self.engine is None:
+                self.engine = InferenceEngine(self.model, self.prompts, self.dtype, is_trained=True)
+            for _ in self.engine.write(self.prompts, samples, self.config):
+                if break_off():
+                    samples = []
+                    break
+        self.model.train()
+        return [sample.text for sample in samples]
+
+
+def sampler_for(
+    every: int, model: GPT, variant: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
+) -> Sampler | None:
+    """Return the Sampler of every `every`-th evaluation; None for 0, and on ranks that only wait
+    meanwhile.
+
+    tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need
+    them.
+    """
+    if not every or not dist.is_first:
+        return None
+    try:
+        return Sampler(model, variant, from_meta(tokenizer), every)
+    except (ValueError, ModuleNotFoundError) as e:
+        dist.print0(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
+        return None

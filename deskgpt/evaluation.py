@@ -1,0 +1,89 @@
+"""The loss of a model over many micro-batches, of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from deskgpt.compute import ComputeMode, CudaGraph, Pass, autocast
+from deskgpt.device import free_unused
+from deskgpt.distributed import DistContext, free_gathered
+from model import GPT
+
+BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float  # mean, in nats per token
+    # Of the loss over other text of this length; None below BATCHES_FOR_ERROR.
+    standard_error: float | None
+    windows: int = 0  # that were read, over all ranks
+    # The mean loss of each of this rank's batches, to compare runs in pairs.
+    batch_losses: tuple[float, ...] = ()
+
+
+def evaluation_loss(
+    model: nn.Module, variant: ComputeMode, x: Tensor, y: Tensor
+) -> dict[str, Tensor]:
+    """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
+    with autocast(x.device, variant.dtype):
+        return {"loss": model(x, y)[1]}
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    variant: ComputeMode,
+    batches: Iterable[tuple[Tensor, Tensor, float]],
+    dist: DistContext,
+    graph: CudaGraph | None = None,
+) -> Evaluation:
+    """Return the mean loss over the batches of all ranks, without dropout and without what training
+    adds to the loss.
+
+    batches: inputs (B, T), targets (B, T) and the number of rows that count; with a loss mask that
+    is a fraction, learned targets / block_size. graph: of evaluation_loss. The standard error comes
+    from the spread of the batches' means.
+    """
+    losses = []
+    counts = []
+    # On a CPU, evaluate uncompiled: another compilation takes longer than it saves.
+    is_eager = variant.compiled and dist.device.type == "cpu"
+    stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
+    loss_of: Pass = graph or functools.partial(evaluation_loss, model, variant)
+    # Around all batches autocast casts each weight once. A graph has casts of its own.
+    keeps_casts = graph is None or not graph.enabled
+    casts = autocast(dist.device, variant.dtype) if keeps_casts else nullcontext()
+    model.eval()
+    try:
+        with stance, casts:
+            for x, y, rows in batches:
+                # Of padding too: ranks that share weights need each other.
+                loss = loss_of(x, y)["loss"]
+                if rows:
+                    losses.append(loss * rows)
+                    counts.append(rows)
+    finally:
+        model.train()
+        free_gathered(model)
+        free_unused(dist.device)  # a step makes tensors of other sizes
+
+    sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
+    rows_of = torch.tensor(counts, dtype=torch.float64)
+    own = torch.tensor((sums.sum(), rows_of.sum(), len(counts)), dtype=torch.float64)
+    loss_sum, n_rows, n_batches = dist.sum(own).tolist()
+    mean = loss_sum / n_rows if n_rows else math.nan
+    squares = dist.sum((sums - mean * rows_of).square().sum()).item()
+    error = None
+    if n_batches >= BATCHES_FOR_ERROR:
+        error = math.sqrt(squares * n_batches / (n_batches - 1)) / n_rows
+    batch_losses = tuple(round(loss, 6) for loss in (sums / rows_of).tolist())
+    return Evaluation(mean, error, round(n_rows), batch_losses)

@@ -1,0 +1,279 @@
+"""Our models as GGUF files, for llama.cpp and the programs that are built on it, such as Ollama.
+
+Which of llama.cpp's architectures computes what our settings say is read in its source
+(src/models/*.cpp).
+
+Shape legend: C channels (n_embd), H heads, D = C // H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import secrets
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskgpt.check_model import TOLERANCE
+from deskgpt.export_hugging_face import check_same
+from model import GPT, GPTConfig
+
+# The settings that each architecture computes, all without token shift: GPT-2's, and those of the
+# fast recipes.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"position": "learned", "norm": "layer", "qk_norm": False, "activation": "gelu_tanh"},
+    "apertus": {
+        "position": "rope",
+        "norm": "rms",
+        "qk_norm": True,
+        "activation": "relu2",
+        "bias": False,
+    },
+}
+
+NAMES = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+# How far logits may be from ours at any position, as distance() has it, if the model has GELU. That
+# table made 6e-4 in models of up to 24 layers, and 1.6e-3 with weights five times as large. Without
+# GELU the largest was 4e-6, and TOLERANCE["float32"].logits holds.
+SAME_WITH_GELU = 2e-3
+COMPARED = 1000  # of the likeliest tokens: llama.cpp takes 13 s to write down all of GPT-2's
+
+
+def architecture_of(c: GPTConfig) -> str:
+    """Return llama.cpp's architecture that computes a GPT of c.
+
+    Raises ValueError, which names all that it lacks.
+    """
+    ours = asdict(c)
+    if ours["activation"] == "gelu":
+        # llama.cpp has one GELU, from a table: it rounds more than these two differ
+        ours["activation"] = "gelu_tanh"
+    lacking = {
+        name: [
+            f"{k}={ours[k]} (--{k}={v})"
+            for k, v in (wanted | {"token_shift": False}).items()
+            if ours[k] != v
+        ]
+        for name, wanted in ARCHITECTURES.items()
+    }
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    if lacking[nearest]:
+        raise ValueError(
+            f"llama.cpp has no model with {', '.join(lacking[nearest])}: train so, or "
+            "export a folder (--to=my-model)"
+        )
+    return nearest
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def write(
+    path: Path,
+    c: GPTConfig,
+    weights: dict[str, Tensor],
+    tokenizer: dict[str, Any],
+    chat: str | None,
+) -> None:
+    """Write the file. tokenizer: as tokenizer.json; chat: the template of dialogues for Jinja.
+
+    Raises ValueError for a model or a vocabulary that llama.cpp does not have; OSError.
+    """
+    import gguf
+
+    architecture = architecture_of(c)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_context_length(c.block_size)
+    writer.add_embedding_length(c.n_embd)
+    writer.add_block_count(c.n_layer)
+    writer.add_feed_forward_length(4 * c.n_embd)
+    writer.add_head_count(c.n_head)
+    writer.add_head_count_kv(c.n_head)
+    if architecture == "gpt2":
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_dimension_count(c.n_embd // c.n_head)
+        writer.add_rope_freq_base(10000.0)
+        # xIELU is relu2 if softplus(alpha_p) = 1 and softplus(alpha_n) = beta = 0.
+        writer.add_xielu_alpha_p([math.log(math.e - 1)] * c.n_layer)
+        writer.add_xielu_alpha_n([-100.0] * c.n_layer)
+        writer.add_xielu_beta([0.0] * c.n_layer)
+        writer.add_xielu_eps([-1e-6] * c.n_layer)
+
+    add_tokenizer(writer, tokenizer)
+    if chat is not None:
+        writer.add_chat_template(chat)
+
+    for name, w in tensors_of(c, weights, len(tokenizer["model"]["vocab"])).items():
+        writer.add_tensor(name, w.contiguous().numpy())
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
+    """Add a tokenizer of byte pairs or characters, as tokenizer.json has it."""
+    import gguf
+
+    model = tokenizer["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    kinds: list[int] = [gguf.TokenType.NORMAL] * len(tokens)
+    if model["type"] == "BPE":
+        (end_of_text,) = [token["id"] for token in tokenizer["added_tokens"]]
+        kinds[end_of_text] = gguf.TokenType.CONTROL
+        merges = [" ".join(pair) for pair in model["merges"]]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        # llama.cpp wants one; UTF-8 has no byte 255, which ÿ spells
+        writer.add_token_merges(merges or ["ÿ ÿ"])
+        writer.add_bos_token_id(end_of_text)
+        writer.add_eos_token_id(end_of_text)
+    else:  # RWKV's takes the longest token that fits, and alone needs no end of text
+        writer.add_tokenizer_model("rwkv")
+        writer.add_token_list([repr(char.encode())[2:-1] for char in tokens])  # in Python's escapes
+    writer.add_token_types(kinds)
+    writer.add_add_bos_token(False)
+
+
+def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Return our state_dict in llama.cpp's names and shapes, without the padding of the vocabulary.
+
+    Raises ValueError for weights that it does not have, as after a change of model.py.
+    """
+    found: dict[str, Tensor] = {}
+    for key, w in weights.items():
+        module, _, kind = key.rpartition(".")
+        block = ""
+        if module.startswith("transformer.h."):
+            layer, _, module = module.removeprefix("transformer.h.").partition(".")
+            block = f"blk.{layer}."
+        if module not in NAMES or kind not in ("weight", "bias"):
+            raise ValueError(f"llama.cpp has no {key}, which model.py has; nothing was exported")
+        # Apertus wants a head of its own.
+        if module == "lm_head" and c.tie_weights and c.position == "learned":
+            continue
+        if module in ("transformer.wte", "lm_head"):
+            w = w[:vocab_size]
+        tensors = {NAMES[module]: w}
+        if module == "attn.c_attn" and c.position == "rope":
+            tensors = dict(zip(("attn_q", "attn_k", "attn_v"), w.chunk(3), strict=True))
+        for name, tensor in tensors.items():
+            found[f"{block}{name}.{kind}"] = tensor
+            if c.norm == "layer" and not c.bias and (block or name == "output_norm"):
+                found[f"{block}{name}.bias"] = torch.zeros(len(tensor))  # which it wants
+    if c.qk_norm:
+        for i in range(c.n_layer):
+            for name in ("attn_q_norm", "attn_k_norm"):
+                found[f"blk.{i}.{name}.weight"] = torch.ones(c.n_embd // c.n_head)
+    return found
+
+
+# ---- what llama.cpp computes ---------------------------------------------------------------------
+
+
+class Llama:
+    """llama.cpp with a model, silent; asked over its server's own interface.
+
+    Raises ValueError if it cannot load it.
+    """
+
+    def __init__(self, path: str, block_size: int) -> None:
+        import xllamacpp
+
+        self.key = secrets.token_urlsafe()
+        params = xllamacpp.CommonParams()
+        params.model.path = path
+        params.n_ctx = params.n_batch = params.n_ubatch = block_size
+        params.n_parallel = 1
+        params.n_gpu_layers = 0
+        params.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.embedding = True
+        # Hidden states of each token
+        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
+        # Not mapped: Windows renames no open file.
+        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
+        params.fit_params = False
+        params.warmup = False
+        params.verbosity = -1
+        params.api_keys = [self.key]
+        try:
+            self.server = xllamacpp.Server(params)
+        except RuntimeError as e:
+            raise ValueError(
+                f"llama.cpp cannot load the file: {str(e)[:160]}; nothing was exported"
+            ) from None
+
+    def ask(self, what: str, **request: Any) -> Any:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        address = f"{self.server.listening_address}/{what}"
+        asked = urllib.request.Request(address, json.dumps(request).encode(), headers)
+        try:
+            with urllib.request.urlopen(asked) as reply:
+                return json.load(reply)
+        except OSError as e:
+            raise ValueError(
+                f"llama.cpp does not run the file: {e}; nothing was exported"
+            ) from None
+
+    def next_tokens(self, tokens: list[int]) -> dict[int, float]:
+        """Return log-probabilities of the likeliest tokens after the last one, by their ids."""
+        # Token 33 is drawn, a letter or a sign: llama.cpp answers with whole characters only.
+        request = {
+            "prompt": tokens,
+            "max_tokens": 1,
+            "logprobs": COMPARED,
+            "logit_bias": [[33, 1e9]],
+        }
+        drawn = self.server.handle_completions(request)["choices"][0]["logprobs"]["content"][0]
+        return {entry["id"]: entry["logprob"] for entry in drawn["top_logprobs"]}
+
+
+@torch.inference_mode()
+def compare(path: Path, ours: GPT, tokens: Tensor) -> bool:
+    """Compare llama.cpp's logits after each of the tokens (1, T) with model.py's.
+
+    Raises ValueError if they differ.
+
+    Return False if llama.cpp (the package xllamacpp) is missing.
+    """
+    if importlib.util.find_spec("xllamacpp") is None:
+        return False
+    llama = Llama(str(path.resolve()), ours.config.block_size)
+    logits = ours(tokens)[0]
+    assert logits is not None
+    limit = TOLERANCE["float32"].logits if ours.config.activation == "relu2" else SAME_WITH_GELU
+    ids = tokens[0].tolist()
+    (reply,) = llama.ask("embedding", content=ids, embd_normalize=-1)
+    hidden_states = torch.tensor([reply["embedding"]])  # (1, T, C), which follow the final norm
+    check_same("llama.cpp", ours.logits(hidden_states), logits, limit)
+    found = llama.next_tokens(ids)
+    likeliest = torch.tensor(list(found.values()))
+    expected = logits[0, -1, list(found)]
+    check_same("llama.cpp", likeliest - likeliest.mean(), expected - expected.mean(), limit)
+    return True

@@ -1,0 +1,172 @@
+"""Our models in Hugging Face's format: the class that computes them, config.json, the names of
+weights.
+
+config.json has one key of our own, "deskgpt", which transformers keeps and does not read: the
+model_args, from which gpt2_weights.py knows the way back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskgpt.check_model import TOLERANCE, distance
+from model import GPT, GPTConfig
+
+OUR_KEY = "deskgpt"
+# Ours, and GPT-2's in transformers
+ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
+
+
+def is_gpt2(c: GPTConfig) -> bool:
+    """Return whether transformers' GPT2LMHeadModel computes what a GPT of c does, unless model.py
+    was changed.
+    """
+    return (c.position, c.norm, c.qk_norm, c.token_shift) == ("learned", "layer", False, False)
+
+
+def configs(
+    c: GPTConfig, vocab_size: int, end_of_text: int | None, gpt2: bool, use_cache: bool
+) -> dict[str, dict[str, Any]]:
+    """Return config.json and generation_config.json of a model that GPT-2's class computes, or
+    ours.
+
+    vocab_size: the tokenizer's. Ids beyond it are padding, never to be drawn. end_of_text: that
+    token's id, if any.
+    """
+    ids: dict[str, Any] = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text
+    )
+    config = ids | {
+        "pad_token_id": None,  # an id here would get no gradient if somebody trains on
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_embd": c.n_embd,
+        "n_positions": c.block_size,
+        "n_ctx": c.block_size,  # the same, for llama.cpp
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": c.tie_weights,
+        "dtype": "float32",
+        OUR_KEY: {"model_args": asdict(c), "use_cache": use_cache},
+    }
+    if gpt2:
+        config |= {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": ACTIVATIONS[c.activation],
+            "layer_norm_epsilon": 1e-5,
+            **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
+        }
+    else:
+        config |= {
+            "model_type": "deskgpt",
+            "architectures": ["DeskGPTForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "modeling_deskgpt.DeskGPTConfig",
+                "AutoModelForCausalLM": "modeling_deskgpt.DeskGPTForCausalLM",
+            },
+        }
+    generation = ids | {"use_cache": use_cache}
+    padding = list(range(vocab_size, c.vocab_size))
+    if padding:
+        generation["suppress_tokens"] = padding
+    return {"config.json": config, "generation_config.json": generation}
+
+
+def is_conv1d(key: str, w: Tensor) -> bool:
+    """Return whether GPT-2's class keeps this matrix as (in, out); nn.Linear has (out, in)."""
+    return w.dim() == 2 and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool) -> None:
+    """Write our state_dict as GPT-2's class has it, or ours. Raises OSError if the disk fails."""
+    from safetensors.torch import save
+
+    found: dict[str, Tensor] = {}
+    for key, w in state.items():
+        if key == "lm_head.weight" and c.tie_weights:
+            continue
+        transposed = gpt2 and is_conv1d(key, w)
+        # A copy: blocks may share weights, and safetensors takes no memory of two names.
+        copy = (w.t() if transposed else w).clone(memory_format=torch.contiguous_format)
+        found[key if gpt2 else f"gpt.{key}"] = copy
+        of_block = key.startswith(("transformer.h.", "transformer.ln_f.")) and key.endswith(
+            ".weight"
+        )
+        if gpt2 and not c.bias and of_block:
+            # Which its class always has
+            found[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(0))
+    path.write_bytes(save(found, metadata={"format": "pt"}))
+
+
+# ---- what it computes ----------------------------------------------------------------------------
+
+
+class Differs(ValueError):
+    """Another program does not compute what model.py does."""
+
+
+@torch.inference_mode()
+def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool:
+    """Compare transformers' logits after each of the tokens (1, T) with model.py's; our class's
+    with padding, too.
+
+    Raises Differs. Return False if transformers is missing.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    with tempfile.TemporaryDirectory() as copies:
+        # Of the folder's Python files, which transformers makes.
+        os.environ.setdefault("HF_MODULES_CACHE", copies)
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # a table of what does not fit would hide our one line
+        # What the class lacks, or has in another shape, is left out, and then its logits differ.
+        options: dict[str, Any] = {
+            "dtype": torch.float32,
+            "ignore_mismatched_sizes": True,
+            "trust_remote_code": True,
+        }
+        theirs = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    if theirs.config.model_type == "gpt2":
+        check_same("GPT2LMHeadModel", theirs(tokens).logits, ours(tokens)[0])
+        return True
+
+    half = tokens.size(1) // 2
+    rows = tokens.repeat(2, 1)
+    mask = torch.ones_like(rows)
+    mask[1, :half] = 0
+    end = max(1, rows.size(1) - 1) if theirs.config.deskgpt["use_cache"] else rows.size(1)
+    out = theirs(rows[:, :end], attention_mask=mask[:, :end])
+    found = out.logits
+    if end < rows.size(1):
+        last = theirs(rows[:, end:], attention_mask=mask, past_key_values=out.past_key_values)
+        found = torch.cat((found, last.logits), 1)
+    expected = torch.cat([ours(x)[0][0] for x in (tokens, tokens[:, half:])])
+    check_same("transformers with this model.py", found[mask.bool()], expected)
+    return True
+
+
+def check_same(
+    program: str, found: Tensor, expected: Tensor | None, limit: float = TOLERANCE["float32"].logits
+) -> None:
+    """Raise Differs if logits (..., V) of another program are further from model.py's than rounding
+    anywhere.
+    """
+    assert expected is not None
+    error = distance(found, expected, dim=-1)
+    if error > limit:
+        raise Differs(
+            f"{program} does not compute what model.py does: its logits differ by "
+            f"{error:.2g}, and at most {limit:g} is rounding; nothing was exported. A "
+            "changed model.py goes into folders only (--to=my-model)"
+        )

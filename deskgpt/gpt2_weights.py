@@ -1,0 +1,183 @@
+"""Weights in Hugging Face's format: GPT-2's from a local folder, the hub or its cache; those that
+export.py wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deskgpt import export_hugging_face
+from deskgpt.errors import reason
+from deskgpt.export_hugging_face import OUR_KEY, is_conv1d
+from deskgpt.files import read_small
+from model import GPTConfig
+
+JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
+WEIGHTS = "model.safetensors"
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+# What our GPT cannot have otherwise. An absent key has this value.
+PLAIN_GPT2 = {
+    "model_type": "gpt2",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+ACTIVATIONS = {name: ours for ours, name in export_hugging_face.ACTIVATIONS.items()} | {
+    "gelu_pytorch_tanh": "gelu_tanh"
+}
+
+
+def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder
+    in their format.
+
+    The folder holds config.json and model.safetensors, as Hugging Face or export.py writes them.
+    Raises ValueError if the weights cannot be had, or are neither a GPT-2 nor a model that was
+    exported.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(name)
+    if name in GPT2_NAMES and not folder.is_dir():
+        folder = download_gpt2(name)
+    # A pipe would make it wait
+    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).is_file()]
+    if lacking:
+        raise ValueError(
+            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
+            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder "
+            f"with config.json and {WEIGHTS}"
+        )
+    args = exported_model_args(name) or gpt2_model_args(folder, name)
+    config = GPTConfig.from_args(args, name)
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as e:
+        raise ValueError(
+            f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again"
+        ) from None
+    state = {}
+    for key, w in weights.items():
+        if key.startswith("gpt."):
+            state[key.removeprefix("gpt.")] = w
+            continue
+        if key.endswith((".attn.bias", ".attn.masked_bias")):
+            continue  # masks
+        if key.endswith(".bias") and not config.bias and not w.any():
+            continue  # it was exported as zeros
+        ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
+        state[ours] = (
+            w.t().contiguous() if export_hugging_face.is_gpt2(config) and is_conv1d(key, w) else w
+        )
+    embedding = state.get("transformer.wte.weight")
+    if config.tie_weights and embedding is not None:
+        head = state.setdefault("lm_head.weight", embedding)
+        if not torch.equal(head, embedding):
+            raise ValueError(
+                f"init_from={name}: config.json ties the head to the embedding, but there are two; "
+                'if they were trained so, write "tie_word_embeddings": false there'
+            )
+    return args, state
+
+
+def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
+    """Return the model_args of a GPT-2 in Hugging Face's format.
+
+    Raises ValueError for what our GPT does not have.
+    """
+    config = read_json(folder / "config.json", name)
+    activation = str(config.get("activation_function", "gelu_new"))
+    # None is 4 * n_embd
+    wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}
+    odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
+    if odd:
+        ours = {key: wanted[key] for key in odd}
+        raise ValueError(f"init_from={name}: config.json has {odd}, and a plain GPT-2 has {ours}")
+    if activation not in ACTIVATIONS:
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(
+            f"init_from={name}: config.json has activation_function={activation}, not one "
+            f"of {names}"
+        )
+    try:
+        args = {key: config[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+        args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
+    except KeyError as e:
+        raise ValueError(f"init_from={name}: config.json has no {e}; it is not a GPT-2's") from None
+    return args | {
+        "activation": ACTIVATIONS[activation],
+        "tie_weights": config.get("tie_word_embeddings", True),
+    }
+
+
+def exported_model_args(name: str) -> dict[str, Any] | None:
+    """Return the model_args of a folder that export.py wrote; None if `name` is something else.
+    Raises ValueError.
+    """
+    config = read_json(Path(name) / "config.json", name)
+    if OUR_KEY not in config:
+        return None
+    ours = config[OUR_KEY]
+    model_args = ours.get("model_args") if isinstance(ours, dict) else None
+    if not isinstance(model_args, dict):
+        raise ValueError(
+            f"init_from={name}: config.json has no model_args under {OUR_KEY!r}; export "
+            "the model again"
+        )
+    return GPTConfig.from_args(model_args, name).as_args()
+
+
+def tokenizer_of(name: str) -> dict[str, Any]:
+    """Return the description of the tokenizer of load_gpt2's weights: GPT-2's unless export.py
+    wrote them.
+
+    Raises ValueError if that one is missing.
+    """
+    if exported_model_args(name) is None:
+        return {"name": "gpt2"}
+    meta = read_json(Path(name) / "tokenizer_config.json", name).get(OUR_KEY)
+    if not isinstance(meta, dict):
+        raise ValueError(
+            f"init_from={name}: tokenizer_config.json is missing or has no {OUR_KEY!r}; "
+            "export it again"
+        )
+    return meta
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Return the record in a JSON file, {} without one.
+
+    Raises ValueError, which names init_from, if it is damaged.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(read_small(path, JSON_BYTES)))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(
+            f"init_from={name}: {path} is damaged ({e}); fetch or export it again"
+        ) from None
+
+
+def download_gpt2(name: str) -> Path:
+    """Return the local folder of one of OpenAI's GPT-2 models, fetched from the Hugging Face hub or
+    its cache.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS])
+        )
+    except Exception as e:
+        # Errors of the hub, of its HTTP client and of the network share no class.
+        remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"
+        raise ValueError(f"init_from={name}: {reason(e)}; {remedy}") from None

@@ -1,0 +1,105 @@
+"""Compares the C++ kernels with torch in float64, when the library is built (cpu_kernels.py) and in
+the tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deskgpt import cpu_kernels
+
+LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # |result - expected| / |expected|
+# (B, H, T, D): tiles, and what is left over
+SHAPES = ((2, 3, 64, 32), (1, 2, 129, 64), (1, 1, 1, 16), (1, 2, 37, 20))
+ROWS = ((7, 65), (33, 1000))  # of logits (N, V)
+
+
+def main(library: Path) -> None:
+    """Raise SystemExit, naming the kernel and how far it is off, unless all of this library agree
+    with torch.
+    """
+    cpu_kernels.open_library(library)
+    for what, error, limit in errors():
+        if not error <= limit:
+            raise SystemExit(f"{what} is off by {error:.2g}, allowed {limit:g}")
+
+
+def errors() -> list[tuple[str, float, float]]:
+    """Return (kernel and input, its error, its limit) of results and gradients, in each dtype of
+    the library.
+    """
+    found = []
+    draw = torch.Generator().manual_seed(0)
+    for dtype in cpu_kernels.dtypes():
+        for shape in SHAPES:
+            q, k, v = (torch.randn(shape, generator=draw).to(dtype) for _ in range(3))
+            error = error_of(our_attention, torch_attention, (q, k, v))
+            found.append((f"attention of {shape} in {dtype}", error, LIMIT[dtype]))
+            x = 3 * torch.randn(shape, generator=draw).to(dtype)
+            for name, expected in (("gelu_tanh", torch_gelu), ("relu2", torch_relu2)):
+                error = error_of(
+                    lambda x, name=name: torch.ops.deskgpt.activation(x, name), expected, (x,)
+                )
+                found.append((f"{name} of {shape} in {dtype}", error, LIMIT[dtype]))
+        for N, V in ROWS:
+            logits = 5 * torch.randn(N, V, generator=draw).to(dtype)
+            targets = torch.randint(V, (N,), generator=draw)
+            log_p = logits.double().log_softmax(1)
+            p, found_log_p = cpu_kernels.softmax(logits, targets)
+            error = max(
+                distance(p, log_p.exp()), distance(found_log_p, log_p[torch.arange(N), targets])
+            )
+            found.append((f"softmax of {(N, V)} in {dtype}", error, LIMIT[dtype]))
+    return found
+
+
+def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.deskgpt.causal_attention(q, k, v)[0]
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def torch_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def torch_relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def error_of(
+    ours: Callable[..., Tensor], expected: Callable[..., Tensor], inputs: Sequence[Tensor]
+) -> float:
+    """Return the largest distance of the result and its gradients by the inputs from torch's in
+    float64.
+    """
+    computed = []
+    for function, dtype in ((ours, inputs[0].dtype), (expected, torch.float64)):
+        own = [x.to(dtype).requires_grad_() for x in inputs]
+        y = function(*own)
+        upstream = torch.linspace(-1, 1, y.numel()).view(y.shape).to(inputs[0].dtype)
+        computed.append([y, *torch.autograd.grad(y, own, upstream.to(dtype))])
+    # A gradient far below the others is rounding only.
+    scale = max(x.norm().item() for x in computed[1])
+    return max(distance(a, b, 1e-2 * scale) for a, b in zip(*computed, strict=True))
+
+
+def distance(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
+    """|found - expected| / |expected|, or by `least` if that is larger; NaN counts as infinite."""
+    error = (found.double() - expected).norm() / expected.norm().clamp(min=least)
+    return error.nan_to_num(torch.inf).item()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

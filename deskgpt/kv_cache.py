@@ -1,0 +1,137 @@
+"""What a model keeps of the tokens so far, so that a new one costs a pass over itself only.
+
+Every module of the model finds in the cache what it left there in the passes before.
+
+Shape legend: B batch, T time, S time with what is cached, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+
+class KVCache:
+    """The keys and values of attention, and the last input of other modules."""
+
+    # True: `append` answers with block_size keys, also those that are not written yet.
+    returns_all_slots = False
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0  # tokens held
+        self._tokens: Tensor | None = None  # of the last run (B, T)
+        self._kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # each (B, H, block_size, D)
+        self._last: dict[nn.Module, Tensor] = {}
+
+    def run(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
+        """Return forward of the tokens of idx (B, T) that the cache does not hold; of all if idx
+        begins otherwise.
+
+        At the end of the context positions shift with each token, so that nothing cached is valid.
+        """
+        if not self._is_continued_by(idx):
+            self.clear()
+        self._tokens = idx
+        out = self._pass(forward, idx[:, self.length :])
+        self.length = idx.size(1)
+        return out
+
+    def positions(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of T new tokens (T,), and of the keys with which `append` answers
+        (S,).
+        """
+        key_positions = torch.arange(self.length + T, device=device)
+        return key_positions[self.length :], key_positions
+
+    def append(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a module's k and v (B, H, T, D), and return all that it has appended (B, H, S,
+        D).
+        """
+        keys, values = self._room(module, k, v)
+        end = self.length + k.size(2)
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+    def swap_last_input(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """Keep x for the module's next pass; return what it kept in its last one, None in its
+        first.
+        """
+        last = self._last.get(module)
+        if last is None:
+            self._last[module] = x.clone()
+            return None
+        before = last.clone()
+        last.copy_(x)
+        return before
+
+    def _pass(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
+        return forward(new)
+
+    def _room(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if module not in self._kv:  # only now are batch, device and autocast's dtype known
+            room = (k.size(0), k.size(1), self.block_size)
+            self._kv[module] = (k.new_zeros((*room, k.size(3))), v.new_zeros((*room, v.size(3))))
+        return self._kv[module]
+
+    def _is_continued_by(self, idx: Tensor) -> bool:
+        n = self.length
+        if (
+            self._tokens is None
+            or n == 0
+            or idx.size(0) != self._tokens.size(0)
+            or idx.size(1) <= n
+        ):
+            return False
+        return torch.equal(idx[:, :n], self._tokens[:, :n])
+
+
+class GraphedKVCache(KVCache):
+    """A KVCache on CUDA that records the pass over one token as a CUDA graph, and replays it for
+    each further token.
+
+    The CPU takes longer to launch a small model's kernels one by one than the card takes to compute
+    them. Python code of the model does not run in a replay, so the size of nothing may change: keys
+    that are not written yet are masked, as they lie behind the token's own position.
+    """
+
+    returns_all_slots = True
+
+    def clear(self) -> None:
+        super().clear()
+        self._new: Tensor | None = None  # the token (B, 1) that the graph reads
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def positions(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        self._positions = self._length + self._span[:T]
+        return self._positions, self._span
+
+    def append(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._room(module, k, v)
+        return keys.index_copy_(2, self._positions, k), values.index_copy_(2, self._positions, v)
+
+    def _pass(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
+        if self.length == 0:
+            self._span = torch.arange(self.block_size, device=new.device)
+            self._length = new.new_zeros(1)  # of what is held; the graph reads it
+        self._length.fill_(self.length)
+        if new.size(1) > 1:
+            return forward(new)
+        if self._new is None:  # libraries allocate at the first pass, which a graph must not
+            self._new = new.clone()
+            return forward(self._new)
+        self._new.copy_(new)
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._out = forward(self._new)
+        self._graph.replay()
+        return self._out

@@ -1,0 +1,76 @@
+"""Read what a container or a batch job allows of a machine's memory and cores: Linux's control
+groups, both versions.
+
+usable_cores()          # by affinity and CPU quota: docker --cpus=1.5 makes it 1
+memory_limits()         # in bytes, of each group that limits this process
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+# By controller: files of the second version of control groups, then files of the first version.
+MEMORY_FILES = (("memory.max",), ("memory.limit_in_bytes",))
+CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+MOST_OPEN_FILES = 10_240  # macOS allows no more
+
+
+def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+    """Yield what the files of each control group of this process hold, from its own group upwards.
+
+    The second version has one tree for all controllers, the first one tree for "memory" and one for
+    "cpu". In a container, the path may be the host's: then only the root exists.
+    """
+    lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        own = Path(path.lstrip("/"))
+        for group in (own, *own.parents):
+            for names in versions:
+                with suppress(OSError):  # no such group, or another version
+                    yield "\n".join(
+                        (CONTROL_GROUPS / controllers / group / name).read_text() for name in names
+                    )
+
+
+def memory_limits() -> list[int]:
+    """Return the bytes that each control group allows this process, if it has a limit."""
+    return [int(text) for text in read_groups("memory", MEMORY_FILES) if text.strip().isdecimal()]
+
+
+def usable_cores() -> int:
+    """Return how many threads can compute at once.
+
+    Quotas are rounded down: a thread that stops holds up the others.
+    """
+    cores: float = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    for text in read_groups("cpu", CPU_FILES):
+        with suppress(ValueError, ZeroDivisionError):  # "max", or nothing that we know
+            quota, period = map(int, text.split())
+            cores = min(cores, quota / period if quota > 0 else cores)
+    return max(1, int(cores))
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, 1,024 on Linux: of many shards, and of gloo, which
+    connects ranks.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if 0 <= soft < most:  # -1: no limit
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,576 @@
+"""Metrics of a run: lines on the terminal, events in log.jsonl, Weights & Biases.
+
+And the screen at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.batches import BatchSplit
+from deskgpt import device as machine
+from deskgpt import peaks
+from deskgpt.checkpoint import (
+    CKPT,
+    CKPT_BEST,
+    archive_previous_run,
+    list_checkpoints,
+    load_checkpoint,
+    run_folder,
+)
+from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
+from deskgpt.distributed import unsharded
+from deskgpt.errors import clock, in_gib, millions, reason
+from deskgpt.evaluation import Evaluation
+from deskgpt.files import cache_path, note_once, read_small, untrusted_settings
+from deskgpt.stopping import EXPECTED_MFU, Config, StepTimer
+from deskgpt.train_state import TrainState
+
+# What the log has of a step, beside the further losses of a model and a user's own numbers.
+STEP_FIELDS = {
+    "event",
+    "iter",
+    "loss",
+    "time_ms",
+    "mfu",
+    "tokens_per_s",
+    "data_wait",
+    "lr",
+    "grad_norm",
+    "clip_rate",
+}
+STEP_FIELDS |= {"tokens", "train_s", "peak_memory_bytes"}
+
+
+class RunLogger:
+    """Prints and logs what happens.
+
+    A number that `step` is given under any name goes to the terminal, to log.jsonl, to Weights &
+    Biases and to the page of bench/report.py.
+    """
+
+    def __init__(self, config: Config, state: TrainState) -> None:
+        from deskgpt.compiling import compile_s
+
+        self.config = config
+        self.state = state
+        self.data = state.data
+        self.dist = state.dist
+        self.print0 = state.dist.print0
+        self.timer = StepTimer(
+            self.dist.device, compile_s if state.variant.compiled else lambda: 0.0
+        )
+        # What prints and logs numbers of the device.
+        self.deferred = DeferredCalls(self.dist.device)
+        self.log = open_log(config, state)
+        self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
+        # Of all ranks, each once: cards of a run can differ.
+        self.device = " + ".join(
+            dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
+        )
+        self.warm_up_s = 0.0
+        self._ends_at = math.inf  # by max_minutes or max_hours
+        self._is_mfu_possible = True
+        self.flops_per_token = state.model.estimate_flops()
+        # Of the steps since the last log line, still on the device.
+        self._grad_norms: list[Tensor] = []
+        self._tokens = 0  # of these steps
+        peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
+        # Of all ranks
+        self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
+
+    # ---- the beginning ---------------------------------------------------------------------------
+
+    def start(self, started: float) -> None:
+        """Print and log what runs, and on what; from here on, steps are timed. started: when the
+        run began.
+        """
+        from deskgpt.sharding import describe_shards
+
+        state = self.state
+        variant = state.variant
+        batching = state.batching
+        for line in self.data.lines(batching, reads_text=self.dist.is_first):
+            self.print0(line)
+        self.print0(f"number of parameters: {millions(state.model.num_params())}")
+        shards = describe_shards(self.config.dp_shard, self.dist.world)
+        self.print0(f"device: {self.dist.world} x {self.device}, {variant}{shards}")
+        self.warm_up_s = time.perf_counter() - started
+        limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
+        self._ends_at = started + min(filter(None, limits_s), default=math.inf)
+        self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})")
+        self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
+        if not self.config.eval_only:
+            self.print0(self._plan_line())
+        self.log.write(
+            "start",
+            settings=state.settings_now(),
+            iter=state.step,
+            model_args=asdict(state.model.config),
+            parameters=state.model.num_params(),
+            flops_per_token=self.flops_per_token,
+            tokens_per_step=batching.tokens_per_step,
+            tokenizer=self.data.tokenizer.get("name"),
+            train_tokens=self.data.train.tokens,
+            val_tokens=self.data.val.tokens,
+            val_sha256=self.data.metadata["val data"]["fingerprint"],
+            bytes_per_token=self.data.bytes_per_token,
+            device=self.device,
+            world_size=self.dist.world,
+            **asdict(variant),
+            peak_flops=self.peak_flops,
+            peak_source=self.peak_source,
+            warm_up_s=self.warm_up_s,
+            versions=state.metadata["versions"],
+            git_commit=state.metadata["code"],
+        )
+        self.warn(state.schedule.warnings())
+        self.timer.start()
+
+    def _plan_line(self) -> str:
+        """Return a line about what will happen: steps, a predicted time, evaluations, where
+        checkpoints go.
+        """
+        end = self.state.schedule.max_iters
+        steps = end - self.state.step
+        if steps <= 0:
+            return (
+                f"already at step {self.state.step:,} of max_iters={end:,}: raise "
+                "--max_iters to train longer"
+            )
+        flops = steps * self.state.batching.tokens_per_step * self.flops_per_token
+        time_needed = (
+            f"about {clock(flops / (EXPECTED_MFU * self.peak_flops))}"
+            if self.peak_flops > 0
+            else "n/a"
+        )
+        planned = f"{steps:,} steps, {time_needed}"
+        if self.config.max_minutes:
+            planned = f"as many of {steps:,} steps as fit into {self.config.max_minutes:g} minutes"
+        return (
+            f"{planned}; an evaluation every {self.config.eval_interval:,}, into "
+            f"{self.config.out_dir}"
+        )
+
+    def warn(self, lines: list[str]) -> None:
+        for line in lines:
+            self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def should_log(self, step: int) -> bool:
+        """Return whether this step has a line."""
+        return step % self.config.log_interval == 0 or step == self.state.schedule.max_iters - 1
+
+    def step(
+        self,
+        step: int,
+        lr: float,
+        tokens: int,
+        /,
+        loss: Tensor,
+        grad_norm: Tensor,
+        **numbers: Tensor | float,
+    ) -> None:
+        """Print and log the line of a step, if it has one: at once, on CUDA when `deferred` runs.
+
+        tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d
+        tensors; tensors are averaged over ranks.
+        """
+        if taken := STEP_FIELDS & numbers.keys():
+            name = min(taken)
+            raise ValueError(
+                f"report.step({name}=...): the log has a {name} of its own; give yours another name"
+            )
+        self._tokens += tokens
+        self._grad_norms.append(grad_norm.detach())
+        if not self.should_log(step):
+            return
+        norms = copy_to_host(torch.stack(self._grad_norms))
+        means = {name: self._mean(value) for name, value in {"loss": loss, **numbers}.items()}
+        memory = peak_memory_bytes(self.dist.device)
+        spent_s = self.timer.spent_s()
+        self.deferred.add(
+            partial(self._line, step, lr, self._tokens, memory, spent_s, norms, means)
+        )
+        self._grad_norms.clear()
+        self._tokens = 0
+
+    def _mean(self, value: Tensor | float) -> Tensor | float:
+        """Return a tensor's mean over the ranks, on the host; a float as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        value = unsharded(value.detach())
+        if self.dist.world > 1:
+            value = self.dist.sum(value.double()) / self.dist.world
+        return copy_to_host(value)
+
+    def _line(
+        self,
+        step: int,
+        lr: float,
+        tokens: int,
+        memory: int | None,
+        spent_s: tuple[float, float],
+        grad_norms: Tensor,
+        means: dict[str, Any],
+    ) -> None:
+        """Print and log the line of a step that is done. tokens, grad_norms: since the last line;
+        means: by name.
+        """
+        norms = grad_norms.tolist()
+        step_s, tokens_per_s, data_wait = self.timer.log_window(
+            len(norms), tokens, self.deferred.done_at, spent_s
+        )
+        own = {name: float(value) for name, value in means.items()}
+        loss = own.pop("loss")
+        limit = self.config.grad_clip
+        mfu = tokens_per_s * self.flops_per_token / self.peak_flops
+        more = "".join(f", {name} {value:.6g}" for name, value in own.items())
+        self.print0(
+            f"iter {step}: loss {loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
+            f"tok/s {tokens_per_s:,.0f}, eta {clock(self._left_s(step, step_s))}{more}"
+        )
+        self.log.write(
+            "iter",
+            iter=step,
+            loss=loss,
+            time_ms=step_s * 1e3,
+            mfu=mfu,
+            tokens_per_s=tokens_per_s,
+            data_wait=data_wait,
+            lr=lr,
+            grad_norm=norms[-1],
+            clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
+            tokens=(step + 1) * self.state.batching.tokens_per_step,
+            train_s=self.timer.window_ended_s,
+            peak_memory_bytes=memory,
+            **own,
+        )
+        if mfu > 1 and self._is_mfu_possible:
+            self._is_mfu_possible = False
+            remedy = (
+                f"if it was measured, delete {cache_path('peaks')}, and the next run measures again"
+            )
+            self.warn(
+                [f"mfu {mfu:.0%}: the peak is too low, or GPT.estimate_flops too high; {remedy}"]
+            )
+
+    def _left_s(self, step: int, step_s: float) -> float:
+        end = self.state.schedule.max_iters
+        interval = self.config.eval_interval
+        evaluations = math.ceil(end / interval) - step // interval
+        left_s = (end - step - 1) * step_s + evaluations * sum(self.timer.last_s.values())
+        return min(left_s, max(0.0, self._ends_at - time.perf_counter()))
+
+    def event(self, kind: str, text: str, /, **fields: Any) -> None:
+        """Print a line and log an event of this kind, such as a spike."""
+        self.print0(text)
+        self.log.write(kind, **fields)
+
+    def smaller_batch(self, batching: BatchSplit) -> None:
+        """Print and log that the run goes on in smaller micro-batches, because memory ran out."""
+        line = f"out of memory: continuing with {batching.flags()}, which is the same training"
+        self.event("out_of_memory", line, iter=self.state.step, **batching.settings())
+
+    # ---- evaluations and saves -------------------------------------------------------------------
+
+    def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
+        """Print and log an evaluation. texts: samples of the model."""
+        step = self.state.step
+        val_bpb = self.data.bits_per_byte(val.loss)
+        bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
+        self.event(
+            "eval",
+            f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}{bits}",
+            iter=step,
+            train_loss=train.loss,
+            val_loss=val.loss,
+            val_se=val.standard_error,
+            val_bpb=val_bpb,
+            lr=lr,
+            tokens=step * self.state.batching.tokens_per_step,
+            train_s=self.timer.train_s(),
+            eval_s=self.timer.last_s["evaluation"],
+            eval_windows=val.windows,
+            eval_digest=self.data.eval_digest(self.state.batching),
+            val_batches=val.batch_losses,
+        )
+        if texts:
+            self.log.write("sample", iter=step, texts=texts)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def end(self, stop: str | None) -> float:
+        """Print the screen and log the "end" event, unless eval_only.
+
+        Return the best val loss, inf without one.
+
+        stop: why the run ends before max_iters, such as a signal's name.
+        """
+        from deskgpt.loss_bands import compare_with_bands
+        from deskgpt.memory import reported_speed
+
+        state, timer = self.state, self.timer
+        best = min(state.evaluations, key=lambda e: e.val_loss, default=None)
+        best_val_loss = best.val_loss if best else math.inf
+        if self.config.eval_only:
+            return best_val_loss
+        if stop and state.step > 0:
+            self.print0(f"stopped by {stop} at step {state.step}")
+        memory = peak_memory_bytes(self.dist.device)
+        self.print0(
+            f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training, "
+            f"{clock(timer.total_s['evaluation'])} of evaluation, "
+            f"{clock(timer.total_s['saving'])} of saving, {clock(self.warm_up_s)} to start"
+        )
+        self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
+        self.print0(f"best val loss {best_val_loss:.4f}")
+        variant = state.variant
+        reported = reported_speed(state.model.config, self.device, variant.dtype, variant.recompute)
+        if reported and timer.train_s():
+            tokens = (
+                (state.step - state.first_step) * state.batching.tokens_per_step / self.dist.world
+            )
+            self.print0(
+                f"{tokens / timer.train_s():,.0f} tokens/s of a card; known runs on this "
+                f"one: {reported}"
+            )
+        of_data = (self.data.metadata["val data"]["fingerprint"], self.data.train.tokens)
+        sentence = compare_with_bands(
+            state.settings_now(), of_data, {e.step: e.val_loss for e in state.evaluations}
+        )
+        if sentence:
+            self.print0(sentence)
+        self.log.write(
+            "end",
+            iter=state.step,
+            stop=stop,
+            train_s=timer.train_s(),
+            data_wait_s=timer.wait_s,
+            eval_s=timer.total_s["evaluation"],
+            save_s=timer.total_s["saving"],
+            peak_memory_bytes=memory,
+            best_val_loss=best_val_loss,
+            best_iter=best.step if best else None,
+        )
+        if self.dist.is_first:
+            print_next_commands(self.config, state, stop)
+        return best_val_loss
+
+
+def open_log(config: Config, state: TrainState) -> RunLog:
+    """Return the log of this run; move an earlier run in out_dir aside.
+
+    Other ranks and eval_only write no file.
+    """
+    dist = state.dist
+    if not dist.is_first or config.eval_only:
+        return RunLog(None)
+    wandb_run = None
+    if config.wandb_log:
+        wandb_run = start_wandb(
+            config.wandb_project, config.wandb_run_name, asdict(config), state.wandb_run_id
+        )
+    out_dir = run_folder(config.out_dir)
+    if config.init_from != "resume":
+        old = archive_previous_run(out_dir, (CKPT, CKPT_BEST, "log.jsonl"))
+        if old:
+            dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
+    return RunLog(out_dir / "log.jsonl", wandb_run)
+
+
+def print_next_commands(config: Config, state: TrainState, stop: str | None) -> None:
+    """Print the best model on the disk, and the commands to sample from it, to resume and to
+    compare.
+    """
+    print0 = state.dist.print0
+    out_dir = run_folder(config.out_dir)
+    checkpoints = list_checkpoints(out_dir)
+    if not checkpoints:
+        print0(f"no checkpoint was saved in {out_dir}")
+        return
+    model = checkpoints[-1]
+    kind = "best model" if model.name == CKPT_BEST else "last model"
+    print0(f"{kind} of step {load_checkpoint(model, checksums=False).iter_num}: {model}")
+    chat = ["--chat"] if state.data.chat is not None else []
+    print0(
+        "sample:  "
+        + shlex.join(["python", "sample.py", f"--out_dir={model}", "--num_samples=3", *chat])
+    )
+    print0(
+        "page:    " + shlex.join(["python", "sample.py", f"--out_dir={model}", "--serve", *chat])
+    )
+    # The settings that the checkpoint does not give, and those without which a resumed run would
+    # have nothing to do.
+    more = [f"--{name}={value}" for name, value in untrusted_settings(asdict(config)).items()]
+    label = "resume:  "
+    if state.step >= state.schedule.max_iters:
+        label = "train longer: "
+        more.append(f"--max_iters={2 * state.step}")
+        # The learning rate's end moves, too
+        if config.decay_lr and not state.schedule.lr_decay_iters:
+            more.append("--resume_changed=True")
+    elif stop == "patience":
+        more.append("--patience=0")
+    launcher = (
+        f"torchrun --standalone --nproc_per_node={state.dist.world}"
+        if state.dist.distributed
+        else "python"
+    )
+    # Several machines: torchrun's options have their addresses.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        launcher = "torchrun (with its options as before)"
+    print0(
+        f"{label}{launcher} "
+        + shlex.join(["train.py", "--init_from=resume", f"--out_dir={out_dir}", *more])
+    )
+    print0("report:  " + shlex.join(["python", "bench/report.py", str(out_dir)]))
+    print0("compare: " + shlex.join(["python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"]))
+
+
+# ---- log.jsonl and Weights & Biases --------------------------------------------------------------
+
+
+# Weights & Biases gets every number of a step and of an evaluation; these under nanoGPT's names.
+NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb": "val/bpb"}
+
+# In a folder from elsewhere, a link could name any file of the user.
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+# Of a log that is read whole; a line has about 450, so these are two million steps.
+MOST_BYTES = 1 << 30
+
+
+class RunLog:
+    """Events as JSON lines, each written at once. A resumed run appends, from a new "start" on.
+
+    path None writes no file. wandb_run, if given, gets the metrics too. Raises OSError if the file
+    cannot be written at first; later the run continues without the lines that fail.
+    """
+
+    def __init__(self, path: Path | None, wandb_run: Any = None) -> None:
+        self.path = path
+        self.wandb_run = wandb_run
+        if path:
+            try:
+                self._append(b"")
+            except OSError as e:
+                raise OSError(
+                    f"cannot write {path}: {e.strerror}; choose another --out_dir"
+                ) from None
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self.path:
+            known = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in fields.items()
+            }
+            line = json.dumps({"event": event, **known}).encode() + b"\n"  # JSON has no NaN
+            try:
+                self._append(line)
+            except OSError as e:
+                note_once(
+                    f"cannot write {self.path}: {e.strerror}; the run continues and tries again"
+                )
+        if self.wandb_run and event in ("iter", "eval"):
+            numbers = {
+                name: value for name, value in fields.items() if isinstance(value, int | float)
+            }
+            metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
+            if "mfu" in metrics:
+                metrics["mfu"] *= 100  # nanoGPT logs percent
+            self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
+
+    def _append(self, line: bytes) -> None:
+        """Also ends a line that a crash left torn.
+
+        Raises OSError, with the file as it was before.
+        """
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(
+            self.path,
+            "a+b",
+            buffering=0,
+            opener=lambda p, flags: os.open(p, flags | NO_LINK, 0o666),
+        ) as file:
+            size = file.tell()
+            file.seek(max(0, size - 1))
+            if size and file.read(1) != b"\n":
+                line = b"\n" + line
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(size)
+                raise
+
+    def close(self) -> None:
+        self._wandb(lambda run: run.finish())
+
+    def _wandb(self, call: Callable[[Any], None]) -> None:
+        """Call wandb, if it is used. An error there ends its part of the log, not the run."""
+        if self.wandb_run:
+            try:
+                call(self.wandb_run)
+            except Exception as e:
+                print(f"wandb failed ({reason(e)}); the run continues without it", file=sys.stderr)
+                self.wandb_run = None
+
+
+def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
+    """Start a Weights & Biases run, or continue run_id's.
+
+    WANDB_MODE=offline needs neither account nor network.
+
+    Raises ImportError if the package is missing or does not fit, ValueError if wandb refuses.
+    """
+    import wandb
+
+    if run_id := os.environ.get("WANDB_RUN_ID", run_id):
+        print(
+            f"note: W&B leaves out steps that run {run_id} has: for a copied or rewound "
+            "folder, set WANDB_RUN_ID"
+        )
+    try:
+        return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
+    except Exception as e:  # wandb's own errors, and pydantic's for a bad WANDB_ variable
+        raise ValueError(
+            f"wandb cannot start: {reason(e)}; WANDB_MODE=offline keeps the run on this "
+            "disk, --wandb_log=False leaves it out"
+        ) from None
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a log.jsonl, in their order. Raises OSError if the file cannot be read.
+
+    A crash can tear a line, and a run may be writing the last one just now: incomplete lines are
+    skipped. Raises ValueError if it has more than MOST_BYTES.
+    """
+    lines = read_small(path, MOST_BYTES).decode("utf-8", errors="replace").splitlines()
+    return [event for event in map(event_of, lines) if event is not None]
+
+
+def event_of(line: str) -> dict[str, Any] | None:
+    """Return the event of a line of log.jsonl; None if it is no complete event.
+
+    Logs written until 2026-11-26 have a "crc" in each, which is not compared.
+    """
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):  # a line of brackets only
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

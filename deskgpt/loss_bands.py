@@ -1,0 +1,110 @@
+"""Compare a run's val losses with earlier runs that differ only in their seed: as usual or not.
+
+config/loss_bands has a band for a config that the project ships: the val losses of eight runs,
+which bench/band.py has put into a JSON file. A band knows one loss per step and seed, so it finds a
+run that learns wrongly, not one that is a little worse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deskgpt.resume import NOT_LEARNING, WITHOUT_CHOICE
+
+FOLDER = Path(__file__).resolve().parents[1] / "config" / "loss_bands"
+# Half the width of a band in standard deviations between its eight runs. One more run leaves the
+# band at any of nine steps with a probability of 1%, if losses are normal: t sqrt(1 + 1/8), where
+# |t| of 7 degrees of freedom is exceeded with probability 0.01 / 9 (Hahn, Journal of the American
+# Statistical Association 65, 1970). Tails are heavier: of 240 short runs, 4.6% left the bands of
+# eight others.
+BAND_DEVIATIONS = 5.63
+# Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by
+# rounding only.
+LEAST = 1e-3  # nats
+MOST_NAMED = 3  # settings, of a run that no band fits
+Band = dict[int, list[float]]  # val losses of an experiment's runs, by evaluated step
+
+
+def band_sentence(band: Band, val_losses: Mapping[int, float]) -> str:
+    """Return a sentence about a run with these val losses by step: as usual, or where it first left
+    the band.
+
+    "" if they share no step, and of random weights that are as usual.
+    """
+    sentence = ""
+    for step in sorted(band.keys() & val_losses.keys()):
+        mean = statistics.fmean(band[step])
+        half = max(LEAST, BAND_DEVIATIONS * statistics.stdev(band[step]))
+        is_usual = mean - half <= val_losses[step] <= mean + half
+        if is_usual and step == 0:
+            continue
+        word = "as usual" if is_usual else "unusual"
+        expected = f"expected {mean - half:.4f} to {mean + half:.4f} at step {step:,}"
+        sentence = (
+            f"{word}: val loss {val_losses[step]:.4f}, {expected}, from "
+            f"{len(band[step])} runs with other seeds"
+        )
+        if not is_usual:
+            break
+    return sentence
+
+
+def seed_invariant_key(
+    settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any
+) -> dict[str, Any] | None:
+    """Return what runs have in common that differ only in their seed, variant and machine, as plain
+    values.
+
+    settings: of a run or a log. val_sha256: Split.fingerprint of the val data; train_tokens: of the
+    train data. None if that is not known, and for runs that do not begin with new weights.
+    """
+    if settings.get("init_from") not in ("scratch", "resume"):
+        return None
+    try:
+        found = {
+            name: value for name, value in settings.items() if name not in NOT_LEARNING | {"seed"}
+        }
+        found["sequences per step"] = (
+            settings["batch_size"] * settings["gradient_accumulation_steps"]
+        )
+        windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
+        found["windows per evaluation"] = windows or settings["eval_iters"] * settings["batch_size"]
+    except (KeyError, TypeError, ArithmeticError):  # a log may lack settings, or hold absurd ones
+        return None
+    return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
+
+
+def compare_with_bands(
+    settings: Mapping[str, Any], data: tuple[Any, Any], val_losses: Mapping[int, float]
+) -> str:
+    """Return a sentence about a run's val losses by step: as usual, unusual, or why no band of the
+    same text fits.
+
+    settings, data: the arguments of `experiment`. "" if there is nothing to say.
+    """
+    own = seed_invariant_key(settings, *data) or {}
+    nearest: list[tuple[int, str]] = []  # how many settings differ, and a sentence
+    for path in sorted(FOLDER.glob("*.json")) if own else []:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        usual = WITHOUT_CHOICE | record["experiment"]
+        differ = [
+            f"{name}={usual.get(name)}, not {value}"
+            for name, value in own.items()
+            if value != usual.get(name)
+        ]
+        if not differ:
+            return band_sentence(
+                {int(step): losses for step, losses in record["val_losses"].items()}, val_losses
+            )
+        if all(own[name] == usual[name] for name in ("val_sha256", "train_tokens")):
+            more = f"; and {len(differ) - MOST_NAMED} others" if len(differ) > MOST_NAMED else ""
+            named = "; ".join(differ[:MOST_NAMED])
+            nearest.append(
+                (len(differ), f"no usual losses are known: {path.stem} has {named}{more}")
+            )
+    return min(nearest, default=(0, ""))[1]

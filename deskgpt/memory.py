@@ -1,0 +1,505 @@
+"""Predict the memory of a training step from the model's sizes, what fits, and how long a run
+takes. Nothing runs.
+
+    python train.py config/train_fineweb_125m.py --dry_run=True
+    python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"
+    python train.py config/train_fineweb_125m.py --plan_for="1024x H100" --dp_shard=64
+
+The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations
+are counted for the layers of model.py as it comes: a changed block keeps others. Checked against
+steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py), and 4% too low on an H200.
+Not counted: workspaces of cuBLAS and of attention's backward pass, the CUDA context and the
+allocator's gaps. Leave a tenth free.
+
+The time is a range, from the device's peak (peaks.py) and the share of it that known runs reached.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from data.batches import BatchSplit
+from deskgpt import device as machine
+from deskgpt import kernels, peaks
+from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.device import memory_in_words
+from deskgpt.distributed import DistContext, shards_of
+from deskgpt.errors import BatchTooLargeError, clock, in_gib, millions
+from deskgpt.sharding import describe_shards
+from model import GPT, GPTConfig
+
+# On a card, the fewest that fit. For a GPT-2 of 124M each further one reads and writes 0.69 GB: the
+# head's gradient is cast and added. Eight cost as much as another micro-batch does beside its
+# tokens.
+LOSS_CHUNKS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A training step of one rank, as far as its memory depends on it."""
+
+    config: GPTConfig
+    batch_size: int  # sequences per micro-batch
+    variant: ComputeMode
+    device_type: str
+    shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
+    ddp: bool = False  # each of several ranks has a copy of its own
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.config.block_size
+
+    @property
+    def matmul_bytes(self) -> int:
+        """Return the bytes of a number in the matmuls' dtype."""
+        return 4 if self.variant.dtype == "float32" else 2
+
+    @property
+    def residual_bytes(self) -> int:
+        """Return the bytes of a number of the residual stream."""
+        return 4 if self.variant.residual_dtype == "float32" else 2
+
+
+def step_memory(step: StepShape) -> dict[str, int]:
+    """Return the bytes alive at the peak of a step, by part; their sum is the peak.
+
+    activations are what the forward pass keeps for the backward pass. logits are what the loss
+    adds, or what the backward pass adds for the block that it computes again, whichever is larger.
+    gradients count in full, although a step of one micro-batch has all of them only when most
+    activations are gone. Of a model that several ranks share, gathered are the full weights that a
+    rank holds at one time. buckets are DDP's copies of the gradients, to send.
+    """
+    model = GPT.without_storage(step.config)
+    weights = sum(p.nbytes for p in model.parameters())
+    blocks = sum(p.nbytes for p in model.transformer.h.parameters())
+    width = step.tokens * step.config.n_embd
+    kept = kept_by_block(step, step.variant.recompute)
+    activations = step.config.n_layer * kept + 2 * width * step.residual_bytes
+    if step.matmul_bytes == 2 and step.variant.recompute == "none" and step.shards == 1:
+        activations += blocks // 2  # autocast's copies of the matrices
+    computed_again = kept_by_block(step, "none") - kept + 2 * width * step.matmul_bytes
+    parts = {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": 2 * weights,  # AdamW's moments; Muon has one of a matrix
+        "activations": activations,
+        "logits": max(loss_bytes(step), computed_again),
+    }
+    if step.shards == 1:
+        return parts | {"buckets": weights} if step.ddp else parts
+    for name in ("weights", "gradients", "optimizer"):
+        parts[name] //= step.shards
+    # FSDP gathers embedding and head in float32, and two blocks at a time in the dtype of the run.
+    two_blocks = min(2, step.config.n_layer) * blocks // step.config.n_layer
+    return parts | {"gathered": weights - blocks + two_blocks * step.matmul_bytes // 4}
+
+
+def with_fewest_chunks(step: StepShape, limit_bytes: float) -> StepShape:
+    """Return the step with the fewest of LOSS_CHUNKS that are predicted to fit, or with the most;
+    on a CPU as it is.
+    """
+    if step.device_type != "cuda":
+        return step
+    for chunks in LOSS_CHUNKS:
+        step = replace(step, variant=replace(step.variant, loss_chunks=chunks))
+        if sum(step_memory(step).values()) <= limit_bytes:
+            break
+    return step
+
+
+def kept_by_block(step: StepShape, recompute: str) -> int:
+    """Return the bytes that one block keeps of a micro-batch for its backward pass."""
+    config = step.config
+    C = config.n_embd
+    H = config.n_head
+    m = step.matmul_bytes
+    r = step.residual_bytes
+    is_eager = not step.variant.compiled
+    if recompute == "full":
+        return step.tokens * r * C  # the block's input
+    of_channel = 2 * r + 2 * m  # inputs and outputs of both norms
+    of_channel += 3 * m + m  # q, k, v and what attention returns
+    of_channel += 4 * m + 4 * m  # the MLP before and after its activation
+    if config.qk_norm or config.position == "rope":
+        of_channel += 2 * m  # normalized and rotated q and k
+    if config.qk_norm and is_eager:
+        of_channel += 12 if m == 2 else 4  # copies of q and k, in float32
+    if config.norm == "rms" and is_eager and step.device_type == "cpu":
+        of_channel += 8  # torch has no RMS norm kernel for a CPU
+    of_head = 4  # attention's logarithms of sums
+    if config.dropout and step.device_type == "cpu":  # without fused kernels
+        of_channel += 9  # masks in float32
+        of_head += 12 * config.block_size  # attention's weights, their mask and their product
+    elif config.dropout:
+        of_channel += 2  # masks
+    return step.tokens * (of_channel * C + of_head * H)
+
+
+def loss_bytes(step: StepShape) -> int:
+    """Return the bytes that the loss adds: a chunk of logits, their gradient, and gradients of the
+    head.
+    """
+    V, C = step.config.vocab_size, step.config.n_embd
+    m = step.matmul_bytes
+    if step.tokens * V <= kernels.LOGITS_ON_CPU:
+        return step.tokens * V * (m + 8)
+    by_kernel = step.variant.cpu_kernels and step.device_type == "cpu"
+    chunk = kernels.tokens_per_chunk(
+        step.tokens, V, step.device_type, step.variant.loss_chunks, m * by_kernel
+    )
+    softmax = chunk * V * (m if by_kernel or step.variant.compiled else 4 if m == 4 else 8)
+    head = V * C * 4
+    in_16_bits = V * C * m if m == 2 else 0
+    sum_before = head if chunk < step.tokens else 0  # of the gradients of earlier chunks
+    with_logits = chunk * V * m + softmax + sum_before
+    with_gradient = chunk * V * m + V * C * m + 2 * sum_before
+    scaled = (sum_before or V * C * m) + head
+    of_inputs = step.tokens * C * step.residual_bytes
+    return max(with_logits, with_gradient, scaled) + in_16_bits + of_inputs
+
+
+# ---- what fits -----------------------------------------------------------------------------------
+
+
+MIN_SHARE_OF_PREDICTION = 0.7  # of its predicted peak memory, which a step surely takes
+USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the allocator's gaps and what is not counted
+
+# What a micro-batch costs however few tokens it has, for auto_batch.
+# moved: 4.5 GB for GPT-2's 124M, by bench/check_cards.py at 4 and 8 x 1024
+FIXED_BYTES_PER_PARAMETER = 36
+# That a card multiplies while its memory moves one, at both peaks: 76 (RTX 3090) to 295 (H100)
+FLOPS_PER_BYTE = 200
+# In which the CPU queues the kernels of a layer, both passes: 19.2 ms for 12 on an H200.
+QUEUEING_S_PER_LAYER = 1.6e-3
+TARGET_FIXED_SHARE = 0.02  # of a micro-batch's time: twice the tokens would then gain 1%
+
+
+def check_model_fits(
+    config: GPTConfig,
+    device: torch.device,
+    trains: bool = False,
+    shards: int = 1,
+    builds: bool = True,
+) -> None:
+    """Raise ValueError if the memory cannot hold the model, before any of it is taken.
+
+    trains: with gradients, and at least one moment of each weight for the optimizer. shards: how
+    many ranks share one copy. builds: whether this rank builds the model, which it does in the
+    machine's own memory.
+    """
+    model = GPT.without_storage(config)
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    gathers = trains and shards > 1  # weights and two moments, for a checkpoint
+    needed_on = {torch.device("cpu"): float(builds * weights * (3 if gathers else 1))}
+    needed_on[device] = max((3 if trains else 1) * weights / shards, needed_on.get(device, 0.0))
+    for each, needed in needed_on.items():
+        if needed > machine.usable_memory_bytes(each):
+            n = sum(p.numel() for p in model.parameters())
+            more = (
+                f", {in_gib(needed)} GiB with gradients and optimizer" if needed > weights else ""
+            )
+            raise ValueError(
+                f"n_layer={config.n_layer}, n_embd={config.n_embd}, "
+                f"block_size={config.block_size} make a model of {millions(n)} parameters, "
+                f"{in_gib(weights)} GiB in float32{more}; {describe_memory(each)}: take a "
+                "smaller model"
+            )
+
+
+def describe_memory(device: torch.device) -> str:
+    """Return a sentence such as "NVIDIA GeForce RTX 4070 has 10.9 GiB free (12.0 in all)"."""
+    has = memory_in_words(machine.usable_memory_bytes(device), machine.memory_bytes(device))
+    return f"{machine.device_name(device)} has {has}"
+
+
+def check_batch_fits(
+    config: GPTConfig, device: torch.device, shards: int, batching: BatchSplit, variant: ComputeMode
+) -> None:
+    """Raise ValueError, naming a smaller micro-batch, if a CPU surely lacks the memory to train
+    with this one.
+
+    Only on a CPU: there the system ends a process that takes too much. GPUs raise an error. shards:
+    as above.
+    """
+    if device.type != "cpu":
+        return
+    check_model_fits(config, device, True, shards)  # no micro-batch helps a model that is too large
+    predicted = sum(
+        step_memory(StepShape(config, batching.batch_size, variant, "cpu", shards=shards)).values()
+    )
+    if MIN_SHARE_OF_PREDICTION * predicted > machine.usable_memory_bytes(device):
+        halved_batch(device, False, batching)
+
+
+def halved_batch(device: torch.device, may_halve: bool, batching: BatchSplit) -> BatchSplit:
+    """Return the same training in half the micro-batch, after `batching` did not fit.
+
+    Raises BatchTooLargeError, naming the settings, unless it may be halved, and at a micro-batch of
+    one sequence.
+    """
+    n = batching.batch_size
+    if n == 1:
+        half = max(1, batching.block_size // 2)
+        raise BatchTooLargeError(
+            f"out of memory: not even batch_size=1 fits; {describe_memory(device)}; "
+            f"try --block_size={half} or a smaller model"
+        )
+    same = batching.with_batch_size(1 if n % 2 else n // 2)
+    if not may_halve:
+        raise BatchTooLargeError(
+            f"out of memory: batch_size={n} does not fit into memory "
+            f"({describe_memory(device)}); try {same.flags()}, which is the same training"
+        )
+    return same
+
+
+def larger_batch(
+    config: GPTConfig, device: torch.device, batching: BatchSplit, variant: ComputeMode
+) -> int:
+    """Return the micro-batch, in sequences, whose fixed costs are small on this device, or the
+    largest that fits.
+
+    Fixed costs are the bytes that are moved for each parameter (casts of weights, sums of
+    gradients), which may take TARGET_FIXED_SHARE of the time, and the queueing of kernels, which no
+    longer shows if the card works as long. What fits is predicted, in all memory of the device, not
+    in what is free just now: the same run takes the same micro-batch each time. The given
+    micro-batch is never made smaller.
+    """
+    model = GPT.without_storage(config)
+    sequence_flops = model.estimate_flops() * batching.block_size
+    fixed_bytes = FIXED_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
+    fixed_flops = fixed_bytes * FLOPS_PER_BYTE / TARGET_FIXED_SHARE
+    peak, _ = peaks.peak_flops(device, variant.dtype)
+    if peak > 0:  # not NaN
+        fixed_flops = max(fixed_flops, QUEUEING_S_PER_LAYER * config.n_layer * peak)
+    of_rank = batching.global_batch_size // batching.world
+    divisors = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
+    enough = next((n for n in divisors if n * sequence_flops >= fixed_flops), of_rank)
+    step = StepShape(config, enough, variant, device.type, ddp=batching.world > 1)
+    largest = largest_batch(step, of_rank, USABLE_SHARE * machine.memory_bytes(device))
+    return max(largest, batching.batch_size)
+
+
+def largest_batch(step: StepShape, sequences: int, limit_bytes: float) -> int:
+    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted
+    to fit, or 0.
+
+    It may need the loss in chunks: a larger micro-batch saves more than they cost.
+    """
+    for n in range(step.batch_size, 0, -1):
+        if sequences % n:
+            continue
+        smallest = with_fewest_chunks(replace(step, batch_size=n), limit_bytes)
+        if sum(step_memory(smallest).values()) <= limit_bytes:
+            return n
+    return 0
+
+
+# ---- --dry_run and --plan_for --------------------------------------------------------------------
+
+
+# A TrainConfig of train.py, which is above this room: naming it here would be a circle.
+Config = Any
+
+# Tokens/s of one card that trains GPT-2's 124M at a context of 1,024 in 16 bits: the slowest and
+# the fastest known run, or the only one. docs/figures.md has the sources: others' reports, and on
+# the H200 our own runs.
+REPORTED = {
+    "GeForce RTX 4070": (56_100,),
+    "GeForce RTX 4090": (106_000, 110_000),
+    "A100-SXM4": (109_000, 230_000),
+    "H100 HBM3": (460_000,),
+    "H200": (469_355, 599_844),
+}
+REPORTED_MODEL = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False)
+REPORTED_VOCABULARIES = (50257, 50304)  # GPT-2's, and padded
+# Cards of one kind have the same compute units, and memory in about the same proportion. Others are
+# each of their own.
+KINDS = {"GeForce": "GeForce", "H100": "Hopper", "H200": "Hopper", "GH200": "Hopper"}
+# MFU on two processors: 4 layers of 128, and 12 of 768 (bench/results/2026-11-25-cpu-kernels.md and
+# -speed-zen4.md).
+MFU_ON_CPU = (0.40, 0.85)
+# Of what a step takes on a CPU, oneDNN's workspaces and the allocator's gaps, by peaks of real
+# processes: 0.41 to 0.52 for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27),
+# more for a model of a few MB.
+WORKSPACES_ON_CPU = 0.45
+# Times as long as a step takes with activation_checkpoint=full: 4 layers of 384 on a CPU
+# (docs/training.md), and 12 of 768 on an H200 (bench/results/2026-11-27-h200.md).
+RECOMPUTING_ON_CPU = 1.26
+RECOMPUTING_ON_GPU = 1.69
+
+
+def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
+    """Print what a run needs, here or on the cards that plan_for names.
+
+    Return whether it fits into the memory.
+    """
+    model_config = replace(model_config, block_size=config.block_size)
+    dtype = config.dtype
+    card: peaks.Card | None
+    if config.plan_for:
+        ranks, planned, memory_gb = peaks.find_cards(config.plan_for)
+        card = planned
+        name = planned.name
+        device_type = "cuda"  # AMD's cards count as CUDA's
+        dtype = planned.default_dtype() if dtype == "auto" else dtype
+        peak = planned.peak(dtype)
+        free_bytes = total_bytes = memory_gb * 2**30  # a maker's GB of memory is a GiB
+    else:
+        ranks = dist.world
+        card = peaks.card_of(dist.device)
+        name = machine.device_name(dist.device)
+        device_type = dist.device.type
+        dtype = default_dtype(dist.device) if dtype == "auto" else dtype
+        peak = peaks.peak_flops(dist.device, dtype)
+        free_bytes = machine.usable_memory_bytes(dist.device)
+        total_bytes = machine.memory_bytes(dist.device)
+    batching = BatchSplit.of(config, world=ranks)
+    flops_per_step = print_size(config, model_config, batching, dist)
+    # As choose_compute decides it for a long run.
+    compiled = config.compile is not False and device_type == "cuda"
+    residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
+    variant = ComputeMode(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
+    step = StepShape(
+        model_config,
+        batching.batch_size,
+        variant,
+        device_type,
+        shards_of(config.dp_shard, ranks),
+        ranks > 1,
+    )
+    step = with_fewest_chunks(step, USABLE_SHARE * total_bytes)
+    parts = step_memory(step)
+    if device_type == "cpu":
+        parts["workspaces"] = round(WORKSPACES_ON_CPU * sum(parts.values()))
+        # Python, torch and what it has loaded.
+        parts["process"] = psutil.Process().memory_info().rss
+    total = sum(parts.values())
+    has = memory_in_words(free_bytes, total_bytes)
+    dist.print0(f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of {has}")
+    dist.print0("  " + ", ".join(f"{part} {in_gib(size)}" for part, size in parts.items()) + " GiB")
+    limit = free_bytes
+    if device_type == "cuda":
+        limit = int(USABLE_SHARE * free_bytes)
+        sequences = batching.global_batch_size // ranks
+        largest = largest_batch(replace(step, batch_size=sequences), sequences, limit)
+        flags = batching.with_batch_size(largest).flags() if largest else "none"
+        dist.print0(f"  largest micro-batch predicted to fit, at the same tokens per step: {flags}")
+    if total > limit:
+        dist.print0("time: n/a, because this micro-batch does not fit")
+        return False
+    if config.activation_checkpoint == "full":
+        flops_per_step *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
+    print_time(config, batching, flops_per_step, peak, usual_mfu(card, device_type), dist)
+    return True
+
+
+def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float, float, str]:
+    """Return the range of MFU that known runs reach on this card or its kind, and in words what
+    they ran on.
+
+    A card has its own range if two of its runs are known. Where no run on its kind is known, it is
+    that of all cards. card: None on a CPU, and on a GPU that the table does not have.
+    """
+    if device_type == "cpu" and card is None:
+        return (*MFU_ON_CPU, "known runs on CPUs")
+    known = [peaks.find_card(name) for name in REPORTED]
+    own = [each for each in known if each == card and len(REPORTED[each.name]) > 1]
+    alike = [each for each in known if card and kind_of(each) == kind_of(card)]
+    cards = own or alike or known
+    names = " and ".join(each.name for each in own or alike)
+    basis = f"known runs on {names or 'other kinds of cards, as none is known on this one'}"
+    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
+    shares = [
+        flops * speed / each.flops["float16"] for each in cards for speed in REPORTED[each.name]
+    ]
+    return min(shares), max(shares), basis
+
+
+def kind_of(card: peaks.Card) -> str:
+    """Return a name for the cards that reach about the same share of their peaks."""
+    return KINDS.get(card.name.split()[0], card.name)
+
+
+def is_geforce(card: peaks.Card) -> bool:
+    """Return whether it is a GeForce card, which clocks above its rating and whose memory feeds it
+    well.
+    """
+    return kind_of(card) == "GeForce"
+
+
+def reported_speed(
+    config: GPTConfig, device_name: str, dtype: str = "bfloat16", recompute: str = "none"
+) -> str:
+    """Return the known tokens/s of this model, computed in this way, on this card; "" if none are
+    known.
+    """
+    model = replace(config, bias=False, vocab_size=REPORTED_MODEL.vocab_size)
+    is_same = model == REPORTED_MODEL and config.vocab_size in REPORTED_VOCABULARIES
+    if is_same and dtype != "float32" and recompute == "none":
+        with suppress(ValueError):
+            return " to ".join(
+                f"{speed:,}" for speed in REPORTED.get(peaks.find_card(device_name).name, ())
+            )
+    return ""
+
+
+def print_size(
+    config: Config, model_config: GPTConfig, batching: BatchSplit, dist: DistContext
+) -> float:
+    """Print the model's size and what a step has. Return the FLOPs of a step of all ranks."""
+    model = GPT.without_storage(model_config)
+    trained = model.num_params()
+    positions = sum(p.numel() for p in model.parameters()) - trained
+    flops = model.estimate_flops() * batching.tokens_per_step
+    dist.print0(
+        f"number of parameters: {millions(trained)}, and {millions(positions)} of position "
+        f"embeddings; vocabulary of {model_config.vocab_size:,}"
+    )
+    b = batching
+    dist.print0(
+        f"tokens per step: {b.tokens_per_step:,} = {b.batch_size} x {b.grad_accum_steps} x "
+        f"{b.block_size}"
+    )
+    dist.print0(f"FLOPs per step, forward and backward: {flops:.3e}")
+    if b.world > 1:
+        shards = describe_shards(config.dp_shard, b.world)
+        dist.print0(
+            f"{b.world:,} ranks{shards}; micro-batches of each rank and step: "
+            f"{b.micro_steps_per_rank}"
+        )
+    return flops
+
+
+def print_time(
+    config: Config,
+    batching: BatchSplit,
+    flops_per_step: float,
+    peak: tuple[float, str] | None,
+    shares: tuple[float, float, str],
+    dist: DistContext,
+) -> None:
+    """Print the range of times of a step and of all, from the peak FLOP/s and the shares of it that
+    runs reach.
+    """
+    if peak is None or not peak[0] > 0:
+        dist.print0("time: n/a, because no peak in this dtype is known")
+        return
+    flops, source = peak
+    low, high, basis = shares
+    world = batching.world
+    seconds = flops_per_step / (flops * world)
+    steps = config.max_iters
+    sending = ", and without what ranks send each other" if world > 1 else ""
+    dist.print0(
+        f"at {low:.0%} to {high:.0%} ({basis}) of {world} x {flops / 1e12:.2f} TFLOP/s "
+        f"({source}): {seconds / high:.4g} to {seconds / low:.4g}s per step, "
+        f"{clock(steps * seconds / high)} to {clock(steps * seconds / low)} for {steps:,} "
+        f"steps of {steps * batching.tokens_per_step:.3g} tokens, without "
+        f"evaluation{sending}"
+    )

@@ -1,0 +1,177 @@
+"""One copy of weights, gradients and moments, shared among ranks: torch's fully_shard (FSDP2) on
+the GPT of model.py.
+
+Each block is a unit that is gathered when it computes; embedding, head and final norm are in the
+root's unit, since torch refuses tied weights in two units. A run in bfloat16 on CUDA gathers the
+weights of blocks in bfloat16 and sums their gradients in float32; everything else is gathered in
+float32. Each rank's own rows are float32.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from deskgpt.distributed import is_dtensor, local, shards_of
+from model import GPT
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def check_sharding(dp_shard: int, world: int, dtype: str, sample_interval: int) -> None:
+    """Raise ValueError if dp_shard does not divide the ranks, or a setting does not work with
+    sharded weights.
+    """
+    if shards_of(dp_shard, world) == 1:
+        return
+    if dtype == "float16":
+        raise ValueError(
+            f"dtype=float16 with dp_shard={dp_shard} has no loss scale; try --dtype=bfloat16"
+        )
+    if sample_interval:
+        raise ValueError(
+            f"sample_interval={sample_interval} with dp_shard={dp_shard}: no rank has full "
+            "weights for samples; use --sample_interval=0, and run sample.py"
+        )
+
+
+def describe_shards(dp_shard: int, world: int) -> str:
+    """Return how the weights are spread, after a semicolon; "" if each rank has all of them."""
+    n = shards_of(dp_shard, world)
+    copies = "" if n == world else f", {world // n} copies"
+    return f"; weights sharded among {n}{copies}" if n > 1 else ""
+
+
+def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 600.0) -> DeviceMesh:
+    """Return the ranks as (replicas, shards), or as (shards) if there is one replica.
+
+    Neighbours share a copy.
+
+    timeout_s: the longest that ranks wait for each other.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    n = shards_of(dp_shard, world)
+    if n == world:
+        return init_device_mesh(device_type, (n,), mesh_dim_names=("dp_shard",))
+    # Groups that init_device_mesh makes would wait for torch's own 10 or 30 minutes.
+    ranks = torch.arange(world).view(-1, n)
+    timeout = timedelta(seconds=timeout_s)
+    replicas, _ = torch.distributed.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shards, _ = torch.distributed.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    return DeviceMesh.from_group(
+        [replicas, shards], device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+
+
+def shard(model: GPT, mesh: DeviceMesh, dtype: str = "float32") -> None:
+    """Shard the model in place: its parameters become DTensors, with each rank's rows.
+
+    dtype: what the run computes in, float32 or bfloat16. A CPU gathers in float32: its norms take
+    no bfloat16 gains.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    refuse_shared(model)
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16" and mesh.device_type != "cpu":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def refuse_shared(model: GPT) -> None:
+    """Raise ValueError for a parameter that two units share, as in a changed model; torch would
+    print nothing.
+    """
+    for names in names_of_shared(model):
+        units = {
+            name.split(".")[2] if name.startswith("transformer.h.") else "root" for name in names
+        }
+        if len(units) > 1:
+            raise ValueError(
+                f"dp_shard: {names[0]} is also {names[-1]}, in another unit; take --dp_shard=1"
+            )
+
+
+def names_of_shared(model: GPT) -> list[list[str]]:
+    """Return the names of each parameter that has several, as a tied embedding has."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str = "float32") -> GPT:
+    """Return the model sharded on the device, with rank 0's weights.
+
+    Other ranks' model may be on the meta device.
+    """
+    copy = GPT.without_storage(model.config)
+    shard(copy, mesh, dtype)
+    shared = names_of_shared(copy)
+    copy.to_empty(device=device)
+    for first, *others in shared:  # to_empty has made several of it
+        for name in others:
+            module, _, attribute = name.rpartition(".")
+            setattr(copy.get_submodule(module), attribute, copy.get_parameter(first))
+    copy_full(dict(model.named_parameters()), dict(copy.named_parameters()))
+    # Also those that a state_dict leaves out.
+    copy_full(dict(model.named_buffers()), dict(copy.named_buffers()))
+    return copy
+
+
+def gathered(rows: Tensor, like: Any) -> Tensor:
+    """Return the full tensor, which is sharded as `like` is and of which each rank has these
+    rows.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape = {"shape": like.size(), "stride": like.stride()}
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, **shape
+    ).full_tensor()
+
+
+def rows_of(tensor: Tensor, like: Any) -> Tensor:
+    """Return this rank's rows of a full tensor, as `like` is sharded; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return local(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))
+
+
+def sharded_as(full: Tensor, like: Any) -> Tensor:
+    """Return rank 0's full tensor, sharded as `like` is if it has the same shape.
+
+    All ranks call this.
+
+    On other ranks `full` may be without numbers.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    is_first = torch.distributed.get_rank() == 0
+    source = (
+        full.to(like.device)
+        if is_first
+        else torch.empty(full.shape, dtype=full.dtype, device=like.device)
+    )
+    if is_dtensor(like) and full.shape == like.shape:
+        return distribute_tensor(source, like.device_mesh, like.placements)
+    torch.distributed.broadcast(source, 0)
+    return source
+
+
+@torch.no_grad()
+def copy_full(full: dict[str, Tensor], to: dict[str, Tensor]) -> None:
+    """Copy rank 0's full tensors into those of the same names of a sharded model.
+
+    All ranks call this.
+    """
+    for name, tensor in to.items():
+        local(tensor).copy_(local(sharded_as(full[name].detach(), tensor)))

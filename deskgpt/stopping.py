@@ -1,0 +1,395 @@
+"""When a run ends and where its time goes: signals, time, patience; the schedule that max_minutes
+shortens.
+
+Importing this imports no torch: train.py handles signals before that, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from deskgpt.distributed import DistContext
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+# What a terminal, a batch system or the system at shutdown sends. Slurm warns with SIGUSR1;
+# SIGBREAK is Windows' Ctrl+Break.
+SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGBREAK")
+SIGNALS = tuple(number for number in signal.Signals if number.name in SIGNAL_NAMES)
+
+# And its number: what shells and batch systems expect of a process that a signal has ended.
+SIGNAL_STATUS = 128
+
+# A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after
+# SIGTERM. Signals that follow the first one within this time are the same request, not a second
+# one.
+ONE_REQUEST_S = 1.0
+
+
+class SignalHandler:
+    """The signal that asked this process to stop, if any."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.installed_at: float | None = None  # about the instant of the script's start
+        self._numbers: list[int] = []
+        self._heard_at = 0.0
+
+    def install(self) -> None:
+        """Let the signals end this process at once, also in the middle of a call that takes
+        minutes.
+
+        Ignored signals (nohup, background jobs) stay ignored.
+        """
+        self.signal = None
+        self.installed_at = time.perf_counter()
+        self._numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+    def handle_signals(self) -> None:
+        """Handle the signals here from now on, since there is work to save; a second one ends the
+        process.
+        """
+        numbers, self._numbers = self._numbers, []
+        for number in numbers:
+            signal.signal(number, self._handle)
+
+    def has_signal(self) -> bool:
+        return self.signal is not None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.signal is None:
+            self._heard_at = time.monotonic()
+            self.signal = number
+            print_to_stderr(f"{name}: saving after this step; a second signal leaves at once")
+        elif time.monotonic() - self._heard_at > ONE_REQUEST_S:
+            print_to_stderr(f"{name} once more: leaving at once")
+            os._exit(SIGNAL_STATUS + self.signal)
+
+
+signal_handler = SignalHandler()
+
+
+def print_to_stderr(line: str) -> None:
+    """Write a line to stderr, on the first rank only.
+
+    Not through print(), which the signal may have interrupted.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode())
+
+
+# ---- what is due ---------------------------------------------------------------------------------
+
+ERROR_REASON = "an error"
+# If ranks differ, the last one
+REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR_REASON)
+
+
+class StopConditions:
+    """Decides when to save and stop, the same on all ranks.
+
+    `reason` is why the run ends, None while it trains.
+    """
+
+    def __init__(
+        self,
+        dist: DistContext,
+        started: float,
+        max_hours: float,
+        save_minutes: float,
+        patience: int,
+    ) -> None:
+        """started: the instant of the run's start."""
+        self.reason: str | None = None
+        self.dist = dist
+        self.save_minutes = save_minutes
+        self.patience = patience
+        self._ends_at = started + (3600 * max_hours or math.inf)
+        self._failure: Exception | None = None
+        self._saved_at = time.perf_counter()
+        signal_handler.signal = None  # an earlier run in the same process may have left one
+
+    def check(self, can_save: bool) -> bool:
+        """Set `reason` if the run should stop.
+
+        Return whether a checkpoint is due that no evaluation asks for.
+
+        can_save: something would be lost if a signal ended the process at once; from now on it is
+        handled here.
+        """
+        if can_save:
+            signal_handler.handle_signals()
+        now = time.perf_counter()
+        reason = "save" if now >= self._saved_at + (60 * self.save_minutes or math.inf) else ""
+        if now >= self._ends_at:
+            reason = "max_hours"
+        agreed = self._agree(reason)
+        if agreed not in ("", "save"):
+            self.reason = agreed
+        return agreed == "save"
+
+    def mark_saved(self) -> None:
+        """Count save_minutes from now on: a checkpoint was begun."""
+        self._saved_at = time.perf_counter()
+
+    def is_interrupted(self) -> bool:
+        """Return whether a signal has broken off an evaluation on some rank, and set `reason`."""
+        agreed = self._agree("")
+        self.reason = agreed or self.reason
+        return bool(agreed)
+
+    def _agree(self, reason: str) -> str:
+        """Return the strongest reason on any rank: an error, then a signal, then `reason`."""
+        if signal_handler.signal:
+            reason = signal.Signals(signal_handler.signal).name
+        return REASONS[int(self.dist.max(REASONS.index(reason)))]
+
+    def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
+        """Set `reason` after `patience` evaluations in a row without an improvement."""
+        if 0 < self.patience <= without_improvement(evaluations):
+            self.reason = "patience"
+
+    def stop_on_signal(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items until a signal comes.
+
+        Ranks end at the same item: they may need each other.
+        """
+        for item in items:
+            if not self.dist.all(signal_handler.signal is None):
+                return
+            yield item
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """End the run because of this error, which `leave` raises after the last save.
+
+        With several ranks it is raised at once: the others are in the step.
+        """
+        if self.dist.world > 1:
+            raise error
+        self._failure = error
+        self.reason = ERROR_REASON
+
+    def exit(self) -> None:
+        """Raise what the run ends with: its error, or SystemExit with the conventional status after
+        a signal.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self.reason and self.reason in signal.Signals.__members__:
+            raise SystemExit(SIGNAL_STATUS + signal.Signals[self.reason])
+
+
+# ---- how long a run is ---------------------------------------------------------------------------
+
+
+# A TrainConfig of train.py, which is above this room: naming it here would be a circle.
+Config = Any
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The settings that say when a run ends and which learning rate a step has, by their names in
+    train.py.
+    """
+
+    max_iters: int
+    learning_rate: float
+    min_lr: float | None
+    decay_lr: bool
+    lr_schedule: str
+    warmup_iters: int
+    lr_decay_iters: int
+
+    @classmethod
+    def of(cls, config: Config) -> Schedule:
+        """Return the schedule that the settings ask for."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
+
+    @property
+    def end(self) -> int:
+        """Return the step at which min_lr is reached."""
+        return self.lr_decay_iters or self.max_iters
+
+    def warnings(self) -> list[str]:
+        """Return a line for each pair of settings that contradict each other."""
+        found = []
+        last = min(self.max_iters, self.end)
+        if self.decay_lr and self.warmup_iters >= last > 0:
+            name = "max_iters" if last == self.max_iters else "lr_decay_iters"
+            found.append(
+                f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up "
+                f"never reaches learning_rate={self.learning_rate:g}; try "
+                f"--warmup_iters={last // 10}"
+            )
+        if self.decay_lr and self.min_lr is not None and self.min_lr > self.learning_rate:
+            found.append(
+                f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}: "
+                "the rate rises"
+            )
+        return found
+
+
+EXPECTED_MFU = 0.4  # when a run's length is predicted
+WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
+PLANS = 40  # how often the steps are planned, evenly spread over the run
+
+
+class TimeBudget:
+    """Fits a new run into max_minutes from its start: max_iters, and what is longer in the
+    schedule.
+
+    The schedule ends with max_iters, so it ends on time. Ranks plan together. A run that would end
+    earlier by itself keeps its schedule. Without max_minutes nothing changes.
+    """
+
+    def __init__(self, config: Config, started: float, dist: DistContext) -> None:
+        """started: when the clock began."""
+        self.wanted = Schedule.of(config)
+        self.is_limited = config.max_minutes > 0 and not config.eval_only
+        self.eval_interval: int = config.eval_interval
+        self.ends_at = started + 60 * config.max_minutes
+        self.dist = dist
+        self._next_step = 1  # at which the steps are planned
+
+    def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
+        """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so
+        far.
+        """
+        if not self.is_limited or step < self._next_step:
+            return schedule
+        wanted = self.wanted
+        step_s = self.dist.max(timer.train_s() / step)
+        eval_s = self.dist.max(sum(timer.last_s.values()))
+        left_s = -self.dist.max(time.perf_counter() - self.ends_at)  # the least of all ranks
+        # The last evaluation comes after the steps, the others between them.
+        fit = int((left_s - eval_s) / (step_s + eval_s / self.eval_interval))
+        max_iters = min(wanted.max_iters, step + max(0, fit))
+        self._next_step = step + max(1, max_iters // PLANS)
+        return replace(
+            wanted,
+            max_iters=max_iters,
+            warmup_iters=min(wanted.warmup_iters, math.ceil(max_iters * WARMUP_SHARE)),
+            lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
+        )
+
+
+# ---- where its time goes -------------------------------------------------------------------------
+
+
+class StepTimer:
+    """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for
+    data.
+
+    Its clock is read when the device has finished what is queued, and stands still while
+    torch.compile compiles. What the blocks of `timed` take is not of the steps, also if they raise.
+    """
+
+    def __init__(self, device: torch.device, compile_s: Callable[[], float] = lambda: 0.0) -> None:
+        """compile_s: returns the seconds that this process has spent compiling so far."""
+        self.device = device
+        self._compile_s = compile_s
+        self.wait_s = 0.0  # of the training time, spent waiting for data
+        self.total_s = {"evaluation": 0.0, "saving": 0.0}
+        self.last_s = {"evaluation": 0.0, "saving": 0.0}
+        self._started_at = self._now()
+        self.window_ended_s = 0.0  # training time at the end of the last window
+        self._window_wait_s = 0.0  # wait for data by then
+
+    def start(self) -> None:
+        """Count the time of the steps from now on."""
+        self._started_at = self._now()
+
+    def _now(self) -> float:
+        from deskgpt.device import synchronize
+
+        synchronize(self.device)
+        return time.perf_counter() - self._compile_s()
+
+    def train_s(self) -> float:
+        """Return the seconds of all steps so far, the wait for data included.
+
+        Not within a block of timed.
+        """
+        return self._now() - self._started_at - sum(self.total_s.values())
+
+    def add_wait(self, seconds: float) -> None:
+        """Add to the time that was spent waiting for data."""
+        self.wait_s += seconds
+
+    def spent_s(self) -> tuple[float, float]:
+        """Return the seconds of compiling and of waiting for data so far, for `log_window`."""
+        return self._compile_s(), self.wait_s
+
+    def log_window(
+        self, steps: int, tokens: int, done_at: float, spent_s: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        """Return what the steps since the last call took: (seconds per step, tokens per second,
+        share of waiting).
+
+        done_at: when the device had done the last of them. spent_s: by the time that it was queued.
+        """
+        compile_s, total_wait_s = spent_s
+        now_s = done_at - compile_s - self._started_at - sum(self.total_s.values())
+        window_s = now_s - self.window_ended_s
+        wait_s = total_wait_s - self._window_wait_s
+        self.window_ended_s = now_s
+        self._window_wait_s = total_wait_s
+        return window_s / steps, tokens / window_s, wait_s / window_s
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Time evaluation or saving."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.last_s[what] = self._now() - began
+            self.total_s[what] += self.last_s[what]
+
+
+# ---- evaluations that no longer improve ----------------------------------------------------------
+
+
+class EvalRecord(NamedTuple):
+    """What is remembered of an evaluation."""
+
+    step: int
+    train_loss: float
+    val_loss: float
+    standard_error: float | None  # of val_loss
+
+
+def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
+    """Count the last evaluations in a row that are not below the best before them by a standard
+    error.
+
+    Small steps down add up: the best is the last one that counted as an improvement. Where the
+    standard error is not known, any lower loss counts.
+    """
+    best = math.inf
+    n = 0
+    for e in evaluations:
+        if e.val_loss < best - (e.standard_error or 0.0):
+            best = e.val_loss
+            n = 0
+        else:
+            n += 1
+    return n
