@@ -39,7 +39,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from configurator import HELP, build, read_settings
-from data.batches import BatchSplit, Loader, eval_batches, splitmix64
+from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
 from deskgpt.checkpoint import run_folder
@@ -54,7 +54,7 @@ from deskgpt.distributed import (
     wrap_ddp,
 )
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
-from deskgpt.evaluation import evaluate, evaluation_loss
+from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
 from deskgpt.files import RESTART_S, lock_out_dir
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
@@ -154,8 +154,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 
 
 def main(config: TrainConfig, started: float | None = None) -> float:
-    """Train as config says; return the best validation loss in nats per token, math.inf if none was
-    taken.
+    """Train as config says. Return the best validation loss in nats per token; inf without one.
 
     started: when time limits begin.
     """
@@ -163,62 +162,46 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     from deskgpt.memory import halved_batch
 
     started = started or time.perf_counter()
-    # ---- what, on what, from where ---------------------------------------------------------------
-    dist = init_distributed(
-        "cpu" if config.plan_for else config.device, config.backend, config.dist_timeout_s
-    )
+    # ---- what is trained, on what, from where ----------------------------------------------------
+    device = "cpu" if config.plan_for else config.device
+    dist = init_distributed(device, config.backend, config.dist_timeout_s)
     set_seed(config.seed, config.deterministic, dist.device)
     data = Dataset(dataset_folder(config.dataset), needed=not config.plans)
     start = find_start(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
     if config.plans:
         return print_plan(config, start, data, dist)
-    data.open(
-        config.block_size,
-        config.seed,
-        start.model_config.vocab_size,
-        start.checkpoint.tokenizer,
-        dist.is_first,
-    )
+    start.open_data(config, data, dist)
     start.check_same_experiment(config, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------
     chosen = start.choose_compute(config, dist)
-    batching = start.choose_batch(config, chosen, dist)
-    variant = start.with_loss_chunks(config, chosen, batching, dist)
-    model = start.build_model(config, variant, dist)  # on the device, sharded, its blocks compiled
-    ddp_model: Any = wrap_ddp(model, dist)
+    batch = start.choose_batch(config, chosen, dist)
+    compute = start.with_loss_chunks(config, chosen, batch, dist)
+    model = start.build_model(config, compute, dist)  # on the device, sharded, its blocks compiled
+    ddp_model: Any = wrap_ddp(model, dist)  # the model itself, if there is one rank
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(config, model, variant.dtype)
+    optimizer = build_optimizer(config, model, compute.dtype)
     keep_rates_of_groups(optimizer, config.learning_rate)
-    scaler = torch.amp.GradScaler(dist.device.type, enabled=variant.dtype == "float16")
+    scaler = torch.amp.GradScaler(dist.device.type, enabled=compute.dtype == "float16")
     budget = TimeBudget(config, started, dist)
     # From here on state.schedule and state.batching are what runs; config is what was asked for.
+    settings = asdict(config)
     schedule = Schedule.of(config)
     state = TrainState(
-        asdict(config),
-        model,
-        optimizer,
-        scaler,
-        variant,
-        batching,
-        schedule,
-        learning_rate,
-        data,
-        dist,
+        settings, model, optimizer, scaler, compute, batch, schedule, learning_rate, data, dist
     )
-    state.metadata = (
-        data.metadata | data.eval_metadata(batching) | code_versions(variant, dist.device)
-    )
+    state.metadata = data.metadata | data.eval_metadata(batch) | code_versions(compute, dist.device)
     start.restore(state, trains=not config.eval_only)
+
+    # ---- who watches it --------------------------------------------------------------------------
     logger = RunLogger(config, state)
     checkpointer = Checkpointer.of(config, start.checkpoint.best_val_loss, state)
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)
     stop = StopConditions(dist, started, config.max_hours, config.save_minutes, config.patience)
-    sampler = sampler_for(
-        0 if config.eval_only else config.sample_interval, model, variant, dist, data.tokenizer
-    )
-    loader = Loader(data.train, batching, dist.device, state.position, logger.timer.add_wait)
-    micro_batch, eval_batch = cuda_graphs(ddp_model, model, scaler, variant, batching, logger.warn)
+    sample_interval = 0 if config.eval_only else config.sample_interval
+    texts_at = sampler_for(sample_interval, model, compute, dist, data.tokenizer)
+    loader = Loader(data.train, batch, dist.device, state.position, logger.timer.add_wait)
+    micro_batch, eval_batch = cuda_graphs(ddp_model, model, scaler, compute, batch, logger.warn)
     logger.start(started)
     evaluated_at = -1
 
@@ -238,20 +221,9 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                 if evaluates and not stop.reason:
                     logger.warn(data.changes())
                     with logger.timer.timed("evaluation"):
-                        train_batches = eval_batches(data.train, state.batching, dist.device)
-                        train = evaluate(
-                            model, variant, stop.stop_on_signal(train_batches), dist, eval_batch
-                        )
-                        val_batches = eval_batches(data.val, state.batching, dist.device)
-                        val = evaluate(
-                            model, variant, stop.stop_on_signal(val_batches), dist, eval_batch
-                        )
-                        number = step // config.eval_interval
-                        texts = (
-                            sampler.texts_at(number, is_last, signal_handler.has_signal)
-                            if sampler
-                            else []
-                        )
+                        train = evaluate_split(data.train, state, stop, eval_batch)
+                        val = evaluate_split(data.val, state, stop, eval_batch)
+                        texts = texts_at(step // config.eval_interval, is_last)
                     if not stop.is_interrupted():
                         evaluated_at = step
                         is_best = checkpointer.is_best(val.loss, step)
@@ -273,19 +245,18 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     group["lr"] = lr * group.get("lr_scale", 1.0)
                 loss_sums: defaultdict[str, Any] = defaultdict(float)  # by name, on the device
                 tokens = 0
-                for batch in loader.step():
+                for micro in loader.step():
                     # Each micro-batch draws from a random stream of its own: dropout does not
                     # depend on the ranks, and a checkpoint needs no state of generators.
-                    seed_all(micro_batch_seed(config.seed, step, batch.index), dist.device)
+                    seed_all(micro_batch_seed(config.seed, step, micro.index), dist.device)
                     if dist.distributed:  # ranks exchange gradients after their last micro-batch
-                        ddp_model.require_backward_grad_sync = batch.is_last
+                        ddp_model.require_backward_grad_sync = micro.is_last
                     # This is forward_backward, or its CUDA graph.
-                    losses = micro_batch(batch.x, batch.y, batch.weight)
-                    for name, part in losses.items():
-                        loss_sums[name] += part
-                    tokens += batch.x.numel() * dist.world
-            except torch.OutOfMemoryError:
-                # Only cards raise it; nothing of this step has changed the state.
+                    losses = micro_batch(micro.x, micro.y, micro.weight)
+                    for name, loss in losses.items():
+                        loss_sums[name] += loss
+                    tokens += micro.x.numel() * dist.world
+            except torch.OutOfMemoryError:  # only cards raise it; this step has changed nothing yet
                 optimizer.zero_grad(set_to_none=True)
                 if not micro_batch.drop("memory runs out"):  # without the graphs' memory it may fit
                     may_halve = bool(config.auto_batch) and dist.world == 1
@@ -293,15 +264,13 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     logger.smaller_batch(state.batching)
                 loader.restart_at(state.position, state.batching)
                 continue
-            # From here on, the same on all ranks.
-            seed_all(micro_batch_seed(config.seed, step), dist.device)
+            seed_all(micro_batch_seed(config.seed, step), dist.device)  # the same on all ranks
 
             scaler.unscale_(optimizer)
-            grad_norms = gradient_norms(parameters)
+            grad_norms = gradient_norms(parameters)  # of each parameter: a NaN has a name
             grad_norm = torch.linalg.vector_norm(grad_norms)
-            torch.nn.utils.clip_grads_with_norm_(
-                parameters, config.grad_clip or math.inf, grad_norm
-            )
+            max_norm = config.grad_clip or math.inf
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm)
             step_if_finite(optimizer, scaler, grad_norm)
             optimizer.zero_grad(set_to_none=True)
 
@@ -408,6 +377,14 @@ def build_optimizer(
         config.momentum,
         dtype,
     )
+
+
+def evaluate_split(
+    split: Split, state: TrainState, stop: StopConditions, graph: CudaGraph
+) -> Evaluation:
+    """Return the loss of the model on a fixed set of windows of a split; cut short by a signal."""
+    batches = eval_batches(split, state.batching, state.dist.device)
+    return evaluate(state.model, state.variant, stop.stop_on_signal(batches), state.dist, graph)
 
 
 # ---- set-up and end ------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.kv_cache import GraphedKVCache, KVCache
 from deskgpt.memory import check_model_fits
 from deskgpt.settings import Range, check_fields
+from deskgpt.stopping import signal_handler
 from model import GPT, GPTConfig
 
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -353,10 +354,8 @@ class Sampler:
         self.config = GenerationConfig(max_new_tokens=min(self.TOKENS, max(1, room)))
         self.engine: InferenceEngine | None = None  # from the first sample on
 
-    def texts_at(self, evaluation: int, is_last: bool, break_off: Callable[[], bool]) -> list[str]:
-        """Return texts of the model as it is now, if this evaluation has any; [] if break_off
-        becomes true.
-        """
+    def texts_at(self, evaluation: int, is_last: bool) -> list[str]:
+        """Return texts of the model as it is now, if this evaluation has any; [] after a signal."""
         if not is_last and evaluation % self.every:
             return []
         samples = [Sample(self.tokenizer, PROMPT) for _ in range(self.TEXTS)]
@@ -367,7 +366,7 @@ class Sampler:
             if self.engine is None:
                 self.engine = InferenceEngine(self.model, self.prompts, self.dtype, is_trained=True)
             for _ in self.engine.write(self.prompts, samples, self.config):
-                if break_off():
+                if signal_handler.has_signal():
                     samples = []
                     break
         self.model.train()
@@ -375,18 +374,18 @@ class Sampler:
 
 
 def sampler_for(
-    every: int, model: GPT, variant: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
-) -> Sampler | None:
-    """Return the Sampler of every `every`-th evaluation; None for 0, and on ranks that only wait
-    meanwhile.
+    every: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
+) -> Callable[[int, bool], list[str]]:
+    """Return Sampler.texts_at for every `every`-th evaluation; without texts for 0, and on ranks
+    that only wait meanwhile.
 
     tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need
     them.
     """
-    if not every or not dist.is_first:
-        return None
-    try:
-        return Sampler(model, variant, from_meta(tokenizer), every)
-    except (ValueError, ModuleNotFoundError) as e:
-        dist.print0(f"sample_interval={every}: no samples, since {message_for_user(e, '') or e}")
-        return None
+    if every and dist.is_first:
+        try:
+            return Sampler(model, compute, from_meta(tokenizer), every).texts_at
+        except (ValueError, ModuleNotFoundError) as e:
+            why = message_for_user(e, "") or e
+            dist.print0(f"sample_interval={every}: no samples, since {why}")
+    return lambda evaluation, is_last: []

@@ -53,6 +53,14 @@ class Start:
     checkpoint: Checkpoint
     earlier: Config | None = None  # the settings of the run that is resumed
 
+    def open_data(self, config: Config, data: Dataset, dist: DistContext) -> None:
+        """Open both splits for the model that this run starts from. Raises ValueError if they do
+        not belong to it or are damaged.
+        """
+        vocab_size = self.model_config.vocab_size
+        tokenizer = self.checkpoint.tokenizer
+        data.open(config.block_size, config.seed, vocab_size, tokenizer, dist.is_first)
+
     def check_same_experiment(
         self, config: Config, data: Dataset, rate: Rate, dist: DistContext
     ) -> None:
