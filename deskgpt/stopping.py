@@ -184,6 +184,7 @@ class StopConditions:
         """
         if self.dist.world > 1:
             raise error
+        error.__context__ = None  # the pass that ran out of memory: its frames hold activations
         self._failure = error
         self.reason = ERROR_REASON
 
