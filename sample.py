@@ -60,8 +60,8 @@ class SampleConfig(GenerationConfig):
     serve: bool = False  # a page to play with in this machine's browser, until Ctrl+C
     port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
-    # Settings of earlier versions
-    retired: ClassVar[dict[str, str]] = {"compile": "", "stream": ""}
+    # nanoGPT's setting, which has no effect here
+    retired: ClassVar[dict[str, str]] = {"compile": ""}
 
 
 def main(c: SampleConfig) -> list[str]:

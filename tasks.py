@@ -217,10 +217,7 @@ def install(venv: Path, requirements: str) -> Path:
     if not python.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
-    print0(
-        f"{why}. Installing {requirements} into {venv.name}: about "
-        f"{wheels.SIZE_GB[wheel] + 0.5:.1f} GB to download"
-    )
+    print0(f"{why}. Installing {requirements} into {venv.name}")
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements]
     listed = subprocess.run(
         [str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True

@@ -200,7 +200,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
     stop = StopConditions(dist, started, config.max_hours, config.save_minutes, config.patience)
     sample_interval = 0 if config.eval_only else config.sample_interval
     texts_at = sampler_for(sample_interval, model, compute, dist, data.tokenizer)
-    loader = Loader(data.train, batch, dist.device, state.position, logger.timer.add_wait)
+    loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait)
     micro_batch, eval_batch = cuda_graphs(ddp_model, model, scaler, compute, batch, logger.warn)
     logger.start(started)
     evaluated_at = -1
@@ -262,7 +262,7 @@ def main(config: TrainConfig, started: float | None = None) -> float:
                     may_halve = bool(config.auto_batch) and dist.world == 1
                     state.batching = halved_batch(dist.device, may_halve, state.batching)
                     logger.smaller_batch(state.batching)
-                loader.restart_at(state.position, state.batching)
+                loader.restart_at(state.step, state.batching)
                 continue
             seed_all(micro_batch_seed(config.seed, step), dist.device)  # the same on all ranks
 

@@ -46,12 +46,6 @@ CKPT = "ckpt.pt"
 CKPT_BEST = "ckpt_best.pt"
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
 CKPT_FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
-FORMER_NAMES = {
-    "form": "variant",
-    "facts": "metadata",
-    "parts": "extra_state",
-    "health": "progress",
-}
 # That torch.compile and DDP leave on parameters' names.
 WRAPPER_PREFIX = re.compile(r"^(_orig_mod\.|module\.)+")
 MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
@@ -81,7 +75,7 @@ class Checkpoint:
     chat: str | None = None  # the name of the template of its data (data/chat/template.py)
     variant: dict[str, Any] | None = None  # how the model ran: dtype, compiled, kind of device
     wandb_run_id: str | None = None
-    progress: dict[str, Any] | None = None  # skipped batches, recent losses, evaluations
+    progress: dict[str, Any] | None = None  # recent losses, evaluations
     metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
     extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
 
@@ -140,8 +134,10 @@ def clean_out_dir(out_dir: Path, print0: Callable[[str], None], has_best: bool =
     """
     remove_leftovers(out_dir, CKPT, CKPT_BEST)
     for path in list_checkpoints(out_dir):
-        if damage := find_damage(path):
-            print0(f"{path} {damage}: it is now in {archive_previous_run(out_dir, (path.name,))}")
+        try:
+            read_checkpoint(path, numbers=False)
+        except ValueError as e:
+            print0(f"{path} {e}: it is now in {archive_previous_run(out_dir, (path.name,))}")
     last = out_dir / CKPT
     best = out_dir / CKPT_BEST
     if last.exists() and best.exists() and not has_best:
@@ -224,11 +220,6 @@ def load_checkpoint(
     path = Path(out_dir)
     found = [path] if run_folder(path) != path else list_checkpoints(path) or [path / CKPT]
     if not found[0].exists():
-        if (path / "manifest.json").exists() or list(path.glob("ckpt-*/manifest.json")):
-            raise ValueError(
-                f"{path} is of an older version: make a file of it with that one's "
-                "export.py --to=ckpt.pt"
-            )
         raise ValueError(f"{found[0]}: no such checkpoint; is --out_dir right?")
     damages: list[str] = []
     for p in found:
@@ -295,7 +286,7 @@ def val_loss_of_weights(saved: Checkpoint) -> float:
 
 
 def comparison_key(saved: Checkpoint) -> list[Any]:
-    """Return what two losses must have in common to be compared, as far as older checkpoints
+    """Return what two losses must have in common to be compared, as far as nanoGPT's checkpoints
     know it.
     """
     metadata = saved.metadata or {}
@@ -329,22 +320,6 @@ CKPT_FIELDS |= {
 }
 
 
-def weights_of(saved: Checkpoint) -> dict[str, Tensor]:
-    """Return the weights of a loaded checkpoint, on the CPU."""
-    return saved.model
-
-
-def find_damage(path: Path) -> str | None:
-    """Return why no good checkpoint is at path, in words that follow its name, numbers that are not
-    finite left out.
-    """
-    try:
-        read_checkpoint(path, numbers=False)
-    except ValueError as e:
-        return str(e)
-    return None
-
-
 def read_checkpoint(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
     """Return a checkpoint, its tensors on the CPU.
 
@@ -359,7 +334,6 @@ def read_checkpoint(path: Path, checksums: bool = True, numbers: bool = True) ->
             f"is not a readable checkpoint ({getattr(e, 'strerror', None) or e})"
         ) from None
     try:
-        found = {FORMER_NAMES.get(name, name): value for name, value in found.items()}
         check_record(found, CKPT_FIELDS, required=("model", "model_args"))
         saved = checkpoint_of(found)
         if checksums and not math.isfinite(sum_of_max_abs(found)):
@@ -462,22 +436,14 @@ def check_dense_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
     RecursionError if content holds itself.
     """
     for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
-        if (
-            x.is_meta
-            and x.layout == torch.strided
-            and getattr(x.untyped_storage(), STORAGE_OFFSET) is None
-        ):
-            raise ValueError(
-                "its numbers are in shards of an older version, whose export.py "
-                "--to=ckpt.pt joins them"
-            )
         is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
         if is_dense and type(x) in PLAIN_CLASSES:
-            # No number that is expanded to many.
-            is_dense = x.nbytes <= x.untyped_storage().nbytes()
+            storage = x.untyped_storage()
+            is_dense = x.nbytes <= storage.nbytes()  # no number that is expanded to many
+            is_dense &= not x.is_meta or getattr(storage, STORAGE_OFFSET) is not None
         if not is_dense or (plain and type(x) not in plain):
             raise ValueError(
-                "it holds a tensor that is sparse, nested, quantized, expanded or sharded"
+                "it holds a tensor that is sparse, nested, quantized, expanded, sharded or on meta"
             )
 
 

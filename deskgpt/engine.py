@@ -22,7 +22,7 @@ from data.chat import template
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.check_model import TOLERANCE, distance, precision_of
-from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint, weights_of
+from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint
 from deskgpt.compute import ComputeMode, autocast
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext
@@ -278,7 +278,7 @@ def load_model(init_from: str, out_dir: str, device: torch.device) -> LoadedMode
     source = out_dir if init_from == "resume" else init_from
     if init_from == "resume" or is_checkpoint(init_from):
         saved = load_checkpoint(source, functools.partial(print, file=sys.stderr))
-        model_args, weights = saved.model_args, weights_of(saved)
+        model_args, weights = saved.model_args, saved.model
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
         model_args, weights = load_gpt2(source)

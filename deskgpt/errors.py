@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import platform
 import re
 import sys
 import traceback
@@ -105,20 +104,10 @@ def one_line_errors(
         if message is None or os.environ.get("DESKGPT_TRACEBACK"):
             raise
         with suppress(OSError):  # the terminal may be gone
-            # In one piece: other ranks write there, too.
-            sys.stderr.write(f"error: {of_this_rank(message)}\n")
+            # A path or a value in it may hold line ends, or escape sequences.
+            line = escape_control_chars(" ".join(message.split()))
+            sys.stderr.write(f"error: {line}\n")  # in one piece: other ranks write there, too
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
-
-
-def of_this_rank(message: str) -> str:
-    """Return the message in one line without control characters; of several ranks it names this one
-    and its host.
-    """
-    # A path or a value in it may hold line ends, or escape sequences.
-    line = escape_control_chars(" ".join(message.split()))
-    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
-        return line
-    return f"rank {os.environ['RANK']} on {platform.node()}: {line}"
 
 
 def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:

@@ -565,10 +565,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the event of a line of log.jsonl; None if it is no complete event.
-
-    Logs written until 2026-11-26 have a "crc" in each, which is not compared.
-    """
+    """Return the event of a line of log.jsonl; None if it is no complete event."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # a line of brackets only

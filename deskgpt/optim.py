@@ -293,9 +293,7 @@ class OptimizerState:
                 f"--init_from={source}"
             )
         try:
-            theirs = state.get("class") or (
-                "Muon" if "momentum" in state["param_groups"][-1] else "AdamW"
-            )
+            theirs = state.get("class", "AdamW")  # nanoGPT's has no class
             if theirs == type(self.optimizer).__name__:
                 self._load(state)
                 return

@@ -309,23 +309,7 @@ NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | MICRO_BATCH_SETTING
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
 # Settings of earlier versions, which old config files have, and what there is in their place.
-REMOVED_SETTINGS = dict.fromkeys(
-    (
-        "attention",
-        "world",
-        "sync_each_batch",
-        "reshard_after_forward",
-        "max_bad_steps",
-        "cooldown_iters",
-    ),
-    "",
-)
-REMOVED_SETTINGS |= dict.fromkeys(
-    ("save_interval", "save_async", "keep_checkpoints", "align_documents"), ""
-)
-REMOVED_SETTINGS["fp8"] = "docs/hacks/fp8.patch trains the blocks' linear layers in 8 bits"
-# Choices that settings of earlier versions had; a resumed run takes the default.
-REMOVED_CHOICES = (("activation_checkpoint", "selective"), ("on_spike", "rewind"))
+REMOVED_SETTINGS = {"fp8": "docs/hacks/fp8.patch trains the blocks' linear layers in 8 bits"}
 # What runs have that do not say it, such as nanoGPT's: whatever the defaults are now.
 WITHOUT_CHOICE = GPT2_CHOICES | {"optimizer": "adamw", "lr_schedule": "cosine"}
 # What a resumed run takes from its checkpoint.
@@ -417,11 +401,7 @@ def known_settings(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
     names = {f.name for f in fields(cls)}
     saved = WITHOUT_CHOICE | saved
-    return {
-        name: value
-        for name, value in saved.items()
-        if name in names and (name, value) not in REMOVED_CHOICES
-    }
+    return {name: value for name, value in saved.items() if name in names}
 
 
 def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:

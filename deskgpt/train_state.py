@@ -20,7 +20,6 @@ from deskgpt.compute import ComputeMode
 from deskgpt.distributed import DistContext, is_sharded
 from deskgpt.errors import reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.files import check_record, is_number
 from deskgpt.optim import OptimizerState
 from deskgpt.stopping import EvalRecord, Schedule
 from model import GPT
@@ -76,7 +75,7 @@ LR_HISTORY = "learning rates"
 
 @dataclass(eq=False)
 class TrainState:
-    """Weights, optimizer, step, schedule, evaluations, and the batches that were skipped.
+    """Weights, optimizer, step, schedule and evaluations.
 
     `checkpoint` returns all of it, and `resume` takes it back, a plain field that you add, too.
     main raises `step` and sets `schedule` and `batching`. Raises ValueError if a checkpoint would
@@ -100,7 +99,6 @@ class TrainState:
     step: int = 0  # optimizer steps done
     evaluations: list[EvalRecord] = field(default_factory=list)
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
-    skipped_batches: int = 0  # by rewinds, which earlier versions had after a spike
     # Of each group: its lr at the last step / self.rate.
     rate_factors: list[float] = field(default_factory=list)
     _extra: dict[str, Any] = field(default_factory=dict)  # see register_state
@@ -111,11 +109,6 @@ class TrainState:
         self.optimizer.register_step_pre_hook(self._note_rates)
         if not self.settings["eval_only"]:
             self._check_saves()
-
-    @property
-    def position(self) -> int:
-        """Return the number of the next step's global batch in the order of batches."""
-        return self.step + self.skipped_batches
 
     def settings_now(self) -> dict[str, Any]:
         """Return the settings with the micro-batch and the schedule that the run has found."""
@@ -233,9 +226,6 @@ class TrainState:
                     raise ValueError
                 self.scaler.load_state_dict(saved.scaler)
             if saved.progress:  # nanoGPT's has none
-                check_record(
-                    saved.progress, {"skipped_batches": is_number}, required=("skipped_batches",)
-                )
                 for name in self._plain_fields() & saved.progress.keys():
                     self._restore_field(name, saved.progress[name])
                 self.rate_factors = [float(factor) for factor in self.rate_factors]

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 INDEX = "https://download.pytorch.org/whl"
 TOO_NEW = "2.16"  # as in requirements.txt
-SIZE_GB = {"cpu": 0.2, "cu126": 3.0, "cu130": 3.0}  # to download, with CUDA's libraries, roughly
 NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
 
 

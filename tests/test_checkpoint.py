@@ -23,21 +23,17 @@ from tiny_models import state_of
 from deskgpt.checkpoint import (
     CHECKSUM_COMMENT_BYTES,
     CKPT_BEST,
-    FORMER_NAMES,
     clean_out_dir,
     load_checkpoint,
     load_to_resume,
     save_checkpoint,
-    write_ckpt_file,
 )
 from deskgpt.files import note_once, sync_folder
 from deskgpt.gpt2_weights import load_gpt2
 from model import GPT, GPTConfig
 
 
-def test_checkpoint_is_read_as_it_was_saved_also_with_former_names_of_entries_and_from_a_fork(
-    tmp_path,
-):
+def test_checkpoint_is_read_as_it_was_saved_also_from_a_fork(tmp_path):
     dtypes = (
         torch.float64,
         torch.bfloat16,
@@ -56,11 +52,6 @@ def test_checkpoint_is_read_as_it_was_saved_also_with_former_names_of_entries_an
     for path in (tmp_path, tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt"):
         assert_equal(vars(load_checkpoint(path)), expected)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "ckpt_best.pt"]
-    content = dict(vars(saved))
-    for former, now in FORMER_NAMES.items():
-        content[former] = content.pop(now)
-    write_ckpt_file(content, tmp_path / "ckpt.pt")
-    assert_equal(vars(load_checkpoint(tmp_path)), expected)
     # As in forks of nanoGPT
     torch.save(vars(saved) | {"best_val_loss": np.float32(1.5)}, tmp_path / "ckpt.pt")
     assert load_checkpoint(tmp_path).best_val_loss == 1.5
@@ -171,15 +162,6 @@ def test_file_that_is_cut_while_it_is_read_is_refused(numbers, tmp_path, monkeyp
         load_checkpoint(tmp_path, checksums=numbers)
 
 
-def test_missing_checkpoint_and_folder_of_an_older_version_are_named(tmp_path):
-    with raises_one_line("no such checkpoint", tmp_path / "out" / "ckpt.pt", "--out_dir"):
-        load_checkpoint(tmp_path / "out")
-    (tmp_path / "ckpt-00000100").mkdir()
-    (tmp_path / "ckpt-00000100" / "manifest.json").write_text("{}")
-    with raises_one_line("older version", tmp_path, "export.py --to=ckpt.pt"):
-        load_checkpoint(tmp_path)
-
-
 def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path):
     save_checkpoint(
         replace(state_of(5), progress={"evaluations": [[5, 3.0, 3.0, 0.1]]}), tmp_path, best=False
@@ -287,10 +269,6 @@ REFUSED: list[tuple[Any, tuple[str, ...]]] = [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", ("git-LFS",)),
     (b"safetensors, perhaps", ("torch.save",)),
     ({"config": {"x": Code()}}, ("mkdir", "only its maker's code can read")),
-    (
-        {"shards": {}, "model": {"w": torch.ones(1, device="meta")}},
-        ("older version", "export.py --to=ckpt.pt"),
-    ),
     (partial(repacked, compression=zipfile.ZIP_DEFLATED), ("compressed",)),
     (
         partial(repacked, compression=zipfile.ZIP_STORED, pickled=b"\x80\x02" + b"N0" * 2**22),

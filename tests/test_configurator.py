@@ -74,12 +74,10 @@ def test_later_file_wins_and_sees_the_values_so_far(tmp_path):
 def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no_effect(
     tmp_path, capsys
 ):
-    for argument in ("--attention=3", write(tmp_path, "attention = 3\n")):
+    for argument in ("--fp8=3", write(tmp_path, "fp8 = 3\n")):
         note_once.cache_clear()
         assert configure(TrainConfig, [argument, argument]) == TrainConfig()
-        assert_one_line(capsys.readouterr().err, "attention", "no longer used")
-    configure(TrainConfig, ["--fp8=True"])
-    assert_one_line(capsys.readouterr().err, "fp8 is no longer used", "docs/hacks/fp8.patch")
+        assert_one_line(capsys.readouterr().err, "fp8 is no longer used", "docs/hacks/fp8.patch")
 
 
 # A config file, or an argument, and what its error names.

@@ -63,7 +63,7 @@ def faults(monkeypatch) -> SimpleNamespace:
         return build_optimizer(config, model, dtype)
 
     def record_spike(health, at, loss, *norms):
-        record(health, at, loss + 5 * (health.state.position in found.spikes), *norms)
+        record(health, at, loss + 5 * (health.state.step in found.spikes), *norms)
 
     monkeypatch.setattr(Loader, "step", counted)
     monkeypatch.setattr(train, "build_optimizer", with_hook)

@@ -201,8 +201,6 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
     kept = after_a_step(make(model, "muon"), model)
     saved = copy.deepcopy(kept.state())
     kept.load(saved | {"state": {}}, "out")  # of a run without a step
-    # Of an older version
-    kept.load({name: value for name, value in saved.items() if name != "class"}, "out")
     moments = saved["state"]
     first, *others = saved["param_groups"]
     for wrong in (

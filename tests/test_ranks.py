@@ -360,9 +360,7 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd)
             main(c)
 
     assert forked(4, on_rank, failing=4) == [1] * 4
-    assert re.search(
-        r"^error: rank 0 on \S+: lost the other ranks .*hangs", capfd.readouterr().err, re.M
-    )
+    assert re.search(r"^error: lost the other ranks .*hangs", capfd.readouterr().err, re.M)
     assert load_checkpoint(tmp_path).iter_num >= 2
 
 
