@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import shlex
 import signal
@@ -33,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.asking.arms import TO_THE_END, Arm, folder_for_worktrees, make_arm
 from bench.asking.question import Question
 from bench.asking.running import Trainer, data_digest
-from bench.asking.statistics import PILOT
 from data.token_files import dataset_folder
 from deskgpt.device import device_name, resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
@@ -42,14 +40,25 @@ from deskgpt.logger import RunLog
 
 UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 # Of val.bin, evaluated at the end of a run if the config does not set eval_tokens.
-MOST_TOKENS = 1 << 21
-
-# ---- the command line ----------------------------------------------------------------------------
+MAX_EVAL_TOKENS = 1 << 21
 
 
 class Parser(OneLineParser):
     def convert_arg_line_to_args(self, line: str) -> list[str]:
-        return joined(shlex.split(line, comments=True))
+        return join_arms(shlex.split(line, comments=True))
+
+
+def join_arms(argv: list[str]) -> list[str]:
+    """Return `--b "--x=1"` as `--b=--x=1`: argparse takes a value that begins with dashes for an
+    option.
+    """
+    out: list[str] = []
+    for word in argv:
+        if out and out[-1] in ("--a", "--b"):
+            out[-1] += f"={word}"
+        else:
+            out.append(word)
+    return out
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -67,35 +76,18 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--ledger", metavar="FOLDER", help="of runs and answers; default: ~/.cache/deskgpt/ledger"
     )
-    a, common = parser.parse_known_args(joined(argv))
-    a.budget_s = seconds(a.budget)
+    a, common = parser.parse_known_args(join_arms(argv))
+    if not a.b:
+        raise ConfigError(
+            'nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"'
+        )
     if a.min_effect is not None and not 0 < a.min_effect < math.inf:
         raise ConfigError(f"--min_effect={a.min_effect}: a difference above 0")
+    budget = re.fullmatch(r"(\d+\.?\d*)(s|min|h|d)", a.budget)
+    if not budget or not float(budget[1]):
+        raise ConfigError(f"--budget={a.budget}: write it like 90s, 6min or 2h")
+    a.budget_s = float(budget[1]) * UNITS_S[budget[2]]
     return a, common
-
-
-def joined(argv: list[str]) -> list[str]:
-    """Return `--b "--x=1"` as `--b=--x=1`: argparse takes a value that begins with dashes for an
-    option.
-    """
-    out: list[str] = []
-    for word in argv:
-        if out and out[-1] in ("--a", "--b"):
-            out[-1] += f"={word}"
-        else:
-            out.append(word)
-    return out
-
-
-def seconds(text: str) -> float:
-    """Return 90s, 6min, 2h or 1.5d in seconds. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+\.?\d*)(s|min|h|d)", text)
-    if not found or not float(found[1]):
-        raise ConfigError(f"--budget={text}: write it like 90s, 6min or 2h")
-    return float(found[1]) * UNITS_S[found[2]]
-
-
-# ---- the question --------------------------------------------------------------------------------
 
 
 def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Arm, Arm]:
@@ -103,10 +95,6 @@ def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Ar
 
     Raises ConfigError.
     """
-    if not a.b:
-        raise ConfigError(
-            'nothing is compared: name another way to train, such as --b "--learning_rate=1e-3"'
-        )
     x = make_arm("a", a.a, common, below)
     y = make_arm("b", a.b, common, below)
     if x.identity() == y.identity():
@@ -127,25 +115,19 @@ def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below:
     first = arms[0].settings
     data = dataset_folder(first["dataset"]).resolve()
     device = first["device"]
-    windows = first["eval_tokens"] or MOST_TOKENS  # the same for both arms, whatever their batch
+    # The same for both arms, whatever their batch.
+    eval_tokens = first["eval_tokens"] or MAX_EVAL_TOKENS
     for arm in arms:
         arm.give(
-            **TO_THE_END, dataset=data, device=device, eval_tokens=windows, eval_interval=arm.steps
+            **TO_THE_END,
+            dataset=data,
+            device=device,
+            eval_tokens=eval_tokens,
+            eval_interval=arm.steps,
         )
     machine = device_name(resolve_device(device))
     trainer = Trainer(ledger / "runs", data_digest(data), machine)
     return Question(*arms, trainer, a.min_effect, a.budget_s, first["seed"])
-
-
-def ask(question: Question) -> None:
-    """Run the question, and print what is known after each round that decides nothing.
-
-    Raises ConfigError.
-    """
-    for verdict in question.run_rounds():
-        if verdict == "open":
-            cost = f"; {question.cost_line()}" if question.rounds >= PILOT else ""
-            print(f"round {question.rounds}: {question.summary()}{cost}", flush=True)
 
 
 def main() -> int:
@@ -154,7 +136,8 @@ def main() -> int:
     ledger.mkdir(parents=True, exist_ok=True)
     with folder_for_worktrees(ledger) as below:
         question = make_question(a, common, ledger, below)
-        ask(question)
+        for line in question.run_rounds():
+            print(line, flush=True)
     answer = question.answer()
     print(answer["sentence"])
     configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
@@ -180,6 +163,5 @@ def exit_status() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("WANDB_MODE", "offline")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(exit_status())

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.analysis.comparison import compare
 from bench.analysis.logs import read_runs
-from bench.analysis.page import page, plotly_js
+from bench.analysis.page import page
 from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
 
@@ -27,13 +27,7 @@ def main() -> None:
     parser = OneLineParser(__doc__)
     parser.add_argument("out_dir")
     a = parser.parse_args()
-    plotly_js()  # at once, if the package is missing
     html = Path(a.out_dir, "report.html")
-    if Path(a.out_dir).is_file():
-        raise ValueError(
-            f"{a.out_dir} is no folder; bench/compare.py {a.out_dir} --html FILE makes a "
-            "page of a file"
-        )
     found = compare(read_runs([a.out_dir]))
     # In place of a link of this name, too.
     write_atomically(html, page(found).encode("utf-8", "replace"))

@@ -1,8 +1,8 @@
 """Compare a run's val losses with earlier runs that differ only in their seed: as usual or not.
 
-config/loss_bands has a band for a config that the project ships: the val losses of eight runs,
-which bench/band.py has put into a JSON file. A band knows one loss per step and seed, so it finds a
-run that learns wrongly, not one that is a little worse.
+config/loss_bands has a band for a config that the project ships: a JSON file with the settings and
+the val losses of eight runs. A band knows one loss per step and seed, so it finds a run that learns
+wrongly, not one that is a little worse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deskgpt.resume import NOT_LEARNING, WITHOUT_CHOICE
+from deskgpt.resume import NOT_LEARNING
 
 FOLDER = Path(__file__).resolve().parents[1] / "config" / "loss_bands"
 # Half the width of a band in standard deviations between its eight runs. One more run leaves the
@@ -26,7 +26,6 @@ BAND_DEVIATIONS = 5.63
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by
 # rounding only.
 LEAST = 1e-3  # nats
-MOST_NAMED = 3  # settings, of a run that no band fits
 Band = dict[int, list[float]]  # val losses of an experiment's runs, by evaluated step
 
 
@@ -57,8 +56,8 @@ def band_sentence(band: Band, val_losses: Mapping[int, float]) -> str:
 def seed_invariant_key(
     settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any
 ) -> dict[str, Any] | None:
-    """Return what runs have in common that differ only in their seed, variant and machine, as plain
-    values.
+    """Return the plain values that runs have in common that differ only in their seed, variant and
+    machine.
 
     settings: of a run or a log. val_sha256: Split.fingerprint of the val data; train_tokens: of the
     train data. None if that is not known, and for runs that do not begin with new weights.
@@ -82,29 +81,16 @@ def seed_invariant_key(
 def compare_with_bands(
     settings: Mapping[str, Any], data: tuple[Any, Any], val_losses: Mapping[int, float]
 ) -> str:
-    """Return a sentence about a run's val losses by step: as usual, unusual, or why no band of the
-    same text fits.
+    """Return a sentence about a run's val losses by step: as usual, or unusual; "" if that is not
+    known.
 
-    settings, data: the arguments of `experiment`. "" if there is nothing to say.
+    settings, data: the arguments of `seed_invariant_key`.
     """
-    own = seed_invariant_key(settings, *data) or {}
-    nearest: list[tuple[int, str]] = []  # how many settings differ, and a sentence
-    for path in sorted(FOLDER.glob("*.json")) if own else []:
+    own = seed_invariant_key(settings, *data)
+    for path in FOLDER.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        usual = WITHOUT_CHOICE | record["experiment"]
-        differ = [
-            f"{name}={usual.get(name)}, not {value}"
-            for name, value in own.items()
-            if value != usual.get(name)
-        ]
-        if not differ:
+        if own == record["experiment"]:
             return band_sentence(
                 {int(step): losses for step, losses in record["val_losses"].items()}, val_losses
             )
-        if all(own[name] == usual[name] for name in ("val_sha256", "train_tokens")):
-            more = f"; and {len(differ) - MOST_NAMED} others" if len(differ) > MOST_NAMED else ""
-            named = "; ".join(differ[:MOST_NAMED])
-            nearest.append(
-                (len(differ), f"no usual losses are known: {path.stem} has {named}{more}")
-            )
-    return min(nearest, default=(0, ""))[1]
+    return ""

@@ -21,12 +21,13 @@ import pytest
 from conftest import ROOT, TINY, flags, raises_one_line, shell, until
 
 from bench import ask
+from bench.asking import running
 from bench.asking.arms import Arm, check_out, folder_for_worktrees, make_arm
 from bench.asking.question import Question
 from bench.asking.running import data_digest
 from bench.asking.statistics import PILOT
 from deskgpt.errors import ConfigError
-from deskgpt.logger import read_events
+from deskgpt.logger import RunLog, read_events
 
 MODEL = flags(**TINY | {"n_layer": 1, "max_iters": 20, "eval_tokens": 512, "learning_rate": 6e-4})
 PYTHON = sys.executable
@@ -118,7 +119,7 @@ def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, 
     assert why in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
     assert (ROOT / "model.py").read_bytes() == before
-    assert "question-" not in shell("git", "worktree", "list").stdout
+    assert str(tmp_path) not in shell("git", "worktree", "list").stdout
 
 
 @pytest.mark.nightly
@@ -205,6 +206,7 @@ def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
     docs = patch_of("docs/asking.md", "# Asking", "# Changed\n# Asking", tmp_path)
     wrong = tmp_path / "wrong.patch"
     wrong.write_text(changed.read_text().replace(line, "int other;"))
+    os.utime(ROOT / "README.md")  # a file that was only touched has not changed
     with folder_for_worktrees(tmp_path) as below:
         own = check_out(below / "own", None, [])
         assert check_out(below / "docs", None, [str(docs)]) == own
@@ -224,37 +226,53 @@ def test_data_have_a_digest_of_their_content(chars, tmp_path):
     assert data_digest(folder) != data_digest(chars)
 
 
+def test_run_diverged_by_its_numbers_and_not_by_a_word_in_a_message(tmp_path, monkeypatch):
+    arm = Arm("b", "", tmp_path, "code", {"max_iters": 9})
+    log = RunLog(tmp_path / "log.jsonl")
+
+    def fails(*_):
+        log.write("iter", iter=3, loss=losses.pop(), grad_norm=1.0)
+        return 1, "cannot write /scratch/nan/ckpt.pt: the disk is full"
+
+    monkeypatch.setattr(running, "train", fails)
+    losses = [math.nan, 2.5]
+    with raises_one_line("disk is full"):
+        running.train_to_the_end(arm, 1, tmp_path)
+    assert running.has_diverged(running.train_to_the_end(arm, 1, tmp_path))
+
+
 def made_up(of_b: float, budget_s: float, min_effect: float | None = None) -> Question:
     """Return a question whose runs end at 3.6 for a and at of_b for b, and noise."""
     draw = random.Random(0)
 
     def run(arm: Arm, seed: int) -> dict[str, Any]:
         loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)
-        return {"has_diverged": False, "val_loss": loss, "wall_s": 10.0}
+        return {
+            "has_diverged": False,
+            "val_loss": loss,
+            "wall_s": 10.0,
+            "eval_digest": digests[arm.label],
+        }
 
     trainer: Any = SimpleNamespace(run=run)
+    digests = {"a": "x", "b": "x" if budget_s else "y"}
     a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
     return Question(a, b, trainer, min_effect, budget_s, first_seed=1)
 
 
-def test_small_budget_is_used_and_the_cost_says_what_a_difference_takes(capsys):
+def test_small_budget_is_used_and_the_cost_says_what_a_difference_takes():
     question = made_up(3.2, 240.0, min_effect=0.01)  # enough for 0.4, but not for 0.01
-    ask.ask(question)
+    line = [*question.run_rounds()][PILOT - 1]
     assert question.answer()["verdict"] == "better"
-    line = capsys.readouterr().out.splitlines()[PILOT - 1]
     assert "a difference of 0.01 nats takes" in line
     assert "pays 12 at 20.0s a round" in line
     for budget_s, rounds in ((100.0, 5), (1.0, PILOT)):
         question = made_up(3.6, budget_s)
-        ask.ask(question)
-        assert (question.answer()["status"], question.rounds) == (3, rounds)
+        assert len([*question.run_rounds()]) == question.rounds == rounds
+        assert question.answer()["status"] == 3
         assert "takes" not in question.cost_line()  # without --min_effect
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused():
-    question = made_up(3.6, 1.0)
-    question.runs = {"a": [{"eval_digest": "x"}, {}], "b": [{"eval_digest": None}]}
-    question.check_windows()  # older code does not say it
-    question.runs["b"].append({"eval_digest": "y"})
-    with pytest.raises(ConfigError, match="on different windows"):
-        question.check_windows()
+    with raises_one_line("on different windows", kind=ConfigError):
+        next(made_up(3.6, 0.0).run_rounds())

@@ -89,14 +89,20 @@ def test_planted_difference_is_found_at_the_cost_as_often_as_the_page_says(row) 
         assert_share(kept / 20, share, 20)
 
 
+def test_cost_of_arms_that_never_differ_is_the_fewest_runs_and_of_a_tiny_effect_unknown() -> None:
+    runs = [2.3011, 2.3144, 2.2987]
+    assert cost(runs, runs, 0.02) == LEAST
+    assert cost(runs, runs[::-1], 1e-6) is None
+
+
 def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
     draw = np.random.default_rng(4)
     for _ in range(20):
         a, b = draw.normal(1.5, 1, 20), draw.normal(0, 1, 20)
         estimates = [own.difference(a[:n], b[:n]) for n in range(2, 21)]
-        verdicts = [own.decide(e, 0.1) for e in estimates if own.decide(e, 0.1) != "open"]
+        verdicts = {own.decide(e, 0.1) for e in estimates} - {"open"}
         assert not estimates[0].known
-        assert len(set(verdicts)) <= 1
+        assert len(verdicts) <= 1
         for before, after in itertools.pairwise(estimates):
             assert before.low <= after.low <= after.high <= before.high
         assert next((e.n for e in estimates if e.low > 0 or e.high < 0), math.inf) == decided_after(
@@ -118,10 +124,6 @@ def test_no_difference_is_an_equivalence_test() -> None:
 
 
 def test_ordinary_intervals_are_the_textbooks() -> None:
-    for freedom, error in ((1, ALPHA), (10, 0.01), (7, 1e-5), (10**9, ALPHA)):
-        assert own.t_quantile(freedom, error) == pytest.approx(
-            stats.t.isf(error / 2, freedom), rel=2e-4
-        )
     assert own.interval([1.5]) == (1.5, None)
     # The fraction of a degree of freedom is left out: 2.94 counts as 2.
     found = own.welch([1.0, 2.0, 3.0], [10.0, 12.0, 14.0])

@@ -212,7 +212,7 @@ def undamaged_logs(folder) -> list[Path]:
             bytes_per_token=2.0,
         )
     printed = folder / "nanogpt.txt"
-    printed.write_text(nanogpt(TIMES, (0, 40), 200.0))
+    printed.write_text(nanogpt(TIMES, (0, 40)))
     return [printed, *sorted(folder.glob("*/log.jsonl"))]
 
 

@@ -5,7 +5,6 @@ The page holds all that it needs, plotly's JavaScript included, and makes no req
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from html import escape
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.analysis.comparison import Comparison
-from bench.analysis.logs import Event, Run
+from bench.analysis.logs import Run
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
@@ -28,8 +27,8 @@ Curve = tuple[str, str, str, dict[str, Any]]
 LOSS = "Loss (nats per token)"
 CHARTS: dict[str, list[Curve]] = {
     LOSS: [
-        ("each step", "iters", "loss", {"line": {"width": 1}, "opacity": 0.6}),
-        ("train", "evals", "train_loss", {"line": {"dash": "dash"}}),
+        ("each step", "iters", "loss", {"opacity": 0.6}),
+        ("train", "evals", "train_loss", {"line_dash": "dash"}),
         ("val", "evals", "val_loss", {"mode": "lines+markers"}),
     ],
     "Time of a step (ms)": [("", "iters", "time_ms", {})],
@@ -54,15 +53,6 @@ KNOWN |= {"tokens", "train_s", "peak_memory_bytes"}
 # ---- charts --------------------------------------------------------------------------------------
 
 
-def points(events: list[Event], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (steps, values) of a number of run.iters or run.evals, each (n,): the first of all, at
-    most 2 POINTS.
-    """
-    known = [e for e in events if key in e]
-    known = known[:: max(1, len(known) // POINTS)]
-    return np.array([e["iter"] for e in known], float), np.array([e[key] for e in known], float)
-
-
 def make_charts(runs: list[Run]) -> dict[str, Any]:
     """Return plotly's figures by their title, without those for which no log has values."""
     names = dict.fromkeys(
@@ -72,44 +62,48 @@ def make_charts(runs: list[Run]) -> dict[str, Any]:
         name: [("", "iters", name, {})] for name in [*names][:MOST_NUMBERS]
     }
     charts = {title: make_chart(runs, title, curves) for title, curves in (CHARTS | own).items()}
-    return {title: chart for title, chart in charts.items() if chart is not None}
+    return {title: chart for title, chart in charts.items() if chart.data}
 
 
 def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
-    """Return plotly's figure of curves of each run over its steps; None if no run has values."""
+    """Return plotly's figure of curves of each run over its steps."""
     from plotly import graph_objects
 
-    traces: list[dict[str, Any]] = []
+    chart = graph_objects.Figure()
+    values: list[float] = []
     for number, run in enumerate(runs):
         for name, events, key, style in curves:
-            x, y = points(getattr(run, events), key)
-            if not len(y):
+            known = [e for e in getattr(run, events) if key in e]
+            known = known[:: max(1, len(known) // POINTS)]
+            if not known:
                 continue
-            label = escape(
-                ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part)
+            y = [float(e[key]) for e in known]
+            values += y
+            chart.add_scatter(
+                x=[float(e["iter"]) for e in known],
+                y=y,
+                name=escape(
+                    ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part)
+                ),
+                line_color=COLOURS[number % len(COLOURS)],
+                # A line of one point is not seen.
+                **{"mode": "lines" if len(y) > 1 else "lines+markers"} | style,
             )
-            line = {"color": COLOURS[number % len(COLOURS)], "width": 2} | style.get("line", {})
-            mode = "lines" if len(y) > 1 else "lines+markers"  # a line of one point is not seen
-            traces.append({"mode": mode, "name": label, "x": x, "y": y} | style | {"line": line})
-    if not traces:
-        return None
-    chart = graph_objects.Figure(traces)
     chart.update_layout(
         template="plotly_white",
         height=440 if title == LOSS else 280,
         margin={"l": 12, "r": 12, "t": 36, "b": 44},
-        xaxis={"title": {"text": "steps"}},
+        xaxis_title_text="steps",
         yaxis={"automargin": True, "exponentformat": "power"},
         legend={"orientation": "h", "y": -0.25},
-        showlegend=len(traces) > 1,
+        showlegend=len(chart.data) > 1,
     )
     # A few slow steps, or the losses before a model has learned letters, would flatten all others.
-    every = np.concatenate([trace["y"] for trace in traces])
-    usual = 0.9 if title == LOSS else 0.98
-    bottom = 0.9 * float(every.min()) if title == LOSS else 0.0
-    top = 1.25 * float(np.quantile(every, usual))
-    if title in CHARTS and every.max() > top:
-        chart.update_yaxes(range=[bottom, top])
+    if title in CHARTS and values:
+        bottom = 0.9 * min(values) if title == LOSS else 0.0
+        top = 1.25 * float(np.quantile(values, 0.9 if title == LOSS else 0.98))
+        if max(values) > top:
+            chart.update_yaxes(range=[bottom, top])
     return chart
 
 
@@ -128,23 +122,20 @@ def page(found: Comparison) -> str:
             chart, config=config, include_plotlyjs=False, full_html=False, div_id=f"chart-{i}"
         )
         charts += f"<figure><h3>{escape(title)}</h3>{plot}</figure>\n"
-    tables = "".join(
-        f"<h2>{name}</h2>{table_html(*table)}" for name, table in found.tables().items()
-    )
     texts = ""
     settings = ""
     for run in runs:
+        name = escape(run.name)
         for e in run.samples[::-1][:MOST_TEXTS]:
             texts += "".join(
-                f"<pre>step {e['iter']:,}: {escape(text)}</pre>" for text in e["texts"]
+                f"<pre>{name}, step {e['iter']:,}: {escape(text)}</pre>" for text in e["texts"]
             )
         rows = [
-            [name, json.dumps(value, default=str)]
-            for name, value in (run.settings | run.start).items()
+            [key, json.dumps(value, default=str)]
+            for key, value in (run.settings | run.start).items()
         ]
         settings += (
-            "<details><summary>Settings of "
-            f"{escape(run.name)}</summary>{table_html([], *rows)}</details>"
+            f"<details><summary>Settings of {name}</summary>{table_html([], *rows)}</details>"
         )
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -155,19 +146,20 @@ def page(found: Comparison) -> str:
         headline=escape(found.headline),
         lines="".join(f"<p>{escape(line)}</p>" for line in found.lines),
         charts=charts,
-        tables=tables,
+        tables="".join(
+            f"<h2>{name}</h2>{table_html(*table)}" for name, table in found.tables().items()
+        ),
         samples=f"<h2>Samples</h2>{texts}" if texts else "",
         settings=settings,
         date=time.strftime("%Y-%m-%d %H:%M"),
     )
 
 
-@functools.cache
 def plotly_js() -> str:
     """Return plotly's JavaScript. Raise ImportError if the package is missing."""
     from plotly.offline import get_plotlyjs
 
-    return get_plotlyjs()
+    return str(get_plotlyjs())
 
 
 def table_html(head: list[str], *rows: list[str]) -> str:

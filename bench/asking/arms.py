@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ print(json.dumps(settings))
 
 @dataclass
 class Arm:
-    """One of the ways to train that are compared. Its label is a, b, c ..."""
+    """One of the two ways to train that are compared. Its label is a or b."""
 
     label: str
     text: str  # as the user wrote it; empty for the config as it is
@@ -78,12 +78,10 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Return what the arm is called in an answer."""
         return self.text or "the config as it is"
 
     @property
     def steps(self) -> int:
-        """Return the step at which its runs end."""
         return int(self.settings["max_iters"])
 
     def give(self, **given: Any) -> None:
@@ -91,7 +89,9 @@ class Arm:
         self.settings |= {name: value for name, value in given.items() if name in self.settings}
 
     def identity(self) -> list[Any]:
-        """Return what its results depend on, besides data, seed and machine."""
+        """Return code and settings: all that its results depend on, besides data, seed and
+        machine.
+        """
         others = ("dataset", "seed", "out_dir")
         return [
             self.code,
@@ -119,13 +119,8 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
             commit = word.removeprefix("commit:")
         elif word.startswith("--") or word.endswith(".py"):
             arguments.append(word)
-        elif Path(word).is_file():
-            patches.append(word)
         else:
-            raise ConfigError(
-                f"{what}: {word} is not a patch file here; write settings as --name=value, "
-                "a patch as its path, a commit as commit:REV"
-            )
+            patches.append(word)
     folder = below / label
     code = check_out(folder, commit, patches)
     command = [sys.executable, "-c", READ_SETTINGS]
@@ -153,7 +148,7 @@ def folder_for_worktrees(below: Path) -> Iterator[Path]:
         git("worktree", "prune")
 
 
-def check_out(folder: Path, commit: str | None, patches: Sequence[str]) -> str:
+def check_out(folder: Path, commit: str | None, patches: list[str]) -> str:
     """Make a worktree of a commit, or of this checkout with its changes, and apply patches.
 
     Return the code's digest.
@@ -170,19 +165,18 @@ def check_out(folder: Path, commit: str | None, patches: Sequence[str]) -> str:
     )
     sha = git(*revision, what=f"commit:{commit or 'HEAD'} is not a commit of this checkout")
     if commit is None:
+        # Refreshes git's index: without, `stash create` fails if a file was only touched.
+        git("status")
         # A commit of the changes, which stay as they are; "" without changes.
         sha = git("stash", "create") or sha
     git("worktree", "add", "--detach", str(folder), sha)
     for patch in patches:
         path = os.path.abspath(patch)
-        git(
-            "apply",
-            "--index",
-            "--whitespace=nowarn",
-            path,
-            cwd=folder,
-            what=f"{patch} does not apply",
+        what = (
+            f"{patch} does not apply; an arm has settings (--name=value), paths of "
+            "patches and commit:REV"
         )
+        git("apply", "--index", "--whitespace=nowarn", path, cwd=folder, what=what)
     files = git("ls-files", "--stage", cwd=folder).splitlines()
     return digest([line for line in files if not line.partition("\t")[2].startswith(NOT_CODE)])
 
@@ -191,6 +185,7 @@ def git(
     *arguments: str, cwd: Path = ROOT, what: str = "git cannot make a worktree of this checkout"
 ) -> str:
     """Return what git prints about a checkout. Raises ConfigError, which begins with `what`."""
+    # As a hook sets them
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run([*GIT, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.asking import statistics as stats
 from bench.asking.arms import Arm
 from bench.asking.running import Trainer
-from bench.asking.statistics import MOST, PILOT, POWER, Estimate
+from bench.asking.statistics import MOST, PILOT, POWER, Estimate, cost, decide, difference
 from deskgpt.errors import ConfigError, clock
 
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
@@ -21,7 +20,7 @@ STATUS = {"better": 0, "worse": 1, "same": 1, "open": 3}  # of the script, by ve
 
 @dataclass
 class Question:
-    """What is asked, the runs so far, and what is known after the last round of them."""
+    """Two arms, their runs so far, and the estimate after the last round of them."""
 
     a: Arm
     b: Arm
@@ -49,7 +48,7 @@ class Question:
     # ---- runs ------------------------------------------------------------------------------------
 
     def run_rounds(self) -> Iterator[str]:
-        """Run rounds, one run of each arm, and give the verdict after each.
+        """Run rounds, one run of each arm, and give a line after each that decides nothing.
 
         Ends when the question is decided, or the next round does not fit into the budget. Raises as
         Trainer.run does.
@@ -59,20 +58,15 @@ class Question:
             self.runs["a"].append(self.trainer.run(self.a, seed))
             self.runs["b"].append(self.trainer.run(self.b, seed))
             self.check_windows()
-            self.estimate = stats.difference(self.values("a"), self.values("b"))
-            self.verdict = stats.decide(self.estimate, self.same_within)
-            yield self.verdict
+            self.estimate = difference(self.values("a"), self.values("b"))
+            self.verdict = decide(self.estimate, self.same_within)
+            if self.verdict == "open":
+                costs = f"; {self.cost_line()}" if self.rounds >= PILOT else ""
+                yield f"round {self.rounds}: {self.summary()}{costs}"
 
     def check_windows(self) -> None:
-        """Raise ConfigError if arms were evaluated on different windows; logs of older code do not
-        say it.
-        """
-        digests = {
-            run["eval_digest"]
-            for runs in self.runs.values()
-            for run in runs
-            if run.get("eval_digest")
-        }
+        """Raise ConfigError if arms were evaluated on different windows."""
+        digests = {str(run["eval_digest"]) for runs in self.runs.values() for run in runs}
         if len(digests) > 1:
             raise ConfigError(
                 "the arms were evaluated on different windows (digests "
@@ -97,7 +91,7 @@ class Question:
     # ---- what is known ---------------------------------------------------------------------------
 
     def cost_line(self) -> str:
-        """Return what the question costs, by the scatter of the arms so far, and what the budget
+        """Return the cost of the question, by the scatter of the arms so far, and what the budget
         pays.
         """
         pays = (
@@ -106,7 +100,7 @@ class Question:
         )
         if self.min_effect is None:
             return pays
-        needed = stats.cost(self.values("a"), self.values("b"), self.min_effect)
+        needed = cost(self.values("a"), self.values("b"), self.min_effect)
         number = f"{needed:,}" if needed else f"more than {MOST:,}"
         takes = f"a difference of {self.min_effect:g} nats takes {number} runs of each arm"
         return f"{takes} (in {POWER:.0%} of such questions); {pays}"

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from deskgpt.files import file_sha256, write_atomically
 from deskgpt.logger import read_events
 
 IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
-NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b|not finite", re.IGNORECASE)
 WAIT_S = 1.0
 
 
@@ -39,8 +36,13 @@ class Trainer:
     data: str  # digest of the data
     machine: str
 
-    def out_dir(self, arm: Arm, seed: int) -> Path:
-        """Return the run's out_dir, an absolute path."""
+    def run(self, arm: Arm, seed: int) -> dict[str, Any]:
+        """Return the result of the arm's run with this seed: the kept one, or by train.py, which
+        resumes a killed run.
+
+        Raises ValueError if train.py fails for another reason than a loss that has become infinite;
+        KeyboardInterrupt if the user stops it, after it has saved.
+        """
         own = [
             *arm.identity(),
             seed,
@@ -49,24 +51,15 @@ class Trainer:
             torch.get_num_threads(),
             torch.__version__,
         ]
-        return self.folder.resolve() / digest(own)
-
-    def run(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """Return the result of the arm's run with this seed: the kept one, or by train.py, which
-        resumes a killed run.
-
-        Raises ValueError if train.py fails for another reason than a loss that has become infinite;
-        KeyboardInterrupt if the user stops it, after it has saved.
-        """
-        out_dir = self.out_dir(arm, seed)
+        out_dir = self.folder.resolve() / digest(own)
         self.folder.mkdir(parents=True, exist_ok=True)
         t0 = time.perf_counter()
         with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
             kept = out_dir / "result.json"
             if kept.exists():
-                return kept_result(kept)
-            has_diverged = train_to_the_end(arm, seed, out_dir)
-            found = result(arm, read_events(out_dir / "log.jsonl"), has_diverged)
+                return dict(json.loads(kept.read_bytes()))
+            events = train_to_the_end(arm, seed, out_dir)
+            found = result(arm, events)
             # It may have begun in an earlier process.
             found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])
             write_atomically(kept, json.dumps(found).encode())
@@ -75,37 +68,25 @@ class Trainer:
         return found
 
 
-def kept_result(path: Path) -> dict[str, Any]:
-    """Return a finished run's result. Raises ValueError if the file holds something else."""
-    with suppress(ValueError, TypeError, KeyError, OverflowError):
-        found = json.loads(path.read_bytes())
-        if all(
-            0 <= found[name] < math.inf
-            for name in ("val_loss", "train_s", "wall_s", "has_diverged")
-        ):
-            return found
-    raise ValueError(
-        f"{path} is no result of a run; remove {path.parent}, and the run is made again"
-    )
+def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> list[dict[str, Any]]:
+    """Train until the last step or a loss that is not finite.
 
-
-def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> bool:
-    """Train until the last step.
-
-    Return whether the run diverged before. Raises as Trainer.run does.
+    Return the events of the log. Raises as Trainer.run.
     """
     log = out_dir / "log.jsonl"
-    while not has_ended(log, arm.steps):
+    events = read_events(log) if log.exists() else []
+    while not has_ended(events, arm.steps):
         status, message = train(arm, seed, out_dir)
-        if status > 0 and NOT_FINITE.search(message):
-            return True
+        events = read_events(log) if log.exists() else []
+        if status > 0 and has_diverged(events):
+            break
         if IN_USE in message:  # by a run that outlived its question, which was killed
             time.sleep(WAIT_S)
-        elif status or not has_ended(log, arm.steps):
+        elif status or not has_ended(events, arm.steps):
             raise ValueError(
                 f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}"
             )
-    return False
+    return events
 
 
 def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
@@ -137,15 +118,27 @@ def data_digest(folder: Path) -> str:
     return digest([[path.name, file_sha256(path)] for path in paths])
 
 
-def has_ended(log: Path, steps: int) -> bool:
-    """Return whether the run of this log reached its last step; one that was stopped has an end
-    too, before that.
+def has_ended(events: list[dict[str, Any]], steps: int) -> bool:
+    """Return True if the log has the end of the last step; a run that was stopped has an end too,
+    before that.
     """
-    events = read_events(log) if log.exists() else []
     return bool(events) and events[-1]["event"] == "end" and events[-1]["iter"] >= steps
 
 
-def result(arm: Arm, events: list[dict[str, Any]], has_diverged: bool) -> dict[str, Any]:
+def has_diverged(events: list[dict[str, Any]]) -> bool:
+    """Return True if the last step or evaluation of a log is not finite.
+
+    An error's message may name anything.
+    """
+    known = [e for e in events if e["event"] in ("bad_step", "iter", "eval")]
+    if not known:
+        return False
+    last = known[-1]
+    loss = last["val_loss"] if last["event"] == "eval" else last["loss"]
+    return loss is None or last["event"] == "bad_step"
+
+
+def result(arm: Arm, events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what is kept of a finished run: its last val loss, and a digest of the windows that it
     read.
 
@@ -158,18 +151,19 @@ def result(arm: Arm, events: list[dict[str, Any]], has_diverged: bool) -> dict[s
         raise ValueError(
             f"{arm.label} ({arm.name}) is broken: its val loss is not finite before the first step"
         )
-    if has_diverged and all(e["grad_norm"] is None for e in events if e["event"] == "iter"):
+    diverged = has_diverged(events)
+    if diverged and all(e["grad_norm"] is None for e in events if e["event"] == "iter"):
         raise ValueError(
             f"{arm.label} ({arm.name}) is broken: no step has a finite loss and gradients"
         )
     last = [e for e in evaluations if e["val_loss"] is not None][-1]
     loss = last["val_loss"]
-    if has_diverged:
+    if diverged:
         start = next(e for e in events if e["event"] == "start")
         loss = max(loss, math.log(start["model_args"]["vocab_size"]))
     return {
-        "has_diverged": has_diverged,
+        "has_diverged": diverged,
         "val_loss": loss,
-        "eval_digest": last.get("eval_digest"),  # commits before 2026-11-26 do not log it
+        "eval_digest": last["eval_digest"],
         "train_s": last.get("train_s") or 0.0,
     }

@@ -34,7 +34,6 @@ user has looked.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -49,9 +48,9 @@ POWER = 0.8  # share of questions for which a cost is enough
 EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between seeds are expected
 LEAST = 4  # runs of each arm before anything is decided
 PILOT = 3  # runs of each arm, after which the cost is estimated
+LOWEST_SHARE = 0.3  # so that a cost is enough in a POWER of simulated questions (docs/asking.md)
 MOST = 1000  # runs of each arm; costs go no further
-SIMULATED = 500  # questions that a cost is read from
-CHECKED = 40  # numbers of runs at which simulated questions are checked
+CHECKED = 200  # numbers of runs between which a cost is found
 TINY = 1e-30  # variance of runs that do not differ
 
 
@@ -191,64 +190,39 @@ def cost(a: Values, b: Values, effect: float) -> int | None:
     """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None
     beyond MOST.
 
-    a, b: the arms' runs so far with the same seeds, at least PILOT of each. The first runs of the
-    simulated questions scatter as these do, and the rest as these leave possible.
+    a, b: the arms' runs so far with the same seeds, at least PILOT of each. Few runs say little of
+    their scatter, so their variances are taken larger: as if they were the LOWEST_SHARE quantile of
+    what so few runs show. Needs scipy.
     """
-    runs = np.array([a, b], float)
-    so_far = runs.shape[1]
+    from scipy import stats
+
+    so_far = len(a)
+    found = Moments.of(np.array(a, float), np.array(b, float), np.array([so_far]))
+    factor = (so_far - 1) / stats.chi2.ppf(LOWEST_SHARE, so_far - 1)
     n = np.unique(np.geomspace(max(LEAST, so_far + 1), max(MOST, so_far + 1), CHECKED).astype(int))
-    noise = simulated_noise(runs - runs.mean(1, keepdims=True), int(n[-1]))
-    moments = Moments.of(noise[:, 0], noise[:, 1], n)
-    # That each question finds by then
-    smallest = np.minimum.accumulate(moments.half(ALPHA) - moments.gap, -1)
-    is_enough = (smallest <= effect).mean(0) >= POWER
+    var_gap, var_a, var_b = (
+        np.repeat(factor * var, len(n)) for var in (found.var_gap, found.var_a, found.var_b)
+    )
+    half = Moments(n, np.zeros(len(n)), var_gap, var_a, var_b).half(ALPHA)
+    misses = stats.norm.ppf(POWER) * np.sqrt(var_gap / n)  # of the mean difference, by chance
+    is_enough = half + misses <= effect
     return int(n[is_enough.argmax()]) if is_enough.any() else None
 
 
-def simulated_noise(centred: np.ndarray, runs: int) -> np.ndarray:
-    """Return noise (SIMULATED, 2, runs), which begins with the runs so far, `centred` (2, n),
-    around a new mean.
-
-    Each arm has a scatter of its own. Covariances are drawn from the inverse Wishart distribution
-    with n degrees of freedom, so the variance of each arm and of the difference has the chi-squared
-    distribution with n - 1.
-    """
-    draw = np.random.default_rng(0)
-    n = centred.shape[1]
-    root = np.linalg.cholesky(centred @ centred.T + TINY * np.eye(2))
-    normal = draw.normal(size=(SIMULATED, 2, n))
-    covariance = root @ np.linalg.inv(normal @ normal.transpose(0, 2, 1)) @ root.T
-    noise = np.linalg.cholesky(covariance) @ draw.normal(size=(SIMULATED, 2, runs))
-    noise[:, :, :n] = noise[:, :, :n].mean(2, keepdims=True) + centred
-    return noise
-
-
 # ---- ordinary intervals --------------------------------------------------------------------------
-
-
-@functools.cache
-def t_quantile(freedom: int, error: float = ALPHA) -> float:
-    """Return the t that is exceeded up or down with probability `error`, for this many degrees of
-    freedom.
-
-    With t = sqrt(freedom) tan(angle), the density of the angle is proportional to
-    cos(angle)^(freedom - 1).
-    """
-    freedom = min(freedom, 10_000)
-    angles = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(angles) ** (freedom - 1)
-    share = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(freedom) * math.tan(np.interp(1 - error, share / share[-1], angles))
 
 
 def interval(values: Values) -> tuple[float, float | None]:
     """Return (mean, half the width of its 95% interval); the half width is None for a single
     value.
     """
+    from scipy import stats
+
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, None
-    return mean, t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    t = stats.t.isf(ALPHA / 2, len(values) - 1)
+    return mean, float(t) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:
@@ -257,6 +231,8 @@ def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | No
 
     The half width is None if an arm has a single run. Welch, Biometrika 34 (1947).
     """
+    from scipy import stats
+
     gap = statistics.fmean(b) - statistics.fmean(a)
     if len(a) < 2 or len(b) < 2:
         return gap, None
@@ -266,4 +242,4 @@ def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | No
     if variance == 0:
         return gap, 0.0
     exact = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
-    return gap, t_quantile(max(1, int(exact)), error) * math.sqrt(variance)
+    return gap, float(stats.t.isf(error / 2, max(1, int(exact)))) * math.sqrt(variance)
