@@ -23,14 +23,14 @@ SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
 # What a step calls to ask whether it can be used, and otherwise leaves alone.
 LEAVES = {"deskgpt/cpu_kernels.py"}
 AT_MOST = {
-    "files of a step": 8,
-    "lines of these files": 3_962,
+    "files of a step": 9,
+    "lines of these files": 4_274,
     "files that train.py imports": 30,
-    "lines of those files": 9_109,
-    "lines of main": 165,
+    "lines of those files": 9_202,
+    "lines of main": 133,
     "nesting of main": 5,
-    "tokens of production": 104_571,
-    "tokens of tests": 97_532,
+    "tokens of production": 104_999,
+    "tokens of tests": 99_062,
 }
 
 # One iteration of main's loop that neither evaluates nor saves, up to its log block, with the
