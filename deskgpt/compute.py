@@ -2,9 +2,8 @@
 
 Chosen by rule, printed, and applied.
 
-The choice follows from the settings, the kind of machine and, for compiling, from the predicted
-length of the run. Nothing is timed on the model, so two runs with the same settings on the same
-machine compute the same.
+The choice follows from the settings and the kind of machine alone: a short trial computes what the
+long run does, and two runs with the same settings on the same machine compute the same.
 """
 
 from __future__ import annotations
@@ -223,7 +222,24 @@ STDLIB = sysconfig.get_path("stdlib")
 
 
 class CudaGraph:
-    """A pass that is replayed where it can be. Call it as the pass itself."""
+    """A pass that is recorded once and then replayed: its kernels are queued by one call.
+
+    Call it as the pass itself. On a fast card the CPU needs longer to queue the kernels of a small
+    model than the card needs to run them. A graph replays the same kernels on the same memory, so
+    it is for a pass whose Python code changes nothing and reads nothing that changes:
+
+    - The first passes run without a graph, and are observed. If one changes an attribute of a
+      module or a global of model.py, draws from a generator on the CPU, waits for the card or
+      calls hooks, no graph is recorded, and one line says why.
+    - The pass that is recorded is one of the run: its Python code runs once, and so do its
+      kernels, in a first replay.
+    - Before each replay, what the recorded pass may have read is compared: attributes, globals,
+      training mode, which parameters are trained, shapes. After a change one pass runs without a
+      graph, and the next one is recorded anew.
+
+    Random numbers go on: torch hands the seed of its CUDA generator to each replay. All of it is
+    on the run's own stream, since CUDA's default stream cannot be recorded.
+    """
 
     def __init__(
         self,
@@ -248,10 +264,10 @@ class CudaGraph:
         self.enabled = enabled
         self.on_refusal = on_refusal
         # Of memory
-        self.shard_ranks: list[CudaGraph] = (
-            shares_memory_with.shard_ranks if shares_memory_with else []
+        self.memory_group: list[CudaGraph] = (
+            shares_memory_with.memory_group if shares_memory_with else []
         )
-        self.shard_ranks.append(self)
+        self.memory_group.append(self)
         self.recordings = 0
         self.drops = 0  # recordings that this pass has made worthless
         self._eager_calls = eager_calls  # to come before the next recording
@@ -278,9 +294,9 @@ class CudaGraph:
         """Free the graph and its memory, to be recorded anew a few times; return whether there was
         one.
         """
-        if all(other._graph is None for other in self.shard_ranks):
+        if all(other._graph is None for other in self.memory_group):
             return False
-        for other in self.shard_ranks:
+        for other in self.memory_group:
             other._free()
         torch.cuda.empty_cache()
         self.drops += 1
@@ -346,11 +362,13 @@ class CudaGraph:
         facts = Facts(self.run, self.model)
         inputs = [static_input(value, device) for value in args]
         gradients = []
+        without_gradient = [p for p in self.model.parameters() if p.grad is None]
         if torch.is_grad_enabled():
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            gradients = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
-            for p, gradient in gradients:
-                p.grad = gradient
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                    p.grad = gradient
+                    gradients.append((p, gradient))
         versions = [gradient._version for _, gradient in gradients]
         drawn = generator_states()
         states = (
@@ -367,7 +385,7 @@ class CudaGraph:
             # the recording's.
             stream = torch.cuda.current_stream(device)
             pool = next(
-                (other._graph.pool() for other in self.shard_ranks if other._graph is not None),
+                (other._graph.pool() for other in self.memory_group if other._graph is not None),
                 None,
             )
             with torch.cuda.graph(
@@ -384,6 +402,8 @@ class CudaGraph:
             del graph
             for p, gradient in gradients:
                 p.grad = gradient
+            for p in without_gradient:
+                p.grad = None
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
@@ -391,10 +411,12 @@ class CudaGraph:
             self.refuse(why)
             return self.run(*args)
 
+        self._gradients = []
         for (p, gradient), version in zip(gradients, versions, strict=True):
-            if gradient._version == version:  # the loss does not depend on it
+            if gradient._version != version:
+                self._gradients.append((p, gradient))
+            elif any(p is other for other in without_gradient):  # the loss does not depend on it
                 p.grad = None
-        self._gradients = [(p, gradient) for p, gradient in gradients if p.grad is not None]
         self._graph, self._inputs, self._outputs, self._facts = graph, inputs, outputs, facts
         self.recordings += 1
         graph.replay()
