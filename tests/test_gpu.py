@@ -9,6 +9,7 @@ DESKGPT_TEST_DEVICE=mps pytest tests/test_gpu.py      # but for those about CUDA
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import os
@@ -382,6 +383,7 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(
 
     if fails_in == "forward":
         config = GPTConfig(**(GPT2 | {"vocab_size": 65}), bias=False)
+        gc.collect()  # of earlier runs in this process
         torch.cuda.empty_cache()
         limited_memory(
             sum(step_memory(StepShape(config, 64, ComputeMode(), "cuda")).values()) + 100 * 2**20

@@ -24,13 +24,13 @@ SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
 LEAVES = {"deskgpt/cpu_kernels.py"}
 AT_MOST = {
     "files of a step": 9,
-    "lines of these files": 4_274,
+    "lines of these files": 4_296,
     "files that train.py imports": 30,
-    "lines of those files": 9_202,
+    "lines of those files": 9_224,
     "lines of main": 133,
     "nesting of main": 5,
-    "tokens of production": 104_999,
-    "tokens of tests": 99_062,
+    "tokens of production": 105_028,
+    "tokens of tests": 99_086,
 }
 
 # One iteration of main's loop that neither evaluates nor saves, up to its log block, with the
@@ -103,7 +103,8 @@ def files_of(code: str, folder: Path) -> list[str]:
     command = [sys.executable, "-c", code, str(ROOT), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].removeprefix("entered:").split()
+    found = done.stdout.splitlines()[-1].removeprefix("entered:").split()
+    return [name for name in found if not name.startswith(".")]  # an environment within
 
 
 def lines_of(files: list[str]) -> int:

@@ -264,7 +264,7 @@ def add_printed(run: Run, text: str) -> None:
             # nanoGPT prints its settings before its first step
             try:
                 start["settings"][found[1]] = ast.literal_eval(found[2].strip())
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 continue  # an expression such as 5 * 8, or another program's line
     add_events(run, [*events, {"event": "end", "iter": 0}])
     if tokens_per_step := run.start.get("tokens_per_step"):
