@@ -133,7 +133,9 @@ def test_flex_attention_takes_the_steps_that_a_mask_takes_within_documents(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-PATCHES = sorted(path.stem for path in (ROOT / "docs" / "hacks").glob("*.patch"))
+# fp8 needs torchao, and flex_attention warns where it is not compiled: it has a test above.
+PATCHES = {path.stem for path in (ROOT / "docs" / "hacks").glob("*.patch")}
+PATCHES -= {"fp8", "flex_attention"}
 SETTINGS_OF_PATCH: dict[str, dict[str, Any]] = {
     "lion": {"learning_rate": 1e-4},
     "muon_momentum_warmup": {"optimizer": "muon"},
@@ -143,7 +145,7 @@ SETTINGS_OF_PATCH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", sorted(PATCHES))
 def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(
     name, chars, tmp_path, on_card
 ):
