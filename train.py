@@ -419,7 +419,7 @@ def cuda_graphs(
         shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
-    # Which DDP broadcasts in some passes
+    # DDP broadcasts buffers in some passes only, and a recording would repeat or miss that.
     if variant.cuda_graph and getattr(ddp_model, "modules_buffers", None):
         train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
     return train, evaluation

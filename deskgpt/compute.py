@@ -334,7 +334,7 @@ class CudaGraph:
         drawn = generator_states()
         gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         waits: list[str] = []
-        # An earlier pass compiles, which waits
+        # Only the last one before a recording is watched: earlier ones compile, which waits.
         with nullcontext() if self._eager_calls else noticed_waits(waits):
             outputs = self.run(*args)
 

@@ -18,7 +18,7 @@ from deskgpt.logger import MOST_BYTES, event_of
 from train import TrainConfig
 
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
-# Of a start: numbers, or unknown
+# Fields of the first event that are numbers, or unknown.
 COUNTS = {"parameters", "tokens_per_step", "flops_per_token", "peak_flops"}
 MOST_STEPS = 10**15
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
