@@ -24,19 +24,20 @@ if __name__ == "__main__":
     signal_handler.install()  # before torch is imported, which takes seconds
 
 import functools
+import gc
 import math
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from configurator import HELP, build, read_settings
 from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
@@ -44,7 +45,7 @@ from data.dataset import Dataset
 from data.token_files import dataset_folder
 from deskgpt.checkpoint import run_folder
 from deskgpt.compute import ComputeMode, CudaGraph, autocast, seed_all, set_seed
-from deskgpt.device import code_versions
+from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
     DistContext,
     dist_env,
@@ -58,16 +59,30 @@ from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
 from deskgpt.files import RESTART_S, lock_out_dir
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
-from deskgpt.optim import keep_rates_of_groups, make_optimizer, step_if_finite
+from deskgpt.optim import make_optimizer, step_if_finite
 from deskgpt.peaks import find_cards
-from deskgpt.resume import REMOVED_SETTINGS, Start, find_start, settings_of_start
+from deskgpt.resume import (
+    REMOVED_SETTINGS,
+    build_model,
+    check_same_experiment,
+    choose_compute_and_batch,
+    find_start,
+    restore,
+    settings_of_start,
+    settings_to_continue,
+)
 from deskgpt.saving import Checkpointer
 from deskgpt.settings import AtLeast1, FilePath, Fraction, Range
-from deskgpt.stopping import Schedule, TimeBudget
+from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
-from model import GPT, ModelSettings
+from model import GPT, GPTConfig, ModelSettings
 
 DATA = Path(__file__).parent / "data"
+# Settings that a run changes: max_minutes the schedule, auto_batch the micro-batch.
+READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)} | {
+    "batch_size": "state.batching.batch_size",
+    "gradient_accumulation_steps": "state.batching.grad_accum_steps",
+}
 MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
 
 
@@ -142,150 +157,171 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
                 f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
             )
         if self.plan_for:
+            object.__setattr__(self, "device", "cpu")  # the card is not here
             try:
                 find_cards(self.plan_for)
             except ValueError as e:
                 raise ValueError(f"plan_for={e}") from None
 
-    @property
-    def plans(self) -> bool:
-        """Return whether the run ends after its estimate."""
-        return self.dry_run or bool(self.plan_for)
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """Return the model that the settings describe."""
+        return GPTConfig.from_settings(self, vocab_size)
+
+    def schedule(self) -> Schedule:
+        """Return when the run ends, and what its learning rate follows."""
+        return Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
+
+    def batch_split(self, rank: int = 0, world: int = 1) -> BatchSplit:
+        """Return how a step and an evaluation are cut into micro-batches and ranks."""
+        return BatchSplit(
+            batch_size=self.batch_size,
+            grad_accum_steps=self.gradient_accumulation_steps,
+            block_size=self.block_size,
+            eval_iters=self.eval_iters,
+            eval_tokens=self.eval_tokens,
+            rank=rank,
+            world=world,
+        )
+
+    def in_loop(self) -> TrainConfig:
+        """Return the settings for main's loop: reading one that the run may change is an error.
+
+        It names what to read instead.
+        """
+        return cast("TrainConfig", SettingsInLoop(self, READ_FROM_STATE))
 
 
-def main(config: TrainConfig, started: float | None = None) -> float:
-    """Train as config says. Return the best validation loss in nats per token; inf without one.
+class SettingsInLoop:
+    """The settings of a run, without those that the run may change.
 
-    started: when time limits begin.
+    Reading one of these raises AttributeError, which names what to read instead.
     """
-    from deskgpt.engine import sampler_for
-    from deskgpt.memory import halved_batch
 
-    started = started or time.perf_counter()
+    def __init__(self, config: object, instead: dict[str, str]) -> None:
+        """instead: what to read, by setting."""
+        self._config = config
+        self._instead = instead
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._instead:
+            raise AttributeError(f"config.{name} may change in a run: read {self._instead[name]}")
+        return getattr(self._config, name)
+
+
+def main(config: TrainConfig) -> float:
+    """Train as config says. Return the best validation loss in nats per token; inf without one."""
     # ---- what is trained, on what, from where ----------------------------------------------------
-    device = "cpu" if config.plan_for else config.device
-    dist = init_distributed(device, config.backend, config.dist_timeout_s)
+    dist = init_distributed(config.device, config.backend, config.dist_timeout_s)
+    stop = StopConditions(config, dist)  # signals, max_hours, max_minutes, patience
     set_seed(config.seed, config.deterministic, dist.device)
-    data = Dataset(dataset_folder(config.dataset), needed=not config.plans)
+    data = Dataset(dataset_folder(config.dataset))
     start = find_start(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
-    if config.plans:
-        return print_plan(config, start, data, dist)
-    start.open_data(config, data, dist)
-    start.check_same_experiment(config, data, learning_rate, dist)
+    check_same_experiment(config, start, data, learning_rate, dist)
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------
-    chosen = start.choose_compute(config, dist)
-    batch = start.choose_batch(config, chosen, dist)
-    compute = start.with_loss_chunks(config, chosen, batch, dist)
-    model = start.build_model(config, compute, dist)  # on the device, sharded, its blocks compiled
+    compute, batch = choose_compute_and_batch(config, start, dist)
+    model = build_model(config, start, compute, dist)  # on the device, sharded, its blocks compiled
     ddp_model: Any = wrap_ddp(model, dist)  # the model itself, if there is one rank
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(config, model, compute.dtype)
-    keep_rates_of_groups(optimizer, config.learning_rate)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=compute.dtype == "float16")
-    budget = TimeBudget(config, started, dist)
-    # From here on state.schedule and state.batching are what runs; config is what was asked for.
     settings = asdict(config)
-    schedule = Schedule.of(config)
-    state = TrainState(
+    schedule = config.schedule()
+    state = TrainState(  # all that a checkpoint keeps
         settings, model, optimizer, scaler, compute, batch, schedule, learning_rate, data, dist
     )
-    state.metadata = data.metadata | data.eval_metadata(batch) | code_versions(compute, dist.device)
-    start.restore(state, trains=not config.eval_only)
+    restore(start, state, trains=not config.eval_only)
 
     # ---- who watches it --------------------------------------------------------------------------
-    logger = RunLogger(config, state)
-    checkpointer = Checkpointer.of(config, start.checkpoint.best_val_loss, state)
-    monitor = LossMonitor(state, logger, checkpointer, config.on_spike)
-    stop = StopConditions(dist, started, config.max_hours, config.save_minutes, config.patience)
-    sample_interval = 0 if config.eval_only else config.sample_interval
-    texts_at = sampler_for(sample_interval, model, compute, dist, data.tokenizer)
+    logger = RunLogger(config, state)  # the terminal, log.jsonl, W&B, and the clock of the steps
+    checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
+    monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
+    texts_at = make_sampler(config.sample_interval, model, compute, dist, data.tokenizer)
     loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait)
     micro_batch, eval_batch = cuda_graphs(ddp_model, model, scaler, compute, batch, logger.warn)
-    logger.start(started)
-    evaluated_at = -1
+    logger.start(stop.started)
+    config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
     try:
         while True:
             step = state.step
             lr = learning_rate(state.schedule, step)
             is_last = step >= state.schedule.max_iters or config.eval_only
-            evaluates = (is_last or step % config.eval_interval == 0) and step != evaluated_at
-            save_is_due = stop.check(step > state.first_step)
-            if evaluates or save_is_due or stop.reason:
-                monitor.flush()
+            save_is_due = stop.check(step > state.first_step, checkpointer.saved_at)
 
-            try:
-                # ---- evaluate --------------------------------------------------------------------
-                is_best = False
-                if evaluates and not stop.reason:
-                    logger.warn(data.changes())
-                    with logger.timer.timed("evaluation"):
-                        train = evaluate_split(data.train, state, stop, eval_batch)
-                        val = evaluate_split(data.val, state, stop, eval_batch)
-                        texts = texts_at(step // config.eval_interval, is_last)
-                    if not stop.is_interrupted():
-                        evaluated_at = step
-                        is_best = checkpointer.is_best(val.loss, step)
-                        state.add_evaluation(train, val)
-                        logger.evaluation(train, val, lr, texts)
-                        monitor.check_val_loss(val.loss)
-                        save_is_due = save_is_due or is_best or config.always_save_checkpoint
-                        stop.check_patience(state.evaluations)
+            # ---- evaluate and save ---------------------------------------------------------------
+            val = None  # its loss on the val split, if this step is evaluated
+            if (is_last or step % config.eval_interval == 0) and not stop.reason:
+                val = evaluate_run(state, logger, monitor, stop, eval_batch, texts_at)
+            if (val or save_is_due) and monitor.is_healthy():
+                checkpointer.save_if_due(state, logger, val, save_is_due)
+            if is_last or stop.reason:
+                break
 
-                # ---- save ------------------------------------------------------------------------
-                if save_is_due and not monitor.consecutive_bad_steps and not config.eval_only:
-                    checkpointer.save_if_new(state, logger, val.loss if is_best else None)
-                    stop.mark_saved()
-                if is_last or stop.reason:
-                    break
-
-                # ---- one optimizer step ----------------------------------------------------------
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group.get("lr_scale", 1.0)
-                loss_sums: defaultdict[str, Any] = defaultdict(float)  # by name, on the device
-                tokens = 0
-                for micro in loader.step():
-                    # Each micro-batch draws from a random stream of its own: dropout does not
-                    # depend on the ranks, and a checkpoint needs no state of generators.
-                    seed_all(micro_batch_seed(config.seed, step, micro.index), dist.device)
-                    if dist.distributed:  # ranks exchange gradients after their last micro-batch
-                        ddp_model.require_backward_grad_sync = micro.is_last
-                    # This is forward_backward, or its CUDA graph.
-                    losses = micro_batch(micro.x, micro.y, micro.weight)
-                    for name, loss in losses.items():
-                        loss_sums[name] += loss
-                    tokens += micro.x.numel() * dist.world
-            except torch.OutOfMemoryError:  # only cards raise it; this step has changed nothing yet
-                optimizer.zero_grad(set_to_none=True)
-                if not micro_batch.drop("memory runs out"):  # without the graphs' memory it may fit
-                    may_halve = bool(config.auto_batch) and dist.world == 1
-                    state.batching = halved_batch(dist.device, may_halve, state.batching)
-                    logger.smaller_batch(state.batching)
-                loader.restart_at(state.step, state.batching)
-                continue
+            # ---- one optimizer step --------------------------------------------------------------
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+            seed_all(micro_batch_seed(config.seed, step), dist.device)
+            loss_sums: defaultdict[str, Any] = defaultdict(float)  # by name, on the device
+            tokens = 0
+            for micro in loader.step():
+                # Each micro-batch draws from a random stream of its own: dropout does not depend on
+                # the ranks, and a checkpoint needs no state of generators.
+                seed_all(micro_batch_seed(config.seed, step, micro.index), dist.device)
+                if dist.distributed:  # ranks exchange gradients after their last micro-batch
+                    ddp_model.require_backward_grad_sync = micro.is_last
+                losses = micro_batch(micro.x, micro.y, micro.weight)  # forward_backward
+                for name, loss in losses.items():
+                    loss_sums[name] += loss
+                tokens += micro.x.numel() * dist.world
             seed_all(micro_batch_seed(config.seed, step), dist.device)  # the same on all ranks
 
             scaler.unscale_(optimizer)
             grad_norms = gradient_norms(parameters)  # of each parameter: a NaN has a name
             grad_norm = torch.linalg.vector_norm(grad_norms)
-            max_norm = config.grad_clip or math.inf
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm)
+            clip_grads_with_norm_(parameters, config.grad_clip or math.inf, grad_norm)
             step_if_finite(optimizer, scaler, grad_norm)
             optimizer.zero_grad(set_to_none=True)
 
             # ---- log -----------------------------------------------------------------------------
             logger.deferred.run()  # the line of the step before: a card computes this one
             monitor.add(step, loss_sums["loss"], grad_norms, grad_norm)
-            logger.step(step, lr, tokens, grad_norm=grad_norm, **loss_sums)
+            logger.step(
+                step,
+                tokens,
+                lr=lr,
+                grad_norm=grad_norm,
+                tokens_per_s=lambda w: w.tokens / w.seconds,  # w: the steps since the last line
+                mfu=lambda w: w.tokens / w.seconds * logger.flops_per_token / logger.peak_flops,
+                **loss_sums,
+            )
             state.step = step + 1
-            state.schedule = budget.replan(state.schedule, step + 1, logger.timer)
-    except (DataError, BatchTooLargeError) as e:  # the state is that of the last whole step
-        stop.fail(e)
-        monitor.flush()
+            state.schedule = stop.replan(state, logger.timer)
+    except (DataError, torch.OutOfMemoryError) as e:  # the state is that of the last whole step
+        stop.fail(remedied(e, config, state))
     finally:
         logger.deferred.run()  # also if the run ends with an error
     return finish(state, checkpointer, logger, monitor, loader, ddp_model, stop)
+
+
+def main_that_fits(config: TrainConfig) -> float:
+    """Run main; if a card's memory runs out, go on from the last whole step in half the
+    micro-batch, which is the same training.
+
+    main saves that step first. So the loop undoes no half of a step, and a run whose memory is
+    short after 5,000 steps keeps them. Return the best validation loss.
+    """
+    if config.dry_run or config.plan_for:
+        return print_plan(config)
+    while True:
+        try:
+            return main(config)
+        except BatchTooLargeError as e:
+            if e.smaller is None:
+                raise
+            smaller = e.smaller
+        gc.collect()  # the model and the optimizer of the first try
+        config = replace(config, **settings_to_continue(config, smaller))
 
 
 def forward_backward(
@@ -367,27 +403,67 @@ def build_optimizer(
     """Return the run's optimizer. dtype: of the model's matmuls, and of Muon's: the same on all
     ranks.
     """
-    betas = (config.beta1, config.beta2)
     return make_optimizer(
         model,
         config.optimizer,
         config.weight_decay,
         config.learning_rate,
-        betas,
+        (config.beta1, config.beta2),
         config.momentum,
         dtype,
     )
 
 
+def evaluate_run(
+    state: TrainState,
+    logger: RunLogger,
+    monitor: LossMonitor,
+    stop: StopConditions,
+    graph: CudaGraph,
+    texts_at: Callable[[int, bool], list[str]],
+) -> Evaluation | None:
+    """Evaluate the model on a fixed set of windows of both splits, and log it; texts_at lets it
+    write.
+
+    Return the loss on the val split; None if a signal cuts the evaluation short.
+    """
+    monitor.flush()
+    logger.warn(state.data.changes())
+    n_before = sum(e.step < state.step for e in state.evaluations)
+    with logger.timer.timed("evaluation"):
+        train = evaluate_split(state.data.train, state, stop, graph)
+        val = evaluate_split(state.data.val, state, stop, graph)
+        texts = texts_at(n_before, state.step >= state.schedule.max_iters)
+    if stop.is_interrupted():
+        return None
+    state.add_evaluation(train, val)
+    logger.evaluation(train, val, learning_rate(state.schedule, state.step), texts)
+    monitor.check_val_loss(val.loss)
+    stop.check_patience(state.evaluations)
+    return val
+
+
 def evaluate_split(
     split: Split, state: TrainState, stop: StopConditions, graph: CudaGraph
 ) -> Evaluation:
-    """Return the loss of the model on a fixed set of windows of a split; cut short by a signal."""
     batches = eval_batches(split, state.batching, state.dist.device)
     return evaluate(state.model, state.variant, stop.stop_on_signal(batches), state.dist, graph)
 
 
 # ---- set-up and end ------------------------------------------------------------------------------
+
+
+def make_sampler(
+    interval: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
+) -> Callable[[int, bool], list[str]]:
+    """Return a function of the evaluations so far, and whether this is the last: it returns texts
+    of the model after each `interval` of them.
+    """
+    if not interval or not dist.is_first:
+        return lambda n_evaluations, is_last: []
+    from deskgpt.engine import sampler_for
+
+    return sampler_for(interval, model, compute, dist, tokenizer)
 
 
 def cuda_graphs(
@@ -425,16 +501,32 @@ def cuda_graphs(
     return train, evaluation
 
 
-def print_plan(config: TrainConfig, start: Start, data: Dataset, dist: DistContext) -> float:
-    """Print what a run of config needs and, on this machine, check its model.
+def print_plan(config: TrainConfig) -> float:
+    """Print what a run of config needs and, on this machine, check its model on a short text.
 
     Raises ValueError if that is wrong.
     """
+    from deskgpt.check_model import check_model
     from deskgpt.memory import dry_run
 
+    dist = init_distributed(config.device, config.backend, config.dist_timeout_s)
+    set_seed(config.seed, config.deterministic, dist.device)
+    data = Dataset(dataset_folder(config.dataset), needed=False)
+    start = find_start(config, data, dist)
     fits = dry_run(config, start.model_config, dist)
-    if fits and not config.plan_for and dist.world == 1:
-        start.check_model(config, data, dist)
+    if not fits or config.plan_for or dist.world > 1:
+        return math.inf
+    compute, _ = choose_compute_and_batch(config, start, dist)
+    model = build_model(config, start, ComputeMode(), dist)
+    idx, targets = data.short_text(model.config.block_size, model.config.vocab_size)
+    problems = check_model(model, compute, idx.to(dist.device), targets.to(dist.device))
+    if problems:
+        raise ValueError(f"model.py: {'; '.join(problems)}")
+    dist.print0(
+        f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the "
+        f"cross-entropy of the logits, gradients reach all parameters; {compute} "
+        "agrees with eager float32"
+    )
     return math.inf
 
 
@@ -452,15 +544,29 @@ def finish(
 
     Returns the best validation loss.
     """
-    if stop.reason and not monitor.consecutive_bad_steps and not state.settings["eval_only"]:
-        checkpointer.save_if_new(state, logger)
-    best_val_loss = logger.end(stop.reason)
+    if stop.reason and monitor.is_healthy():
+        checkpointer.save_if_new(state, logger, is_restarting=stop.smaller is not None)
+    if stop.smaller:
+        logger.smaller_batch(stop.smaller)
+    best_val_loss = logger.end(stop.reason, quiet=stop.smaller is not None)
     loader.close()
     logger.log.close()
     shutdown_distributed(ddp_model, state.dist)
     checkpointer.raise_if_last_failed()
     stop.exit()
     return best_val_loss
+
+
+def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Exception:
+    """Return what the run ends with: the error itself or, if memory ran out, one with the settings
+    that need less of it. Only cards raise that, and none of it changes the state.
+    """
+    from deskgpt.memory import batch_too_large
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return error
+    may_halve = bool(config.auto_batch) and state.dist.world == 1
+    return batch_too_large(state.dist.device, state.batching, may_halve)
 
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
@@ -483,4 +589,6 @@ if __name__ == "__main__":
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explain_compile_errors():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
-            main(config, signal_handler.installed_at)
+            limit_threads()
+            keep_freed_memory()
+            main_that_fits(config)

@@ -335,21 +335,6 @@ class BatchSplit:
     rank: int = 0
     world: int = 1
 
-    @classmethod
-    def of(cls, config: Any, rank: int = 0, world: int = 1) -> BatchSplit:
-        """Return how the settings of train.py cut a step and an evaluation into micro-batches and
-        ranks.
-        """
-        c = config
-        cut = (
-            c.batch_size,
-            c.gradient_accumulation_steps,
-            c.block_size,
-            c.eval_iters,
-            c.eval_tokens,
-        )
-        return cls(*cut, rank, world)
-
     def __post_init__(self) -> None:
         if self.grad_accum_steps % self.world:
             nearest = (self.grad_accum_steps // self.world + 1) * self.world

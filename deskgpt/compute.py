@@ -10,20 +10,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import operator
 import os
-import pickle
 import random
-import sys
-import sysconfig
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from itertools import islice
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +26,7 @@ from deskgpt import cpu_kernels
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import reason
+from deskgpt.pass_facts import Facts, Pass, generator_states, hooks_of, noticed_waits
 from deskgpt.peaks import MIN_SPEEDUP, measured_flops
 from model import GPT
 
@@ -87,8 +80,29 @@ def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def choose_compute(config: Any, dist: DistContext, earlier: dict[str, Any]) -> ComputeMode:
-    """Return what the settings of train.py and this machine ask for; "auto" is decided here.
+class ComputeSettings(Protocol):
+    """What `choose_compute` reads of train.py's settings."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def cpu_kernels(self) -> str | bool: ...
+    @property
+    def compile(self) -> str | bool: ...
+    @property
+    def cuda_graph(self) -> str | bool: ...
+    @property
+    def activation_checkpoint(self) -> str: ...
+    @property
+    def dp_shard(self) -> int: ...
+
+
+def choose_compute(
+    config: ComputeSettings, dist: DistContext, earlier: dict[str, Any]
+) -> ComputeMode:
+    """Return how this run computes, by rule: "auto" is decided here, from the kind of machine.
 
     All ranks get the same: what a rank derives from its own device goes through `agree`.
 
@@ -98,7 +112,7 @@ def choose_compute(config: Any, dist: DistContext, earlier: dict[str, Any]) -> C
     """
     dtype = config.dtype
     kernels = config.cpu_kernels
-    compile = config.compile
+    compiles = config.compile
     device = dist.device
     types = dist.gather(device.type)
     if len({*types}) > 1:
@@ -122,14 +136,12 @@ def choose_compute(config: Any, dist: DistContext, earlier: dict[str, Any]) -> C
         raise ValueError("cpu_kernels=True is not possible here, see above; try --cpu_kernels=auto")
     if not kernels:
         cpu_kernels.unload()
-    if compile == "auto":
-        compile = earlier.get("compiled")
-        if compile is None:
-            compile = device.type == "cuda" and has_triton(device)
-        compile = agree(dist, compile)
+    if compiles == "auto":
+        compiles = earlier.get("compiled", device.type == "cuda" and has_triton(device))
+        compiles = agree(dist, compiles)
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in
     # float32.
-    in_bfloat16 = device.type == "cuda" and compile and dtype == "bfloat16"
+    in_bfloat16 = device.type == "cuda" and compiles and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
     # What is computed again reads the state of CUDA's generator, which a recording does not allow.
     may_record = device.type == "cuda" and not is_sharded and config.activation_checkpoint == "none"
@@ -140,7 +152,7 @@ def choose_compute(config: Any, dist: DistContext, earlier: dict[str, Any]) -> C
         )
     return ComputeMode(
         dtype=dtype,
-        compiled=bool(compile),
+        compiled=bool(compiles),
         cpu_kernels=bool(kernels),
         recompute=config.activation_checkpoint,
         residual_dtype=residual_dtype,
@@ -195,30 +207,9 @@ def apply_compute(model: GPT, variant: ComputeMode, ranks: int = 1) -> None:
 # ---- CUDA graph ----------------------------------------------------------------------------------
 
 
-Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
-
 MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
-MAX_ITEMS = 1000  # of a container that are compared
-MAX_DEPTH = 4  # of containers and objects in each other
-# What stays the same as long as it is the same object. The attributes of a class are facts of their
-# own.
-STABLE: tuple[type, ...] = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-STABLE += (
-    type,
-    ModuleType,
-    nn.Module,
-    FunctionType,
-    BuiltinFunctionType,
-    property,
-    classmethod,
-    staticmethod,
-)
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that torch keeps for itself
 DRAWS = "the model draws random numbers on the CPU, from Python's, NumPy's or torch's generator"
 REPLACES = "each pass replaces gradients"
-STDLIB = sysconfig.get_path("stdlib")
 
 
 class CudaGraph:
@@ -336,7 +327,13 @@ class CudaGraph:
         waits: list[str] = []
         # Only the last one before a recording is watched: earlier ones compile, which waits.
         with nullcontext() if self._eager_calls else noticed_waits(waits):
-            outputs = self.run(*args)
+            try:
+                outputs = self.run(*args)
+            except torch.OutOfMemoryError:
+                # Graphs keep their memory. A pass that adds no gradients may run again.
+                if torch.is_grad_enabled() or not self.drop("memory runs out"):
+                    raise
+                outputs = self.run(*args)
 
         changed = facts.first_change()
         if changed:
@@ -490,193 +487,6 @@ def exchanges_gradients(run: Pass) -> bool:
     """
     args = run.args if isinstance(run, functools.partial) else ()
     return any(getattr(arg, "require_backward_grad_sync", False) for arg in args)
-
-
-# ---- what a pass reads and changes ---------------------------------------------------------------
-
-
-class Facts:
-    """What the Python code of a pass may read and write, as it was when this was made.
-
-    These are attributes of modules, globals of the files and attributes of the classes that a user
-    writes, parameters and buffers, and how many there are of each. To compare 2,000 of them takes a
-    fraction of a millisecond.
-    """
-
-    def __init__(self, run: Pass, model: nn.Module) -> None:
-        self.spaces = namespaces(run, model)
-        self.sizes = [len(space) for _, space in self.spaces]
-        self.places = [(space, key) for _, space in self.spaces for key in space if is_own(key)]
-        self.names = [prefix + key for prefix, space in self.spaces for key in space if is_own(key)]
-        self.values = self._now()
-        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
-        self.tensor_states = [tensor_state(value) for value in self.tensors]
-        self.mutable = {
-            i: snapshot(value) for i, value in enumerate(self.values) if not is_stable(value)
-        }
-
-    def _now(self) -> list[Any]:
-        return [space.get(key) for space, key in self.places]
-
-    def first_change(self) -> str:
-        """Return the name of something that differs now, or ""."""
-        values = self._now()
-        for i in self.mutable:
-            if snapshot(values[i]) != self.mutable[i]:
-                return self.names[i]
-        if not all(map(operator.is_, values, self.values)):
-            for i, (now, before) in enumerate(zip(values, self.values, strict=True)):
-                if (
-                    now is not before
-                    and i not in self.mutable
-                    and snapshot(now) != snapshot(before)
-                ):
-                    return self.names[i]
-        if [tensor_state(tensor) for tensor in self.tensors] != self.tensor_states:
-            return "the memory of a tensor, its hooks, or which tensors are trained"
-        sizes = [len(space) for _, space in self.spaces]
-        if sizes != self.sizes:
-            prefix = next(
-                p
-                for (p, _), now, before in zip(self.spaces, sizes, self.sizes, strict=True)
-                if now != before
-            )
-            return f"the attributes of {prefix.rstrip('.') or 'the model'}"
-        return ""
-
-
-def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the names that a user's code may change, each with what messages put before them."""
-    function = run.func if isinstance(run, functools.partial) else run
-    sources = {function.__module__: None}
-    spaces: list[tuple[str, Mapping[str, Any]]] = []
-    for path, module in model.named_modules():
-        own = vars(module)
-        kept_by_torch = (
-            own["_parameters"],
-            own["_buffers"],
-            own["_modules"],
-            *(own[hook] for hook in HOOKS),
-        )
-        spaces += [(f"{path}." if path else "", space) for space in (own, *kept_by_torch)]
-        sources |= dict.fromkeys(cls.__module__ for cls in type(module).__mro__)
-    for name in sources:
-        source = sys.modules[name]
-        if not is_library(source):
-            classes = [
-                c for c in vars(source).values() if isinstance(c, type) and c.__module__ == name
-            ]
-            spaces.append((f"{name}.", vars(source)))
-            spaces += [(f"{name}.{cls.__qualname__}.", vars(cls)) for cls in classes]
-    return spaces
-
-
-def is_own(key: Any) -> bool:
-    """Return whether a name is not one that torch or Python keeps for itself."""
-    return isinstance(key, str) and key not in INTERNAL and not key.startswith("__")
-
-
-def is_library(module: ModuleType | None) -> bool:
-    """Return whether a module is no file that a user of a model writes."""
-    path = getattr(module, "__file__", None)
-    if module is None or path is None or "site-packages" in path or path.startswith(STDLIB):
-        return True
-    return module.__name__.partition(".")[0] in ("deskgpt", "data")
-
-
-def is_stable(value: Any) -> bool:
-    """Return whether a value can change only by another one under its name.
-
-    Tensors are compared apart.
-    """
-    if isinstance(value, STABLE) or (isinstance(value, tuple) and all(map(is_stable, value))):
-        return True
-    if getattr(value, "__dataclass_params__", None):
-        return value.__dataclass_params__.frozen and all(map(is_stable, vars(value).values()))
-    holds_more = (Mapping, list, tuple, set, deque, Iterator, np.ndarray, *GENERATORS)
-    return not isinstance(value, holds_more) and is_library(sys.modules.get(type(value).__module__))
-
-
-def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return something that differs once a value, or what it holds, has changed.
-
-    A tensor may change in place.
-    """
-    if isinstance(value, Tensor):
-        return id(value), tensor_state(value)
-    if isinstance(value, STABLE):
-        return value
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, GENERATORS):
-        return pickle.dumps(value)
-    if isinstance(value, Iterator):
-        return object()  # it cannot be looked at, and equals nothing
-    if depth == 0:
-        return id(value)
-    if isinstance(value, Mapping):
-        return id(value), [
-            (key, snapshot(item, depth - 1)) for key, item in islice(value.items(), MAX_ITEMS)
-        ]
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return (
-            type(value),
-            len(value),
-            [snapshot(item, depth - 1) for item in islice(value, MAX_ITEMS)],
-        )
-    return id(value), snapshot(getattr(value, "__dict__", None), depth - 1)
-
-
-def tensor_state(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a recorded pass needs of a tensor: where it is, whether it is trained, whether it
-    has hooks.
-    """
-    return tensor.data_ptr(), tensor.requires_grad, has_hook(tensor)
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of the generators on the CPU: Python's, NumPy's and torch's."""
-    of_numpy = np.random.get_state(legacy=False)["state"]
-    of_torch = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"], of_torch
-
-
-@contextmanager
-def noticed_waits(places: list[str]) -> Iterator[None]:
-    """Append to places the file and line of each call in the block that waits for the card, as far
-    as torch says so.
-    """
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for warning in caught:
-        if "synchronizing CUDA operation" in str(warning.message):
-            places.append(f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.showwarning(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
-
-
-def hooks_of(model: nn.Module) -> list[str]:
-    """Return the names of modules and parameters that have hooks."""
-    modules = [
-        name or "the model"
-        for name, m in model.named_modules()
-        if any(vars(m)[hook] for hook in HOOKS)
-    ]
-    return modules + [name for name, p in model.named_parameters() if has_hook(p)]
-
-
-def has_hook(tensor: Tensor) -> bool:
-    """Return whether autograd calls Python code for a gradient of this tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 # ---- dtype and seeds -----------------------------------------------------------------------------

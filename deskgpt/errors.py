@@ -289,3 +289,5 @@ def shortened(value: Any) -> str:
 
 class BatchTooLargeError(ValueError):
     """Memory does not suffice for a micro-batch. The message has the remedy."""
+
+    smaller: dict[str, int] | None = None  # the settings with which the run may go on by itself

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from data.batches import BatchSplit
 from deskgpt import device as machine
 from deskgpt import peaks
 from deskgpt.checkpoint import (
@@ -36,23 +35,49 @@ from deskgpt.distributed import unsharded
 from deskgpt.errors import clock, in_gib, millions, reason
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import cache_path, note_once, read_small, untrusted_settings
-from deskgpt.stopping import EXPECTED_MFU, Config, StepTimer
+from deskgpt.stopping import LogWindow, StepTimer
 from deskgpt.train_state import TrainState
 
-# What the log has of a step, beside the further losses of a model and a user's own numbers.
-STEP_FIELDS = {
-    "event",
-    "iter",
-    "loss",
-    "time_ms",
-    "mfu",
-    "tokens_per_s",
-    "data_wait",
-    "lr",
-    "grad_norm",
-    "clip_rate",
-}
-STEP_FIELDS |= {"tokens", "train_s", "peak_memory_bytes"}
+# A number of a step: a float, a 0-d tensor, or a function of the steps since the last line.
+Number = float | Tensor | Callable[[LogWindow], float]
+# What main gives the log of each step, and what the log adds to it.
+STEP_NUMBERS = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu"}
+RESERVED_FIELDS = {"event", "iter", "time_ms", "data_wait", "clip_rate", "tokens", "train_s"}
+RESERVED_FIELDS |= {"peak_memory_bytes"}
+STEP_FIELDS = STEP_NUMBERS | RESERVED_FIELDS
+
+
+class LogSettings(Protocol):
+    """What this file reads of train.py's settings."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def init_from(self) -> str: ...
+    @property
+    def out_dir(self) -> str: ...
+    @property
+    def eval_only(self) -> bool: ...
+    @property
+    def eval_interval(self) -> int: ...
+    @property
+    def log_interval(self) -> int: ...
+    @property
+    def max_minutes(self) -> float: ...
+    @property
+    def max_hours(self) -> float: ...
+    @property
+    def grad_clip(self) -> float: ...
+    @property
+    def decay_lr(self) -> bool: ...
+    @property
+    def dp_shard(self) -> int: ...
+    @property
+    def wandb_log(self) -> bool: ...
+    @property
+    def wandb_project(self) -> str: ...
+    @property
+    def wandb_run_name(self) -> str: ...
 
 
 class RunLogger:
@@ -62,7 +87,7 @@ class RunLogger:
     Biases and to the page of bench/report.py.
     """
 
-    def __init__(self, config: Config, state: TrainState) -> None:
+    def __init__(self, config: LogSettings, state: TrainState) -> None:
         from deskgpt.compiling import compile_s
 
         self.config = config
@@ -151,13 +176,7 @@ class RunLogger:
                 f"already at step {self.state.step:,} of max_iters={end:,}: raise "
                 "--max_iters to train longer"
             )
-        flops = steps * self.state.batching.tokens_per_step * self.flops_per_token
-        time_needed = (
-            f"about {clock(flops / (EXPECTED_MFU * self.peak_flops))}"
-            if self.peak_flops > 0
-            else "n/a"
-        )
-        planned = f"{steps:,} steps, {time_needed}"
+        planned = f"{steps:,} steps"
         if self.config.max_minutes:
             planned = f"as many of {steps:,} steps as fit into {self.config.max_minutes:g} minutes"
         return (
@@ -175,42 +194,35 @@ class RunLogger:
         """Return whether this step has a line."""
         return step % self.config.log_interval == 0 or step == self.state.schedule.max_iters - 1
 
-    def step(
-        self,
-        step: int,
-        lr: float,
-        tokens: int,
-        /,
-        loss: Tensor,
-        grad_norm: Tensor,
-        **numbers: Tensor | float,
-    ) -> None:
+    def step(self, step: int, tokens: int, /, **numbers: Number) -> None:
         """Print and log the line of a step, if it has one: at once, on CUDA when `deferred` runs.
 
-        tokens: that all ranks trained on. loss, grad_norm and numbers by name are floats or 0-d
-        tensors; tensors are averaged over ranks.
+        tokens: that all ranks trained on. numbers, by name: floats; 0-d tensors, which are averaged
+        over ranks; and functions of the LogWindow of the steps since the last line, for what
+        depends on their time. `loss`, `grad_norm`, `lr`, `tokens_per_s` and `mfu` have places of
+        their own in the line.
         """
-        if taken := STEP_FIELDS & numbers.keys():
+        if taken := RESERVED_FIELDS & numbers.keys():
             name = min(taken)
             raise ValueError(
                 f"report.step({name}=...): the log has a {name} of its own; give yours another name"
             )
         self._tokens += tokens
+        grad_norm = numbers["grad_norm"]
+        assert isinstance(grad_norm, Tensor)
         self._grad_norms.append(grad_norm.detach())
         if not self.should_log(step):
             return
         norms = copy_to_host(torch.stack(self._grad_norms))
-        means = {name: self._mean(value) for name, value in {"loss": loss, **numbers}.items()}
+        means = {name: self._mean(value) for name, value in numbers.items()}
         memory = peak_memory_bytes(self.dist.device)
         spent_s = self.timer.spent_s()
-        self.deferred.add(
-            partial(self._line, step, lr, self._tokens, memory, spent_s, norms, means)
-        )
+        self.deferred.add(partial(self._line, step, self._tokens, memory, spent_s, norms, means))
         self._grad_norms.clear()
         self._tokens = 0
 
-    def _mean(self, value: Tensor | float) -> Tensor | float:
-        """Return a tensor's mean over the ranks, on the host; a float as it is."""
+    def _mean(self, value: Number) -> Number:
+        """Return a tensor's mean over the ranks, on the host; anything else as it is."""
         if not isinstance(value, Tensor):
             return value
         value = unsharded(value.detach())
@@ -221,24 +233,26 @@ class RunLogger:
     def _line(
         self,
         step: int,
-        lr: float,
         tokens: int,
         memory: int | None,
         spent_s: tuple[float, float],
         grad_norms: Tensor,
-        means: dict[str, Any],
+        numbers: dict[str, Number],
     ) -> None:
         """Print and log the line of a step that is done. tokens, grad_norms: since the last line;
-        means: by name.
+        numbers: by name.
         """
         norms = grad_norms.tolist()
-        step_s, tokens_per_s, data_wait = self.timer.log_window(
-            len(norms), tokens, self.deferred.done_at, spent_s
-        )
-        own = {name: float(value) for name, value in means.items()}
-        loss = own.pop("loss")
+        window = self.timer.log_window(len(norms), tokens, self.deferred.done_at, spent_s)
+        step_s = window.seconds / window.steps
+        own = {
+            name: float(value(window) if callable(value) else value)
+            for name, value in numbers.items()
+        }
+        loss, mfu, tokens_per_s = own.pop("loss"), own.pop("mfu"), own.pop("tokens_per_s")
+        lr = own.pop("lr")
+        del own["grad_norm"]
         limit = self.config.grad_clip
-        mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         more = "".join(f", {name} {value:.6g}" for name, value in own.items())
         self.print0(
             f"iter {step}: loss {loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
@@ -251,7 +265,7 @@ class RunLogger:
             time_ms=step_s * 1e3,
             mfu=mfu,
             tokens_per_s=tokens_per_s,
-            data_wait=data_wait,
+            data_wait=window.wait_s / window.seconds,
             lr=lr,
             grad_norm=norms[-1],
             clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
@@ -281,10 +295,11 @@ class RunLogger:
         self.print0(text)
         self.log.write(kind, **fields)
 
-    def smaller_batch(self, batching: BatchSplit) -> None:
+    def smaller_batch(self, settings: dict[str, int]) -> None:
         """Print and log that the run goes on in smaller micro-batches, because memory ran out."""
-        line = f"out of memory: continuing with {batching.flags()}, which is the same training"
-        self.event("out_of_memory", line, iter=self.state.step, **batching.settings())
+        flags = " ".join(f"--{name}={value}" for name, value in settings.items())
+        line = f"out of memory: continuing with {flags}, which is the same training"
+        self.event("out_of_memory", line, iter=self.state.step, **settings)
 
     # ---- evaluations and saves -------------------------------------------------------------------
 
@@ -314,8 +329,8 @@ class RunLogger:
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def end(self, stop: str | None) -> float:
-        """Print the screen and log the "end" event, unless eval_only.
+    def end(self, stop: str | None, quiet: bool = False) -> float:
+        """Print the screen and log the "end" event, unless quiet or eval_only.
 
         Return the best val loss, inf without one.
 
@@ -327,7 +342,7 @@ class RunLogger:
         state, timer = self.state, self.timer
         best = min(state.evaluations, key=lambda e: e.val_loss, default=None)
         best_val_loss = best.val_loss if best else math.inf
-        if self.config.eval_only:
+        if quiet or self.config.eval_only:
             return best_val_loss
         if stop and state.step > 0:
             self.print0(f"stopped by {stop} at step {state.step}")
@@ -372,7 +387,7 @@ class RunLogger:
         return best_val_loss
 
 
-def open_log(config: Config, state: TrainState) -> RunLog:
+def open_log(config: LogSettings, state: TrainState) -> RunLog:
     """Return the log of this run; move an earlier run in out_dir aside.
 
     Other ranks and eval_only write no file.
@@ -393,7 +408,7 @@ def open_log(config: Config, state: TrainState) -> RunLog:
     return RunLog(out_dir / "log.jsonl", wandb_run)
 
 
-def print_next_commands(config: Config, state: TrainState, stop: str | None) -> None:
+def print_next_commands(config: LogSettings, state: TrainState, stop: str | None) -> None:
     """Print the best model on the disk, and the commands to sample from it, to resume and to
     compare.
     """

@@ -233,29 +233,30 @@ def check_batch_fits(
         step_memory(StepShape(config, batching.batch_size, variant, "cpu", shards=shards)).values()
     )
     if MIN_SHARE_OF_PREDICTION * predicted > machine.usable_memory_bytes(device):
-        halved_batch(device, False, batching)
+        raise batch_too_large(device, batching, may_halve=False)
 
 
-def halved_batch(device: torch.device, may_halve: bool, batching: BatchSplit) -> BatchSplit:
-    """Return the same training in half the micro-batch, after `batching` did not fit.
-
-    Raises BatchTooLargeError, naming the settings, unless it may be halved, and at a micro-batch of
-    one sequence.
+def batch_too_large(
+    device: torch.device, batching: BatchSplit, may_halve: bool
+) -> BatchTooLargeError:
+    """Return the error of a micro-batch that does not fit. It names the settings that are the same
+    training in half the micro-batch, and has them as `smaller` if the run may take them by itself.
     """
     n = batching.batch_size
     if n == 1:
         half = max(1, batching.block_size // 2)
-        raise BatchTooLargeError(
+        return BatchTooLargeError(
             f"out of memory: not even batch_size=1 fits; {describe_memory(device)}; "
             f"try --block_size={half} or a smaller model"
         )
     same = batching.with_batch_size(1 if n % 2 else n // 2)
-    if not may_halve:
-        raise BatchTooLargeError(
-            f"out of memory: batch_size={n} does not fit into memory "
-            f"({describe_memory(device)}); try {same.flags()}, which is the same training"
-        )
-    return same
+    error = BatchTooLargeError(
+        f"out of memory: batch_size={n} does not fit into memory "
+        f"({describe_memory(device)}); try {same.flags()}, which is the same training"
+    )
+    if may_halve:
+        error.smaller = same.settings()
+    return error
 
 
 def larger_batch(
@@ -359,7 +360,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         peak = peaks.peak_flops(dist.device, dtype)
         free_bytes = machine.usable_memory_bytes(dist.device)
         total_bytes = machine.memory_bytes(dist.device)
-    batching = BatchSplit.of(config, world=ranks)
+    batching = config.batch_split(world=ranks)
     flops_per_step = print_size(config, model_config, batching, dist)
     # As choose_compute decides it for a long run.
     compiled = config.compile is not False and device_type == "cuda"

@@ -71,6 +71,14 @@ class LossMonitor:
         ):
             self._fetch()
 
+    def is_healthy(self) -> bool:
+        """Return whether the last step had finite gradients, after reporting all steps so far.
+
+        Raises ValueError if they end the run.
+        """
+        self.flush()
+        return not self.consecutive_bad_steps
+
     def flush(self) -> None:
         """Report all steps so far, and print their lines. Raises ValueError if they end the run."""
         self._fetch()

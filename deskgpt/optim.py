@@ -95,8 +95,20 @@ def step_if_finite(
     changes.
 
     On CUDA, an optimizer that skips by itself is told as GradScaler tells it, and nothing waits for
-    the device.
+    the device. Raises ValueError if memory runs out, with half of the step done.
     """
+    try:
+        _step_if_finite(optimizer, scaler, grad_norm)
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            "out of memory in the optimizer's step; try --cuda_graph=False, half the --batch_size "
+            "or a smaller model, and resume from the last checkpoint"
+        ) from None
+
+
+def _step_if_finite(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor
+) -> None:
     if scaler.is_enabled():  # it has looked at the gradients itself
         scaler.step(optimizer)
         scaler.update()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -27,12 +27,19 @@ from deskgpt.checkpoint import (
     load_to_resume,
     run_folder,
 )
-from deskgpt.compute import ComputeMode, apply_compute, choose_compute, saved_compute
-from deskgpt.device import git_commit, keep_freed_memory, limit_threads, versions
+from deskgpt.compute import (
+    ComputeMode,
+    ComputeSettings,
+    apply_compute,
+    choose_compute,
+    saved_compute,
+)
+from deskgpt.device import git_commit, versions
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import ConfigError, shortened
 from deskgpt.files import note_once, untrusted_settings
-from deskgpt.stopping import Config, Schedule
+from deskgpt.settings import settings_of
+from deskgpt.stopping import Schedule
 from deskgpt.train_state import LR_HISTORY, TrainState, sample_lrs
 from model import GPT, GPT2_CHOICES, MODERN_CHOICES, GPTConfig, ModelSettings
 
@@ -43,6 +50,36 @@ OF_CODE = ("code", "versions", "device", "variant")
 Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
+class StartSettings(ComputeSettings, Protocol):
+    """What this file reads of train.py's settings, beside what choose_compute reads."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def init_from(self) -> str: ...
+    @property
+    def out_dir(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def auto_batch(self) -> str | bool: ...
+    @property
+    def eval_only(self) -> bool: ...
+    @property
+    def resume_changed(self) -> bool: ...
+    @property
+    def sample_interval(self) -> int: ...
+    @property
+    def dist_timeout_s(self) -> float: ...
+    def model_config(self, vocab_size: int) -> GPTConfig: ...
+    def schedule(self) -> Schedule: ...
+    def batch_split(self, rank: int = 0, world: int = 1) -> BatchSplit: ...
+
+
 @dataclass
 class Start:
     """Where a run starts."""
@@ -51,193 +88,21 @@ class Start:
     model_config: GPTConfig
     # Of another run, or GPT-2: its weights and tokenizer; empty for random weights.
     checkpoint: Checkpoint
-    earlier: Config | None = None  # the settings of the run that is resumed
+    earlier: StartSettings | None = None  # the settings of the run that is resumed
 
-    def open_data(self, config: Config, data: Dataset, dist: DistContext) -> None:
-        """Open both splits for the model that this run starts from. Raises ValueError if they do
-        not belong to it or are damaged.
-        """
-        vocab_size = self.model_config.vocab_size
-        tokenizer = self.checkpoint.tokenizer
-        data.open(config.block_size, config.seed, vocab_size, tokenizer, dist.is_first)
-
-    def check_same_experiment(
-        self, config: Config, data: Dataset, rate: Rate, dist: DistContext
-    ) -> None:
-        """Print how a resumed run differs from the run before; forget a best loss of other
-        evaluations.
-
-        Raises ValueError if hosts differ, and if a change matters for what is learned or compared,
-        unless resume_changed.
-        """
-        steps = self.checkpoint.iter_num
-        check_same_on_all_hosts(
-            asdict(config), data.metadata | {"checkpoint": f"step {steps}"}, dist
-        )
-        if self.earlier is None:
-            return
-        saved = self.checkpoint.metadata or {}
-        now = (
-            data.metadata
-            | learning_settings(config)
-            | data.eval_metadata(BatchSplit.of(config, dist.rank, dist.world))
-        )
-        changes = changes_between(saved | learning_settings(self.earlier), now)
-        old, new = Schedule.of(self.earlier), Schedule.of(config)
-        rates = saved.get(LR_HISTORY) or sample_lrs(lambda step: rate(old, step), steps)
-        changes += first_changed_lr(rates, lambda step: rate(new, step))
-        of_schedule = changes_between(asdict(old), asdict(new))
-        if changes and not config.resume_changed and not config.eval_only:
-            raise ValueError(
-                f"{self.source} belongs to another experiment: "
-                f"{'; '.join(map(str, changes + of_schedule))}. Continue all the same with "
-                "--resume_changed=True, or begin a new run with its weights: "
-                f"--init_from={self.source}"
-            )
-        for change in changes + of_schedule:
-            dist.print0(f"changed: {change}")
-        if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
-            dist.print0(
-                "the best val loss begins anew, because earlier losses come from another evaluation"
-            )
-            self.checkpoint.best_val_loss = math.inf
-            progress = self.checkpoint.progress
-            # Nor do they count for patience
-            self.checkpoint.progress = progress and progress | {"evaluations": []}
-
-    def choose_compute(self, config: Config, dist: DistContext) -> ComputeMode:
-        """Return how this run computes, by rule; a resumed run computes as before.
-
-        Raises ValueError.
-        """
-        from deskgpt.sharding import check_sharding
-
-        keep_freed_memory()
-        limit_threads()
-        check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
-        return choose_compute(config, dist, saved_compute(self.checkpoint.variant, dist.device))
-
-    def choose_batch(self, config: Config, variant: ComputeMode, dist: DistContext) -> BatchSplit:
-        """Return the cut of a step that the settings ask for; on CUDA, if auto_batch allows, a
-        larger one that fits.
-
-        All ranks have the same micro-batch, which the smallest card can hold. A resumed run keeps
-        its own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for
-        a user who asks for it. Raises ValueError if a CPU surely lacks the memory.
-        """
-        from deskgpt.memory import check_batch_fits, larger_batch
-
-        batching = BatchSplit.of(config, dist.rank, dist.world)
-        if not config.eval_only:
-            shards = shards_of(config.dp_shard, dist.world)
-            check_batch_fits(self.model_config, dist.device, shards, batching, variant)
-        wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
-        is_resumed = self.earlier is not None
-        if (
-            not wanted
-            or config.eval_only
-            or is_resumed
-            or dist.device.type != "cuda"
-            or config.dp_shard != 1
-        ):
-            return batching
-        batch_size = agree(dist, larger_batch(self.model_config, dist.device, batching, variant))
-        if batch_size > batching.batch_size:
-            batching = batching.with_batch_size(batch_size)
-            dist.print0(
-                f"auto_batch: using {batching.flags()} (predicted to fit; the same tokens per step)"
-            )
-        return batching
-
-    def with_loss_chunks(
-        self, config: Config, variant: ComputeMode, batching: BatchSplit, dist: DistContext
-    ) -> ComputeMode:
-        """Return the variant with the fewest chunks of the loss that fit on all ranks; a resumed
-        run takes no fewer.
-
-        The limit is all memory of the device, not what is free just now: the same run takes the
-        same chunks each time.
-        """
-        from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
-
-        shards = shards_of(config.dp_shard, dist.world)
-        step = StepShape(self.model_config, batching.batch_size, variant, dist.device.type, shards)
-        fewest = with_fewest_chunks(
-            step, USABLE_SHARE * machine.memory_bytes(dist.device)
-        ).variant.loss_chunks
-        earlier = saved_compute(self.checkpoint.variant, dist.device).get("loss_chunks", 1)
-        return replace(variant, loss_chunks=int(dist.max(max(fewest, earlier))))
-
-    def build_model(self, config: Config, variant: ComputeMode, dist: DistContext) -> GPT:
-        """Return the model on this rank's device in its variant; sharded, if dp_shard asks for it.
-
-        Raises ValueError, also if the memory cannot hold it, before any of it is taken.
-        """
-        from deskgpt.memory import check_model_fits
-        from deskgpt.sharding import make_mesh, sharded_copy
-
-        shards = shards_of(config.dp_shard, dist.world)
-        builds = dist.is_first or shards == 1
-        check_model_fits(self.model_config, dist.device, not config.eval_only, shards, builds)
-        weights = self.checkpoint.model
-        with nullcontext() if builds else torch.device("meta"):
-            model = (
-                GPT.from_state(self.model_config, weights, self.source)
-                if weights
-                else GPT(self.model_config)
-            )
-            model.crop_block_size(config.block_size)
-        if shards == 1:
-            model = model.to(dist.device)
-        else:
-            mesh = make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
-            model = sharded_copy(model, mesh, dist.device, variant.dtype)
-        apply_compute(model, variant, dist.world)
-        return model
-
-    def check_model(self, config: Config, data: Dataset, dist: DistContext) -> None:
-        """Check the model, and how this run computes it, on a short text; print the result
-        (check_model.py).
-
-        Raises ValueError if something is wrong.
-        """
-        from deskgpt.check_model import check_model
-
-        variant = self.choose_compute(config, dist)
-        model = self.build_model(config, ComputeMode(), dist)
-        idx, targets = data.short_text(model.config.block_size, model.config.vocab_size)
-        problems = check_model(model, variant, idx.to(dist.device), targets.to(dist.device))
-        if problems:
-            raise ValueError(f"model.py: {'; '.join(problems)}")
-        dist.print0(
-            f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the "
-            f"cross-entropy of the logits, gradients reach all parameters; {variant} "
-            "agrees with eager float32"
-        )
-
-    def restore(self, state: TrainState, trains: bool) -> None:
-        """Give a resumed run its step, optimizer and progress; free what was loaded.
-
-        Raises ValueError.
-
-        If something else computes now than before, a line is printed.
-        """
-        if self.earlier is not None:
-            for change in changes_between(
-                self.checkpoint.metadata, {name: state.metadata[name] for name in OF_CODE}
-            ):
-                state.dist.print0(f"changed: {change}")
-            state.resume(self.checkpoint, self.source, trains)
-        self.checkpoint.model = {}
-        self.checkpoint.optimizer = None
+    @property
+    def is_finetuning(self) -> bool:
+        """Return whether a new run starts from trained weights."""
+        return self.earlier is None and self.source != "scratch"
 
 
-def find_start(config: Config, data: Dataset, dist: DistContext) -> Start:
+def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start:
     """Find what init_from names: the last good checkpoint of the run that is resumed, or only
     weights.
 
     Raises ValueError if the settings describe another model than the source has.
     """
+    new_model = config.model_config(data.vocab_size)
     is_resumed = config.init_from == "resume"
     if not is_resumed and run_folder(config.out_dir) != Path(config.out_dir):
         raise ValueError(
@@ -245,9 +110,7 @@ def find_start(config: Config, data: Dataset, dist: DistContext) -> Start:
             "such as --out_dir=out"
         )
     if config.init_from == "scratch":
-        return Start(
-            "scratch", GPTConfig.from_settings(config, data.vocab_size), Checkpoint({}, {})
-        )
+        return Start("scratch", new_model, Checkpoint({}, {}))
     source = config.out_dir if is_resumed else config.init_from
     given = RESUMED_SETTINGS
     # Other ranks get theirs from rank 0.
@@ -265,27 +128,168 @@ def find_start(config: Config, data: Dataset, dist: DistContext) -> Start:
         # GPT-2's folder lacks the others
         given = RESUMED_SETTINGS if exported_model_args(source) else MODERN_CHOICES
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
-    init = Start(source, model_config, saved)
+    start = Start(source, model_config, saved)
     if is_resumed:
         dist.print0(f"resuming {source} at step {saved.iter_num}")
         # nanoGPT's checkpoint has fewer settings; one that came later has its default.
-        known = known_settings(type(config), saved.config) | settings_of_model(
-            saved.model_args, source
-        )
-        init.earlier = type(config)(**known)
+        defaults = {name: setting.default for name, setting in settings_of(type(config)).items()}
+        known = known_settings(type(config), saved.config)
+        known |= settings_of_model(saved.model_args, source)
+        start.earlier = replace(config, **(defaults | known))
 
     for name in given:
         # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a
         # longer one.
         if name == "block_size" and (config.eval_only or not is_resumed):
             continue
-        wanted = getattr(config, name)
+        wanted = getattr(new_model, name)
         actual = getattr(model_config, name)
         if wanted != actual:
             raise ValueError(
                 f"{name}={wanted}, but {source} has {name}={actual}: use --{name}={actual}"
             )
-    return init
+    return start
+
+
+def check_same_experiment(
+    config: StartSettings, start: Start, data: Dataset, rate: Rate, dist: DistContext
+) -> None:
+    """Open the data for the model, and print how a resumed run differs from the run before; forget
+    a best loss of other evaluations.
+
+    Raises ValueError if the data do not belong to the model or are damaged, if hosts differ, and if
+    a change matters for what is learned or compared, unless resume_changed.
+    """
+    vocab_size = start.model_config.vocab_size
+    tokenizer = start.checkpoint.tokenizer
+    data.open(config.block_size, config.seed, vocab_size, tokenizer, dist.is_first)
+    steps = start.checkpoint.iter_num
+    check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {steps}"}, dist)
+    if start.earlier is None:
+        return
+    saved = start.checkpoint.metadata or {}
+    batch = config.batch_split(dist.rank, dist.world)
+    now = data.metadata | learning_settings(config) | data.eval_metadata(batch)
+    changes = changes_between(saved | learning_settings(start.earlier), now)
+    old = start.earlier.schedule()
+    new = config.schedule()
+    rates = saved.get(LR_HISTORY) or sample_lrs(lambda step: rate(old, step), steps)
+    changes += first_changed_lr(rates, lambda step: rate(new, step))
+    of_schedule = changes_between(asdict(old), asdict(new))
+    if changes and not config.resume_changed and not config.eval_only:
+        raise ValueError(
+            f"{start.source} belongs to another experiment: "
+            f"{'; '.join(map(str, changes + of_schedule))}. Continue all the same with "
+            "--resume_changed=True, or begin a new run with its weights: "
+            f"--init_from={start.source}"
+        )
+    for change in changes + of_schedule:
+        dist.print0(f"changed: {change}")
+    if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
+        dist.print0("the best val loss is reset, since earlier losses are from another evaluation")
+        start.checkpoint.best_val_loss = math.inf
+        progress = start.checkpoint.progress
+        # Nor do they count for patience
+        start.checkpoint.progress = progress and progress | {"evaluations": []}
+
+
+def choose_compute_and_batch(
+    config: StartSettings, start: Start, dist: DistContext
+) -> tuple[ComputeMode, BatchSplit]:
+    """Return how this run computes, and how it cuts a step: by rule, the same on all ranks.
+
+    A resumed run computes as before. The loss is computed in the fewest chunks that fit into all
+    memory of the device, not into what is free just now: the same run takes the same chunks each
+    time. Raises ValueError if a setting does not fit this machine.
+    """
+    from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
+    from deskgpt.sharding import check_sharding
+
+    check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
+    shards = shards_of(config.dp_shard, dist.world)
+    earlier = saved_compute(start.checkpoint.variant, dist.device)
+    compute = choose_compute(config, dist, earlier)
+    batch = choose_batch(config, start, compute, dist)
+    step = StepShape(start.model_config, batch.batch_size, compute, dist.device.type, shards)
+    usable_bytes = USABLE_SHARE * machine.memory_bytes(dist.device)
+    fewest = with_fewest_chunks(step, usable_bytes).variant.loss_chunks
+    n_chunks = int(dist.max(max(fewest, earlier.get("loss_chunks", 1))))
+    return replace(compute, loss_chunks=n_chunks), batch
+
+
+def choose_batch(
+    config: StartSettings, start: Start, compute: ComputeMode, dist: DistContext
+) -> BatchSplit:
+    """Return how the settings cut a step; on CUDA, if auto_batch allows, in larger micro-batches
+    that fit.
+
+    All ranks have the same micro-batch, which the smallest card can hold. A resumed run keeps its
+    own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for a user
+    who asks for it. Raises ValueError if a CPU surely lacks the memory.
+    """
+    from deskgpt.memory import check_batch_fits, larger_batch
+
+    batch = config.batch_split(dist.rank, dist.world)
+    if config.eval_only:
+        return batch
+    shards = shards_of(config.dp_shard, dist.world)
+    check_batch_fits(start.model_config, dist.device, shards, batch, compute)
+    wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
+    is_new = start.earlier is None
+    if not wanted or not is_new or dist.device.type != "cuda" or config.dp_shard != 1:
+        return batch
+    batch_size = agree(dist, larger_batch(start.model_config, dist.device, batch, compute))
+    if batch_size > batch.batch_size:
+        batch = batch.with_batch_size(batch_size)
+        dist.print0(
+            f"auto_batch: using {batch.flags()} (predicted to fit; the same tokens per step)"
+        )
+    return batch
+
+
+def build_model(
+    config: StartSettings, start: Start, compute: ComputeMode, dist: DistContext
+) -> GPT:
+    """Return the model on this rank's device, computing as `compute` says; sharded, if dp_shard
+    asks for it.
+
+    Raises ValueError, also if the memory cannot hold it, before any of it is taken.
+    """
+    from deskgpt.memory import check_model_fits
+    from deskgpt.sharding import make_mesh, sharded_copy
+
+    shards = shards_of(config.dp_shard, dist.world)
+    builds = dist.is_first or shards == 1
+    check_model_fits(start.model_config, dist.device, not config.eval_only, shards, builds)
+    weights = start.checkpoint.model
+    with nullcontext() if builds else torch.device("meta"):
+        if weights:
+            model = GPT.from_state(start.model_config, weights, start.source)
+        else:
+            model = GPT(start.model_config)
+        model.crop_block_size(config.block_size)
+    if shards == 1:
+        model = model.to(dist.device)
+    else:
+        mesh = make_mesh(dist.device.type, shards, dist.world, config.dist_timeout_s)
+        model = sharded_copy(model, mesh, dist.device, compute.dtype)
+    apply_compute(model, compute, dist.world)
+    return model
+
+
+def restore(start: Start, state: TrainState, trains: bool) -> None:
+    """Give a resumed run its step, optimizer and progress; free what was loaded.
+
+    If something else computes now than before, a line is printed. Raises ValueError.
+    """
+    saved = start.checkpoint
+    if start.earlier is not None:
+        of_code = {name: state.metadata[name] for name in OF_CODE}
+        for change in changes_between(saved.metadata, of_code):
+            state.dist.print0(f"changed: {change}")
+        state.resume(saved, start.source, trains)
+    saved.model = {}
+    saved.optimizer = None
 
 
 # ---- what a setting is about ---------------------------------------------------------------------
@@ -397,6 +401,20 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
     return settings
 
 
+def settings_to_continue(config: StartSettings, smaller: dict[str, int]) -> dict[str, Any]:
+    """Return the settings that change to continue a run in smaller micro-batches, after memory ran
+    out and its state was saved.
+
+    It has the model of its checkpoint, and a schedule that max_minutes may have shortened.
+    """
+    if config.eval_only:
+        return dict(smaller)
+    out_dir = str(run_folder(config.out_dir))
+    saved = load_checkpoint(out_dir, checksums=False)
+    found = settings_of_model(saved.model_args, out_dir) | smaller
+    return found | {"out_dir": out_dir, "init_from": "resume", "resume_changed": True}
+
+
 def known_settings(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
     names = {f.name for f in fields(cls)}
@@ -444,19 +462,16 @@ def changes_between(before: Any, now: Metadata) -> list[Change]:
     return found
 
 
-def learning_settings(config: Config) -> Metadata:
+def learning_settings(config: StartSettings) -> Metadata:
     """Return what the settings say about learning, without the schedule.
 
     The cut of a global batch does not count.
     """
-    found = {
-        name: value
-        for name, value in asdict(config).items()
-        if name not in NOT_LEARNING | {*SCHEDULE}
-    }
-    if config.optimizer != "muon":
+    left_out = NOT_LEARNING | {*SCHEDULE}
+    found = {name: value for name, value in asdict(config).items() if name not in left_out}
+    if found["optimizer"] != "muon":
         del found["momentum"]
-    return found | {"sequences per step": config.batch_size * config.gradient_accumulation_steps}
+    return found | {"sequences per step": config.batch_split().global_batch_size}
 
 
 def first_changed_lr(before: Any, rate: Callable[[int], float]) -> list[Change]:

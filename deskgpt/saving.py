@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +15,21 @@ from torch.utils._pytree import tree_map_only
 
 from deskgpt.checkpoint import Checkpoint, clean_out_dir, run_folder, save_checkpoint, step_of_best
 from deskgpt.distributed import DistContext, is_dtensor, is_sharded, local, unsharded
+from deskgpt.evaluation import Evaluation
 from deskgpt.logger import RunLogger
-from deskgpt.stopping import Config
+from deskgpt.resume import Start
 from deskgpt.train_state import TrainState
+
+
+class SaveSettings(Protocol):
+    """What this file reads of train.py's settings."""
+
+    @property
+    def out_dir(self) -> str: ...
+    @property
+    def always_save_checkpoint(self) -> bool: ...
+    @property
+    def eval_only(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -36,16 +50,22 @@ class Checkpointer:
     is_finetuning: bool = False  # starts from trained weights: step 0 may be the best, and is saved
     error: OSError | ValueError | None = None  # of the last save
     is_out_dir_clean: bool = False  # what earlier runs left in out_dir is tidied
+    saves_each_evaluation: bool = True  # False: only the best so far
+    writes: bool = True  # False: no checkpoint at all
+    saved_at: float = field(default_factory=time.perf_counter)  # the instant of the last save
 
     @classmethod
-    def of(cls, config: Config, best_val_loss: float, state: TrainState) -> Checkpointer:
-        """Return the saver of a run. best_val_loss: of the best checkpoint in its folder."""
-        shard_ranks = state.dist if is_sharded(state.model) else None
-        saved_step = state.first_step or None
-        is_finetuning = config.init_from not in ("scratch", "resume")
-        out_dir = run_folder(config.out_dir)
+    def of(cls, config: SaveSettings, start: Start, state: TrainState) -> Checkpointer:
+        """Return the checkpointer of a run that goes on from `start`."""
         return cls(
-            out_dir, state.dist.print0, best_val_loss, shard_ranks, saved_step, is_finetuning
+            run_folder(config.out_dir),
+            state.dist.print0,
+            start.checkpoint.best_val_loss,
+            state.dist if is_sharded(state.model) else None,
+            state.first_step or None,
+            start.is_finetuning,
+            saves_each_evaluation=config.always_save_checkpoint,
+            writes=not config.eval_only,
         )
 
     # ---- in a run --------------------------------------------------------------------------------
@@ -59,16 +79,33 @@ class Checkpointer:
         is_best = val_loss < self.best_val_loss and (step > 0 or self.is_finetuning)
         return self.shard_ranks.gather(is_best)[0] if self.shard_ranks else is_best
 
+    def save_if_due(
+        self, state: TrainState, logger: RunLogger, val: Evaluation | None, save_is_due: bool
+    ) -> None:
+        """Save if the time has come, or after this evaluation of the step."""
+        if val is not None and not save_is_due:
+            save_is_due = self.saves_each_evaluation or self.is_best(val.loss, state.step)
+        if save_is_due:
+            self.save_if_new(state, logger, val)
+
     def save_if_new(
-        self, state: TrainState, logger: RunLogger, best_val_loss: float | None = None
+        self,
+        state: TrainState,
+        logger: RunLogger,
+        val: Evaluation | None = None,
+        is_restarting: bool = False,
     ) -> None:
         """Save the run as it is now, unless its step was saved already. All ranks call this.
 
-        best_val_loss: the model's, if it is_best.
+        val: an evaluation of this model, which may be the best. is_restarting: save untrained
+        weights, too.
         """
-        is_best = best_val_loss is not None
+        self.saved_at = time.perf_counter()
+        if not self.writes:
+            return
         with logger.timer.timed("saving"):
-            is_untrained = state.step == 0 and not self.is_finetuning
+            is_best = val is not None and self.is_best(val.loss, state.step)
+            is_untrained = state.step == 0 and not (self.is_finetuning or is_restarting)
             is_saved = not is_best and (
                 is_untrained or (state.step == self.saved_step and self.error is None)
             )
@@ -81,8 +118,8 @@ class Checkpointer:
                 logger.event(
                     "save", f"saving checkpoint to {self.out_dir}", iter=state.step, best=is_best
                 )
-                on_disk = best_val_loss if best_val_loss is not None else self.best_val_loss
-                self.save(state.checkpoint(on_disk, logger.wandb_run_id), is_best)
+                best_val_loss = val.loss if val is not None and is_best else self.best_val_loss
+                self.save(state.checkpoint(best_val_loss, logger.wandb_run_id), is_best)
 
     def kept_text(self) -> str:
         """Return what an error says about the checkpoints."""

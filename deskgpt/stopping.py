@@ -12,14 +12,15 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from deskgpt.distributed import DistContext
+    from deskgpt.train_state import TrainState
 
 
 # ---- signals -------------------------------------------------------------------------------------
@@ -101,52 +102,58 @@ ERROR_REASON = "an error"
 REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR_REASON)
 
 
+class StopSettings(Protocol):
+    """What this file reads of train.py's settings."""
+
+    @property
+    def eval_interval(self) -> int: ...
+    @property
+    def save_minutes(self) -> float: ...
+    @property
+    def max_hours(self) -> float: ...
+    @property
+    def max_minutes(self) -> float: ...
+    @property
+    def patience(self) -> int: ...
+    def schedule(self) -> Schedule: ...
+
+
 class StopConditions:
     """Decides when to save and stop, the same on all ranks.
 
     `reason` is why the run ends, None while it trains.
     """
 
-    def __init__(
-        self,
-        dist: DistContext,
-        started: float,
-        max_hours: float,
-        save_minutes: float,
-        patience: int,
-    ) -> None:
-        """started: the instant of the run's start."""
+    def __init__(self, config: StopSettings, dist: DistContext) -> None:
         self.reason: str | None = None
         self.dist = dist
-        self.save_minutes = save_minutes
-        self.patience = patience
-        self._ends_at = started + (3600 * max_hours or math.inf)
+        self.started = signal_handler.installed_at or time.perf_counter()  # of the run
+        self.save_minutes = config.save_minutes
+        self.patience = config.patience
+        self.smaller: dict[str, int] | None = None  # the settings with which the run goes on
+        self._budget = TimeBudget(config, self.started, dist)
+        self._ends_at = self.started + (3600 * config.max_hours or math.inf)
         self._failure: Exception | None = None
-        self._saved_at = time.perf_counter()
         signal_handler.signal = None  # an earlier run in the same process may have left one
 
-    def check(self, can_save: bool) -> bool:
+    def check(self, can_save: bool, saved_at: float) -> bool:
         """Set `reason` if the run should stop.
 
         Return whether a checkpoint is due that no evaluation asks for.
 
         can_save: something would be lost if a signal ended the process at once; from now on it is
-        handled here.
+        handled here. saved_at: the instant of the last save.
         """
         if can_save:
             signal_handler.handle_signals()
         now = time.perf_counter()
-        reason = "save" if now >= self._saved_at + (60 * self.save_minutes or math.inf) else ""
+        reason = "save" if now >= saved_at + (60 * self.save_minutes or math.inf) else ""
         if now >= self._ends_at:
             reason = "max_hours"
         agreed = self._agree(reason)
         if agreed not in ("", "save"):
             self.reason = agreed
         return agreed == "save"
-
-    def mark_saved(self) -> None:
-        """Count save_minutes from now on: a checkpoint was begun."""
-        self._saved_at = time.perf_counter()
 
     def is_interrupted(self) -> bool:
         """Return whether a signal has broken off an evaluation on some rank, and set `reason`."""
@@ -164,6 +171,10 @@ class StopConditions:
         """Set `reason` after `patience` evaluations in a row without an improvement."""
         if 0 < self.patience <= without_improvement(evaluations):
             self.reason = "patience"
+
+    def replan(self, state: TrainState, timer: StepTimer) -> Schedule:
+        """Return the schedule from now on, which max_minutes shortens as the steps take."""
+        return self._budget.replan(state.schedule, state.step, state.step - state.first_step, timer)
 
     def stop_on_signal(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items until a signal comes.
@@ -186,6 +197,7 @@ class StopConditions:
             raise error
         error.__context__ = None  # the pass that ran out of memory: its frames hold activations
         self._failure = error
+        self.smaller = getattr(error, "smaller", None)
         self.reason = ERROR_REASON
 
     def exit(self) -> None:
@@ -201,10 +213,6 @@ class StopConditions:
 # ---- how long a run is ---------------------------------------------------------------------------
 
 
-# A TrainConfig of train.py, which is above this room: naming it here would be a circle.
-Config = Any
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The settings that say when a run ends and which learning rate a step has, by their names in
@@ -218,11 +226,6 @@ class Schedule:
     lr_schedule: str
     warmup_iters: int
     lr_decay_iters: int
-
-    @classmethod
-    def of(cls, config: Config) -> Schedule:
-        """Return the schedule that the settings ask for."""
-        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
     @property
     def end(self) -> int:
@@ -261,23 +264,22 @@ class TimeBudget:
     earlier by itself keeps its schedule. Without max_minutes nothing changes.
     """
 
-    def __init__(self, config: Config, started: float, dist: DistContext) -> None:
+    def __init__(self, config: StopSettings, started: float, dist: DistContext) -> None:
         """started: when the clock began."""
-        self.wanted = Schedule.of(config)
-        self.is_limited = config.max_minutes > 0 and not config.eval_only
-        self.eval_interval: int = config.eval_interval
-        self.ends_at = started + 60 * config.max_minutes
+        self.wanted = config.schedule()
+        self.eval_interval = config.eval_interval
+        self.ends_at = started + (60 * config.max_minutes or math.inf)
         self.dist = dist
         self._next_step = 1  # at which the steps are planned
 
-    def replan(self, schedule: Schedule, step: int, timer: StepTimer) -> Schedule:
-        """Return the schedule that fits after `step` steps: planned PLANS times, from the steps so
-        far.
+    def replan(self, schedule: Schedule, step: int, done: int, timer: StepTimer) -> Schedule:
+        """Return the schedule that fits after `step` steps: planned PLANS times, from the `done`
+        steps of this process.
         """
-        if not self.is_limited or step < self._next_step:
+        if self.ends_at == math.inf or step < self._next_step:
             return schedule
         wanted = self.wanted
-        step_s = self.dist.max(timer.train_s() / step)
+        step_s = self.dist.max(timer.train_s() / done)
         eval_s = self.dist.max(sum(timer.last_s.values()))
         left_s = -self.dist.max(time.perf_counter() - self.ends_at)  # the least of all ranks
         # The last evaluation comes after the steps, the others between them.
@@ -293,6 +295,15 @@ class TimeBudget:
 
 
 # ---- where its time goes -------------------------------------------------------------------------
+
+
+class LogWindow(NamedTuple):
+    """The steps from one log line to the next."""
+
+    steps: int
+    tokens: int  # over all ranks
+    seconds: float
+    wait_s: float  # of these, waiting for data
 
 
 class StepTimer:
@@ -341,9 +352,8 @@ class StepTimer:
 
     def log_window(
         self, steps: int, tokens: int, done_at: float, spent_s: tuple[float, float]
-    ) -> tuple[float, float, float]:
-        """Return what the steps since the last call took: (seconds per step, tokens per second,
-        share of waiting).
+    ) -> LogWindow:
+        """Return the steps since the last call.
 
         done_at: when the device had done the last of them. spent_s: by the time that it was queued.
         """
@@ -353,7 +363,7 @@ class StepTimer:
         wait_s = total_wait_s - self._window_wait_s
         self.window_ended_s = now_s
         self._window_wait_s = total_wait_s
-        return window_s / steps, tokens / window_s, wait_s / window_s
+        return LogWindow(steps, tokens, window_s, wait_s)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:

@@ -17,10 +17,11 @@ from data.batches import BatchSplit
 from data.dataset import Dataset
 from deskgpt.checkpoint import Checkpoint, check_loadable
 from deskgpt.compute import ComputeMode
+from deskgpt.device import code_versions
 from deskgpt.distributed import DistContext, is_sharded
 from deskgpt.errors import reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.optim import OptimizerState
+from deskgpt.optim import OptimizerState, keep_rates_of_groups
 from deskgpt.stopping import EvalRecord, Schedule
 from model import GPT
 
@@ -105,6 +106,12 @@ class TrainState:
     _saved_extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.metadata = (
+            self.data.metadata
+            | self.data.eval_metadata(self.batching)
+            | code_versions(self.variant, self.dist.device)
+        )
+        keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
         self.optimizer_state = OptimizerState(self.optimizer, self.model)
         self.optimizer.register_step_pre_hook(self._note_rates)
         if not self.settings["eval_only"]:
@@ -132,7 +139,7 @@ class TrainState:
 
         Print a share that differs from the resumed run's last.
 
-        So a rate that is changed in main is noticed. Start.check_same_experiment compares `rate`
+        So a rate that is changed in main is noticed. check_same_experiment compares `rate`
         itself.
         """
         rate = self.rate(self.schedule, self.step)

@@ -31,7 +31,7 @@ from data.text.prepare import prepare
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import CKPT_BEST, load_checkpoint
 from deskgpt.logger import read_events
-from deskgpt.stopping import SIGNALS
+from deskgpt.stopping import SIGNALS, signal_handler
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +143,7 @@ def script(
             code = e.code or 0
         finally:
             signal.set_wakeup_fd(-1)
+            signal_handler.installed_at = None  # main may run in this process later on
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return Finished(code, *capfd.readouterr())

@@ -10,6 +10,7 @@ import functools
 import itertools
 import random
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from tiny_models import make, tokens
 from torch import Tensor
 
 import model as model_module
+import train
 from deskgpt.compute import CudaGraph
 from deskgpt.stopping import StopConditions, signal_handler
 from model import GPT, Block, GPTConfig
@@ -101,10 +103,10 @@ def test_signal_a_save_and_a_resumed_run_leave_no_trace(chars, tmp_path, monkeyp
     handled = iter([None] * 5 + [signal.SIGTERM])
     poll = StopConditions.check
 
-    def with_signal(self, has_work):
-        if has_work:
+    def with_signal(self, can_save, saved_at):
+        if can_save:
             signal_handler.signal = next(handled, None)
-        return poll(self, has_work)
+        return poll(self, can_save, saved_at)
 
     monkeypatch.setattr(StopConditions, "check", with_signal)
     with pytest.raises(SystemExit):
@@ -116,20 +118,6 @@ def test_signal_a_save_and_a_resumed_run_leave_no_trace(chars, tmp_path, monkeyp
     found = {e["iter"]: (e["loss"], e["grad_norm"]) for e in events(halves, "iter")}
     assert [found[step] for step in range(8)] == plain
     assert_equal(weights(tmp_path / "plain"), weights(halves))
-
-
-def test_memory_that_runs_out_with_a_graph_first_costs_the_graph(chars, tmp_path, monkeypatch):
-    plain = trained(chars, tmp_path / "plain", cuda_graph=False)
-    replay, calls = torch.cuda.CUDAGraph.replay, itertools.count()
-
-    def starved(graph):
-        if next(calls) == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        replay(graph)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", starved)
-    assert trained(chars, tmp_path / "graph") == plain
-    assert not events(tmp_path / "graph", "out_of_memory")  # the micro-batch was not halved
 
 
 def test_recording_that_does_not_fit_leaves_the_run_without_a_graph(
@@ -147,24 +135,28 @@ def test_recording_that_does_not_fit_leaves_the_run_without_a_graph(
     assert lines == {f"no CUDA graph: {why}", f"evaluations without a CUDA graph: {why}"}
 
 
-def test_run_out_of_memory_after_many_steps_keeps_them(chars, tmp_path, monkeypatch):
-    """One rank, no smaller micro-batch allowed: the state of the last whole step is saved before
-    the run ends.
-    """
+@pytest.mark.parametrize("auto_batch", [True, False])
+def test_run_out_of_memory_after_many_steps_keeps_them(auto_batch, chars, tmp_path, monkeypatch):
+    """It goes on in half the micro-batch, or is saved for a resumed run."""
+    settings = {"auto_batch": auto_batch, "cuda_graph": False, "eval_interval": 100}
     backward, calls = torch.Tensor.backward, itertools.count()
 
     def starved(x, *args, **kwargs):
-        if next(calls) >= 16:
+        if next(calls) == (5 if auto_batch else 16):  # in step 5
             raise torch.OutOfMemoryError("CUDA out of memory")
         backward(x, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "backward", starved)
-    with pytest.raises(ValueError, match="out of memory"):
-        trained(chars, tmp_path, cuda_graph=False, eval_interval=100)
-    monkeypatch.undo()
-    assert events(tmp_path, "save")[-1]["iter"] == 5
-    main(tiny(chars, tmp_path, **(RUN | {"init_from": "resume"})))
-    assert events(tmp_path, "iter")[-1]["iter"] == 7
+    c = tiny(chars, tmp_path, **RUN | settings)
+    if auto_batch:
+        train.main_that_fits(c)
+        assert events(tmp_path, "out_of_memory")[0]["iter"] == 5
+    else:
+        with pytest.raises(ValueError, match="out of memory"):
+            train.main_that_fits(c)
+        main(tiny(chars, tmp_path, **RUN | {"init_from": "resume"}))
+    assert events(tmp_path, "save")[0]["iter"] == 5
+    assert [e["iter"] for e in events(tmp_path, "iter")] == [*range(8)]
 
 
 # ---- changed models ------------------------------------------------------------------------------
@@ -306,6 +298,34 @@ def compared(monkeypatch, edit=None, prepare=lambda model: None, **options):
     assert found == plain
     assert_equal(dict(plain_model.state_dict()), dict(graphed_model.state_dict()))
     return lines, recordings
+
+
+def test_evaluation_that_runs_out_of_memory_frees_the_graphs_and_is_repeated():
+    model = make(replace(CONFIG, dropout=0.0)).to(CUDA)
+    ids = tokens(2, 33, vocab=CONFIG.vocab_size).to(CUDA)
+    batch = (ids[:, :-1], ids[:, 1:])
+    calls = itertools.count()
+
+    def train_pass(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = model(x, y)[1]
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    def eval_pass(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"loss": model(x, y)[1]}
+
+    training = CudaGraph(train_pass, model, enabled=True, eager_calls=1)
+    evaluation = CudaGraph(eval_pass, model, enabled=True, shares_memory_with=training)
+    training(*batch)
+    training(*batch)
+    assert (training.recordings, training.drops) == (1, 0)
+    with torch.no_grad():
+        loss = evaluation(*batch)["loss"]
+    torch.testing.assert_close(loss, model(*batch)[1].detach())
+    assert evaluation.drops == 1
+    assert next(calls) == 2
 
 
 def test_plain_model_is_replayed_and_the_recorded_pass_is_one_of_the_run(monkeypatch, replays):

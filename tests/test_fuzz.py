@@ -33,7 +33,6 @@ import train
 from bench.analysis import comparison, page
 from bench.analysis.logs import read_runs
 from configurator import build, configure
-from data.batches import BatchSplit
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.checkpoint import CKPT, load_checkpoint, run_folder
@@ -43,7 +42,6 @@ from deskgpt.distributed import DistContext
 from deskgpt.errors import is_out_of_memory, one_line_errors
 from deskgpt.optim import make_optimizer
 from deskgpt.resume import resumed_settings
-from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -171,11 +169,11 @@ odd_words |= st.sampled_from(
 def test_arguments(words):
     with ends_as_documented():
         c = configure(TrainConfig, words)
-        schedule = Schedule.of(c)
+        schedule = c.schedule()
         for step in (0, 1, c.warmup_iters, c.max_iters, c.lr_decay_iters):
             train.learning_rate(schedule, max(0, step))
         GPTConfig.from_settings(c, 256)
-        BatchSplit.of(c)
+        c.batch_split()
         run_folder(c.out_dir)
         resolve_device(c.device)
 
@@ -301,10 +299,11 @@ def test_untrusted_checkpoints(folder, data, random):
         cpu = torch.device("cpu")
         optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
         scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
-        none: Any = SimpleNamespace(tokenizer=None, chat=None)
+        none: Any = SimpleNamespace(tokenizer=None, chat=None, metadata={})
+        none.eval_metadata = lambda batching: {}
         one = DistContext(cpu)
-        cut = BatchSplit.of(c)
-        schedule = Schedule.of(c)
+        cut = c.batch_split()
+        schedule = c.schedule()
         run = TrainState(
             asdict(c),
             model,

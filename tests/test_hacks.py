@@ -36,7 +36,6 @@ from data.batches import Split
 from deskgpt import kernels, saving
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.kv_cache import KVCache
-from deskgpt.stopping import Schedule
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -176,7 +175,7 @@ def lion_step(optimizer: Any, means: dict[Tensor, Tensor]) -> None:
 
 def plain_rate(name: str, c: TrainConfig, step: int) -> float:
     if name != "sqrt_decay" or step < c.warmup_iters:
-        return train.learning_rate(Schedule.of(c), step)
+        return train.learning_rate(c.schedule(), step)
     done = (step - c.warmup_iters) / (c.max_iters - c.warmup_iters)
     return c.learning_rate * (0.1 + 0.9 * (1 - math.sqrt(done)))
 

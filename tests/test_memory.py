@@ -29,7 +29,7 @@ from deskgpt.memory import (
     TARGET_FIXED_SHARE,
     USABLE_SHARE,
     StepShape,
-    halved_batch,
+    batch_too_large,
     larger_batch,
     largest_batch,
     reported_speed,
@@ -38,9 +38,9 @@ from deskgpt.memory import (
     with_fewest_chunks,
 )
 from deskgpt.optim import make_optimizer
-from deskgpt.resume import Start
+from deskgpt.resume import Start, choose_compute_and_batch
 from model import GPT, GPTConfig
-from train import TrainConfig, main
+from train import TrainConfig, main_that_fits
 
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
 
@@ -172,13 +172,14 @@ def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run
 ):
     config = GPTConfig(bias=False)
     variant = ComputeMode("bfloat16", compiled=True, residual_dtype="bfloat16")
-    batching = BatchSplit(batch_size=16, block_size=1024)
+    monkeypatch.setattr("deskgpt.resume.choose_compute", lambda config, dist, earlier: variant)
     card = DistContext(torch.device("cuda"))
 
     def chunks(gib: float, **earlier: Any) -> int:
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib * 2**30)
         init = Start("", config, Checkpoint({}, {}, variant={"device": "cuda"} | earlier))
-        found = init.with_loss_chunks(TrainConfig(), variant, batching, card)
+        c = TrainConfig(auto_batch=False, batch_size=16)
+        found, _ = choose_compute_and_batch(c, init, card)
         model = GPT.without_storage(SMALL)
         apply_compute(model, replace(found, compiled=False))
         assert f"loss in {model.loss_chunks} chunks" in str(found) or model.loss_chunks == 1
@@ -193,9 +194,9 @@ def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training
     with raises_one_line(
         "batch_size=8 ", "--batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256"
     ):
-        halved_batch(CPU, False, BatchSplit(batch_size=8, block_size=16, eval_iters=2))
+        raise batch_too_large(CPU, BatchSplit(batch_size=8, block_size=16, eval_iters=2), False)
     with raises_one_line("not even batch_size=1", "--block_size=32"):
-        halved_batch(CPU, True, BatchSplit(batch_size=1, block_size=64))
+        raise batch_too_large(CPU, BatchSplit(batch_size=1, block_size=64), True)
 
 
 # ---- plans, for this machine and for cards that are not here -------------------------------------
@@ -204,7 +205,9 @@ def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training
 def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
     """Return what the plan of a tiny model's run prints."""
     usual: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 32}
-    main(TrainConfig(**usual | {"plan_for": "H100", "gradient_accumulation_steps": 1} | settings))
+    main_that_fits(
+        TrainConfig(**usual | {"plan_for": "H100", "gradient_accumulation_steps": 1} | settings)
+    )
     assert not dist.is_initialized()
     return capsys.readouterr().out
 
@@ -366,4 +369,4 @@ def test_cards_and_ranks_that_cannot_be_are_refused_in_one_line():
     ]
     for options, named in cases:
         with raises_one_line(*named):
-            main(TrainConfig(**options))
+            main_that_fits(TrainConfig(**options))

@@ -25,7 +25,6 @@ from deskgpt.compiling import work_around_gcc
 from deskgpt.compute import ComputeMode, apply_compute, autocast, choose_compute, saved_compute
 from deskgpt.distributed import DistContext
 from deskgpt.kernels import causal_attention
-from deskgpt.stopping import Schedule
 from model import GPT, GPTConfig, rotate
 from train import TrainConfig, main
 
@@ -248,7 +247,7 @@ def test_run_of_minutes_ends_in_time_and_keeps_to_max_iters(chars, tmp_path):
     assert last["lr"] == pytest.approx(1e-3, rel=0.5)  # the schedule ends with the run
     main(tiny(chars, tmp_path / "short", max_minutes=10.0, max_iters=5))
     assert events(tmp_path / "short", "end")[0]["iter"] == 5
-    assert Schedule.of(tiny(chars, tmp_path)).end == 6
+    assert tiny(chars, tmp_path).schedule().end == 6
 
 
 @pytest.mark.parametrize(

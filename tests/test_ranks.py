@@ -40,12 +40,17 @@ from configurator import build
 from data.batches import BatchSplit, Split, eval_batches
 from deskgpt import peaks
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
-from deskgpt.compute import ComputeMode
+from deskgpt.compute import ComputeMode, choose_compute
 from deskgpt.distributed import DistContext, DistEnv, dist_env
 from deskgpt.errors import one_line_errors
 from deskgpt.evaluation import evaluate
 from deskgpt.memory import larger_batch
-from deskgpt.resume import Start, check_same_on_all_hosts, settings_of_start
+from deskgpt.resume import (
+    Start,
+    check_same_on_all_hosts,
+    choose_compute_and_batch,
+    settings_of_start,
+)
 from deskgpt.stopping import StopConditions, signal_handler
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -195,11 +200,8 @@ def test_ranks_with_other_cards_compute_alike_and_share_the_rows(cards, dtype, c
             patch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
             on_card = replace(ranks, device=torch.device("cuda"))
             init = Start("scratch", model_config, Checkpoint({}, {}))
-            variant = init.choose_compute(c, on_card)
-            batching = init.choose_batch(c, variant, on_card)
-            own = larger_batch(
-                model_config, on_card.device, BatchSplit.of(c, ranks.rank, 2), variant
-            )
+            variant, batching = choose_compute_and_batch(c, init, on_card)
+            own = larger_batch(model_config, on_card.device, c.batch_split(ranks.rank, 2), variant)
         rows = [
             int(row)
             for micro_step in range(batching.micro_steps_per_rank)
@@ -220,7 +222,7 @@ def test_ranks_with_other_cards_compute_alike_and_share_the_rows(cards, dtype, c
 def test_ranks_without_a_card_are_refused_beside_those_with_one(tmp_path):
     def choose(ranks: DistContext) -> None:
         ranks = replace(ranks, device=torch.device("cuda" if ranks.rank else "cpu"))
-        Start("scratch", GPTConfig(), Checkpoint({}, {})).choose_compute(TrainConfig(), ranks)
+        choose_compute(TrainConfig(), ranks, {})
 
     for message in on_ranks(choose, 2, tmp_path):
         assert_one_line(message, "rank 0 cpu", "rank 1 cuda", "--device=cpu")
@@ -242,7 +244,7 @@ def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_pat
         model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
         model.register_forward_hook(count)
         batching = BatchSplit(1, grad_accum_steps=2, eval_tokens=20, rank=ranks.rank, world=2)
-        stops = StopConditions(ranks, 0.0, 0.0, 0.0, 0)
+        stops = StopConditions(TrainConfig(), ranks)
         evaluate(
             model, ComputeMode(), stops.stop_on_signal(eval_batches(split, batching, CPU)), ranks
         )

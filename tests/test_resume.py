@@ -99,8 +99,8 @@ def at_step(step: int, action: Callable[[], None]) -> None:
     """Call a function when a step is logged."""
     log_step = RunLogger.step
 
-    def logged(self, at, lr, tokens, **numbers):
-        log_step(self, at, lr, tokens, **numbers)
+    def logged(self, at, tokens, **numbers):
+        log_step(self, at, tokens, **numbers)
         if at == step:
             action()
 

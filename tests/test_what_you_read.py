@@ -32,7 +32,6 @@ from deskgpt.compute import ComputeMode, apply_compute, autocast
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import keep_rates_of_groups
 from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
-from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
 from train import TrainConfig, main
@@ -271,9 +270,9 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(
 
     monkeypatch.setattr(GPT, "forward", with_nan)
     source = (ROOT / "train.py").read_text(encoding="utf-8")
-    lines = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", source, re.S)[0].splitlines(
-        keepends=True
-    )
+    block = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", source, re.S)[0]
+    lines = re.findall(r"^ {12}\S.*?\n(?= {12}[^ )]|\Z)", block, re.M | re.S)
+    assert "".join(lines) == block
     assert len(lines) == 5
     calls: list[bool] = []
     settings = {"max_iters": 4, "eval_interval": 2}
@@ -353,7 +352,7 @@ NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("norm", GPT),
     ("activation", lambda c: GPT(c)(torch.zeros(1, 4, dtype=torch.long))),
     ("optimizer", lambda c: train.build_optimizer(c, GPT(GPTConfig(**SMALLEST)))),
-    ("lr_schedule", lambda c: train.learning_rate(Schedule.of(c), c.max_iters // 2)),
+    ("lr_schedule", lambda c: train.learning_rate(c.schedule(), c.max_iters // 2)),
     (
         "activation_checkpoint",
         lambda c: apply_compute(MagicMock(), ComputeMode(recompute=c.activation_checkpoint)),
@@ -375,10 +374,8 @@ def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, co
 
 
 def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path, monkeypatch):
-    for name in ("mfu", "lr", "iter"):
-        module = edited_train(
-            monkeypatch, "lr, tokens, grad_norm", f"lr, tokens, {name}=0.5, grad_norm"
-        )
+    for name in ("time_ms", "tokens", "iter"):
+        module = edited_train(monkeypatch, "**loss_sums,", f"**loss_sums, {name}=0.5")
         with raises_one_line(f"report.step({name}=...)", "another name"):
             run_of(module, chars, tmp_path / name, max_iters=1)
 
