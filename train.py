@@ -23,73 +23,15 @@ if __name__ == "__main__":
     open_standard_files()
     signal_handler.install()  # before torch is imported, which takes seconds
 
-import functools
-import gc
-import math
-import os
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-import numpy as np
-import torch
-import torch.nn as nn
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
-
-from configurator import HELP, build, read_settings
-from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
-from data.dataset import Dataset
-from data.token_files import dataset_folder
-from deskgpt.checkpoint import run_folder
-from deskgpt.compute import ComputeMode, CudaGraph, autocast, seed_all, set_seed
-from deskgpt.device import keep_freed_memory, limit_threads
-from deskgpt.distributed import (
-    DistContext,
-    dist_env,
-    gradient_norms,
-    init_distributed,
-    shutdown_distributed,
-    wrap_ddp,
-)
-from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
-from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
-from deskgpt.files import RESTART_S, lock_out_dir
-from deskgpt.logger import STEP_FIELDS, RunLogger
-from deskgpt.monitor import LossMonitor
-from deskgpt.optim import make_optimizer, step_if_finite
-from deskgpt.peaks import find_cards
-from deskgpt.resume import (
-    REMOVED_SETTINGS,
-    build_model,
-    check_same_experiment,
-    choose_compute_and_batch,
-    find_start,
-    restore,
-    settings_of_start,
-    settings_to_continue,
-)
-from deskgpt.saving import Checkpointer
-from deskgpt.settings import AtLeast1, FilePath, Fraction, Range
-from deskgpt.stopping import Schedule
-from deskgpt.train_state import TrainState
+from deskgpt.settings import REMOVED_SETTINGS, AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
-
-DATA = Path(__file__).parent / "data"
-# Settings that a run changes: max_minutes the schedule, auto_batch the micro-batch.
-READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)} | {
-    "batch_size": "state.batching.batch_size",
-    "gradient_accumulation_steps": "state.batching.grad_accum_steps",
-}
-MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
-    # Settings of earlier versions, which old config files may have.
-    retired: ClassVar[dict[str, str]] = REMOVED_SETTINGS
     # input and output
     out_dir: FilePath = "out"  # its ckpt.pt, the last model; or a file: out/ckpt_best.pt, the best
     dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
@@ -147,6 +89,9 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     wandb_project: str = "owt"  # the project that shows the run
     wandb_run_name: str = "gpt2"  # how the project names it
 
+    # Settings of earlier versions, which old config files may have.
+    retired: ClassVar[dict[str, str]] = REMOVED_SETTINGS
+
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         sequences = self.batch_size * self.gradient_accumulation_steps
@@ -189,6 +134,65 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         It names what to read instead.
         """
         return cast("TrainConfig", SettingsInLoop(self, READ_FROM_STATE))
+
+
+# ---- what main uses -----------------------------------------------------------------------------
+
+import functools
+import gc
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from configurator import HELP, build, read_settings
+from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
+from data.dataset import Dataset
+from data.token_files import dataset_folder
+from deskgpt.checkpoint import run_folder
+from deskgpt.compute import ComputeMode, CudaGraph, autocast, seed_all, set_seed
+from deskgpt.device import keep_freed_memory, limit_threads
+from deskgpt.distributed import (
+    DistContext,
+    dist_env,
+    gradient_norms,
+    init_distributed,
+    shutdown_distributed,
+    wrap_ddp,
+)
+from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
+from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
+from deskgpt.files import RESTART_S, lock_out_dir
+from deskgpt.logger import STEP_FIELDS, RunLogger
+from deskgpt.monitor import LossMonitor
+from deskgpt.optim import make_optimizer, step_if_finite
+from deskgpt.peaks import find_cards
+from deskgpt.resume import (
+    build_model,
+    check_same_experiment,
+    choose_compute_and_batch,
+    find_start,
+    restore,
+    settings_of_start,
+    settings_to_continue,
+)
+from deskgpt.saving import Checkpointer
+from deskgpt.stopping import Schedule
+from deskgpt.train_state import TrainState
+
+# Settings that a run changes: max_minutes the schedule, auto_batch the micro-batch.
+READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)} | {
+    "batch_size": "state.batching.batch_size",
+    "gradient_accumulation_steps": "state.batching.grad_accum_steps",
+}
+MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
 
 
 class SettingsInLoop:

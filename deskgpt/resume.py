@@ -312,8 +312,6 @@ NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | MICRO_BATCH_SETTING
 # experiment.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
-# Settings of earlier versions, which old config files have, and what there is in their place.
-REMOVED_SETTINGS = {"fp8": "docs/hacks/fp8.patch trains the blocks' linear layers in 8 bits"}
 # What runs have that do not say it, such as nanoGPT's: whatever the defaults are now.
 WITHOUT_CHOICE = GPT2_CHOICES | {"optimizer": "adamw", "lr_schedule": "cosine"}
 # What a resumed run takes from its checkpoint.

@@ -40,6 +40,8 @@ class Range:
         return f"at least {self.low:,}" + "".join(finite)
 
 
+# Settings of earlier versions, which old config files have, and what there is in their place.
+REMOVED_SETTINGS = {"fp8": "docs/hacks/fp8.patch trains the blocks' linear layers in 8 bits"}
 IS_PATH = "path"
 AtLeast1 = Annotated[int, Range(1)]
 Fraction = Annotated[float, Range(0, below=1)]

@@ -33,6 +33,7 @@ import model as definition
 import train
 from configurator import build, read_settings
 from data.batches import Split
+from data.token_files import dataset_folder
 from deskgpt import kernels, saving
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.kv_cache import KVCache
@@ -203,7 +204,7 @@ def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float],
     means: dict[Tensor, Tensor] = {}
     last: list[dict[str, Tensor]] = []  # the weights that are averaged
     losses = []
-    split = Split(train.DATA / c.dataset, "train", c.block_size, vocab_size, c.seed)
+    split = Split(dataset_folder(c.dataset), "train", c.block_size, vocab_size, c.seed)
     B, n = c.batch_size, c.gradient_accumulation_steps
 
     @torch.no_grad()
