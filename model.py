@@ -49,21 +49,21 @@ class ModelSettings:
     """
 
     # model
-    n_layer: Annotated[int, Range(1, 1000)] = 12  # blocks
-    n_head: AtLeast1 = 12  # attention heads of each block
-    n_embd: Annotated[int, Range(1, 2**20)] = 768  # width
+    n_layer: Annotated[int, Range(1, 1000)] = 12  # transformer blocks
+    n_head: AtLeast1 = 12  # attention heads per block
+    n_embd: Annotated[int, Range(1, 2**20)] = 768  # width of the residual stream
     block_size: Annotated[int, Range(1, 2**30)] = 1024  # context length in tokens
     dropout: Fraction = 0.0  # 0 for pretraining; 0.1 and more for small data
-    bias: bool = False  # in Linear and LayerNorm layers
+    bias: bool = False  # have biases in Linear and LayerNorm layers
     # modern choices; the defaults are GPT-2's
-    position: Literal["learned", "rope"] = "learned"  # learned, or rotary (RoPE)
-    norm: Literal["layer", "rms"] = "layer"  # rms: without subtracting the mean
-    qk_norm: bool = False  # RMS norm of each head's queries and keys
-    embedding_norm: bool = False  # RMS norm of token embeddings, for large vocabularies
-    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # gelu is nanoGPT's
-    tie_weights: bool = True  # one matrix for token embedding and head
-    zero_init: bool = False  # projections into the residual stream and an untied head start at 0
-    token_shift: bool = False  # blocks see a quarter of their channels from the token before
+    position: Literal["learned", "rope"] = "learned"  # learned embeddings, or rotary (RoPE)
+    norm: Literal["layer", "rms"] = "layer"  # LayerNorm, or RMSNorm, which subtracts no mean
+    qk_norm: bool = False  # normalise the queries and keys of each head (RMS)
+    embedding_norm: bool = False  # normalise token embeddings (RMS), for large vocabularies
+    activation: Literal["gelu_tanh", "gelu", "relu2"] = "gelu_tanh"  # of the MLP; gelu is nanoGPT's
+    tie_weights: bool = True  # share one matrix between token embedding and head
+    zero_init: bool = False  # start residual projections and an untied head at 0
+    token_shift: bool = False  # take a quarter of a block's channels from the token before
 
     def __post_init__(self) -> None:
         check_fields(self)

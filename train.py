@@ -33,64 +33,67 @@ from model import GPT, GPTConfig, ModelSettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
     # input and output
-    out_dir: FilePath = "out"  # its ckpt.pt, the last model; or a file: out/ckpt_best.pt, the best
-    dataset: FilePath = "openwebtext"  # folder below data/, or a path, with train*.bin and val*.bin
-    init_from: FilePath = "scratch"  # scratch, resume, auto (if it can), gpt2..., a .pt or folder
-    eval_interval: AtLeast1 = 2000  # steps between evaluations, each followed by a checkpoint
-    eval_iters: AtLeast1 = 200  # micro-batches per split and evaluation, at most the whole split
-    eval_tokens: int = 0  # tokens per split instead, whatever the micro-batch; 0 = eval_iters
-    eval_only: bool = False  # evaluate once, write nothing
-    sample_interval: int = 0  # evaluations between short texts in log.jsonl; 0 = no texts
-    dry_run: bool = False  # print the estimate of FLOPs, memory and time, check the model, exit
-    plan_for: str = ""  # print the estimate for a card that is not here: "RTX 4070", "8x A100 80GB"
-    log_interval: AtLeast1 = 1  # steps per log line
-    always_save_checkpoint: bool = True  # False: save only if the validation loss improves
+    out_dir: FilePath = "out"  # folder of the run; out/ckpt_best.pt resumes from the best model
+    dataset: FilePath = "openwebtext"  # folder in data/, or a path, with train*.bin and val*.bin
+    init_from: FilePath = "scratch"  # scratch, resume, auto (resume if it can), gpt2, or a file
+    eval_interval: AtLeast1 = 2000  # evaluate, and save, every so many steps
+    eval_iters: AtLeast1 = 200  # micro-batches that an evaluation reads of each split
+    eval_tokens: int = 0  # tokens that it reads instead; 0 = eval_iters micro-batches
+    eval_only: bool = False  # evaluate once, train nothing and write nothing
+    sample_interval: int = 0  # let the model write a text at every n-th evaluation; 0 = never
+    dry_run: bool = False  # print what the run needs, check the model, and exit
+    plan_for: str = ""  # print what the run needs on another card: "RTX 4070", "8x H100"
+    log_interval: AtLeast1 = 1  # print a line every so many steps
+    always_save_checkpoint: bool = True  # False: save only when the val loss improves
     # saving and stopping
-    save_minutes: float = 15.0  # the longest time between checkpoints; 0 = no limit
-    max_hours: float = 0.0  # stop after this many hours: save, exit, resume later; 0 = no limit
-    patience: int = 0  # stop after this many evaluations without an improvement; 0 = never
-    resume_changed: bool = False  # True: resume although data, batch or schedule have changed
-    on_spike: Literal["go", "stop"] = "go"  # go: only log a loss spike; stop: end the run
+    save_minutes: float = 15.0  # save at least this often; 0 = only at evaluations
+    max_hours: float = 0.0  # save and stop after this time, to resume later; 0 = no limit
+    patience: int = 0  # stop after so many evaluations without improvement; 0 = never
+    resume_changed: bool = False  # True: resume even if data, batch or schedule have changed
+    on_spike: Literal["go", "stop"] = "go"  # when the loss spikes, log it and go on, or end the run
     # batch
-    batch_size: AtLeast1 = 12  # sequences per micro-batch; lower this first when memory runs out
+    batch_size: AtLeast1 = 12  # sequences per micro-batch; halve this first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
-    auto_batch: Literal["auto", True, False] = "auto"  # take what fits; auto: on CUDA
+    auto_batch: Literal["auto", True, False] = "auto"  # take a larger one that fits; auto: on CUDA
     # optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for blocks' matrices, AdamW else
-    learning_rate: float = 6e-4  # its maximum
-    max_iters: int = 600000  # steps
-    max_minutes: float = 0.0  # wall-clock budget: max_iters and schedule shrink to fit; 0 = none
-    weight_decay: float = 1e-1  # of matrices and embeddings
-    beta1: Fraction = 0.9  # AdamW: decay of the first moment
-    beta2: Fraction = 0.95  # AdamW: decay of the second moment
-    momentum: Fraction = 0.95  # of Muon
-    grad_clip: float = 1.0  # longest gradient norm; 0 = no limit
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon for blocks' matrices, AdamW for the rest
+    learning_rate: float = 6e-4  # the peak, reached after the warm-up
+    max_iters: int = 600000  # optimizer steps
+    max_minutes: float = 0.0  # train this long: shortens max_iters and schedule; 0 = no limit
+    weight_decay: float = 1e-1  # of matrices and embeddings; norms and biases have none
+    beta1: Fraction = 0.9  # AdamW's decay of the first moment
+    beta2: Fraction = 0.95  # AdamW's decay of the second moment
+    momentum: Fraction = 0.95  # Muon's momentum
+    grad_clip: float = 1.0  # clip the gradients to this norm; 0 = do not clip
     # learning rate schedule
-    decay_lr: bool = True  # False: constant from the first step
-    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid: the last fifth
-    warmup_iters: int = 2000  # steps; linear
-    lr_decay_iters: int = 0  # step at which min_lr is reached; 0 = max_iters
-    min_lr: float | None = None  # None = learning_rate / 10
+    decay_lr: bool = True  # False: stay at learning_rate from the first step
+    lr_schedule: Literal["cosine", "linear", "trapezoid"] = "cosine"  # trapezoid falls at the end
+    warmup_iters: int = 2000  # steps in which the rate rises to its peak
+    lr_decay_iters: int = 0  # step at which the rate arrives at min_lr; 0 = max_iters
+    min_lr: float | None = None  # the lowest rate after the warm-up; None = a tenth of the peak
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls, not of weights
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++; auto: if they compile here
     deterministic: bool = False  # True: the same bits in each run on a card, 8% slower on an H200
-    compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
-    cuda_graph: Literal["auto", True, False] = "auto"  # of a micro-batch; auto: on CUDA
-    activation_checkpoint: Literal["none", "full"] = "none"  # full: recompute them in less memory
+    compile: Literal["auto", True, False] = "auto"  # torch.compile the blocks; auto: on CUDA
+    cuda_graph: Literal["auto", True, False] = (
+        "auto"  # replay micro-batches; auto: on CUDA
+    )
+    activation_checkpoint: Literal["none", "full"] = (
+        "none"  # full: compute twice, keep less
+    )
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto = nccl on CUDA, gloo elsewhere
-    dp_shard: Annotated[int, Range(-1)] = 1  # ranks that share weights; -1 = all; 1 = DDP
-    dist_timeout_s: Annotated[float, Range(1)] = 600.0  # the longest that ranks wait for each other
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on CUDA, gloo elsewhere
+    dp_shard: Annotated[int, Range(-1)] = 1  # ranks per copy of the weights; -1 = all; 1 = DDP
+    dist_timeout_s: Annotated[float, Range(1)] = 600.0  # end the run if ranks wait this long
     # Weights & Biases
-    wandb_log: bool = False  # WANDB_MODE=offline needs no account
+    wandb_log: bool = False  # log there, too; WANDB_MODE=offline needs no account
     wandb_project: str = "owt"  # the project that shows the run
     wandb_run_name: str = "gpt2"  # how the project names it
 
-    # Settings of earlier versions, which old config files may have.
-    retired: ClassVar[dict[str, str]] = REMOVED_SETTINGS
+    retired: ClassVar[dict[str, str]] = REMOVED_SETTINGS  # which old config files may have
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
