@@ -202,11 +202,17 @@ class RunLogger:
         depends on their time. `loss`, `grad_norm`, `lr`, `tokens_per_s` and `mfu` have places of
         their own in the line.
         """
-        if taken := RESERVED_FIELDS & numbers.keys():
-            name = min(taken)
-            raise ValueError(
-                f"report.step({name}=...): the log has a {name} of its own; give yours another name"
-            )
+        for name, value in numbers.items():
+            if name in RESERVED_FIELDS:
+                raise ValueError(
+                    f"logger.step({name}=...): the log has a {name} of its own; give yours "
+                    "another name"
+                )
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"logger.step({name}=...): a tensor of {value.numel()} numbers; log one of "
+                    "them, such as their mean"
+                )
         self._tokens += tokens
         grad_norm = numbers["grad_norm"]
         assert isinstance(grad_norm, Tensor)
@@ -298,7 +304,7 @@ class RunLogger:
     def smaller_batch(self, settings: dict[str, int]) -> None:
         """Print and log that the run goes on in smaller micro-batches, because memory ran out."""
         flags = " ".join(f"--{name}={value}" for name, value in settings.items())
-        line = f"out of memory: continuing with {flags}, which is the same training"
+        line = f"out of memory, nothing is lost: continuing with {flags}, the same training"
         self.event("out_of_memory", line, iter=self.state.step, **settings)
 
     # ---- evaluations and saves -------------------------------------------------------------------

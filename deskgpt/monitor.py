@@ -26,7 +26,7 @@ class LossMonitor:
     """Keeps the numbers of steps on the device and copies them to the host at log steps, on a CPU
     at each step.
 
-    It looks at them as report.deferred does: at once, on CUDA when the next step is queued. All
+    It looks at them as logger.deferred does: at once, on CUDA when the next step is queued. All
     ranks call `record` and `flush` at the same steps.
     """
 
@@ -128,7 +128,7 @@ class LossMonitor:
         first = f", {bad[0]} first" if bad else ""  # each can be finite where their norm is not
         which = f"{len(bad)} of {len(norms)} parameters{first}"
         self.consecutive_bad_steps.append((step, which))
-        text = f"gradients are not finite ({which}): no update"
+        text = f"gradients are not finite ({which}): this step changes nothing, the run goes on"
         self._report("bad_step", step, loss, text, which=which, loss_scale=scale)
 
     def _add_loss(self, step: int, loss: float) -> None:

@@ -251,8 +251,8 @@ class Schedule:
         return found
 
 
-EXPECTED_MFU = 0.4  # when a run's length is predicted
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
+FEW_STEPS = 50  # below which a user is told that the minutes are too few
 PLANS = 40  # how often the steps are planned, evenly spread over the run
 
 
@@ -286,6 +286,9 @@ class TimeBudget:
         fit = int((left_s - eval_s) / (step_s + eval_s / self.eval_interval))
         max_iters = min(wanted.max_iters, step + max(0, fit))
         self._next_step = step + max(1, max_iters // PLANS)
+        if done == 1:
+            few = "" if max_iters >= FEW_STEPS else ", too few to learn much: give it more minutes"
+            self.dist.print0(f"max_minutes leaves time for about {max_iters:,} steps{few}")
         return replace(
             wanted,
             max_iters=max_iters,

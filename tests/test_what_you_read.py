@@ -376,8 +376,11 @@ def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, co
 def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path, monkeypatch):
     for name in ("time_ms", "tokens", "iter"):
         module = edited_train(monkeypatch, "**loss_sums,", f"**loss_sums, {name}=0.5")
-        with raises_one_line(f"report.step({name}=...)", "another name"):
+        with raises_one_line(f"logger.step({name}=...)", "another name"):
             run_of(module, chars, tmp_path / name, max_iters=1)
+    module = edited_train(monkeypatch, "**loss_sums,", "**loss_sums, shares=torch.ones(3)")
+    with raises_one_line("logger.step(shares=...)", "3 numbers"):
+        run_of(module, chars, tmp_path / "shares", max_iters=1)
 
 
 def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
