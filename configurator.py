@@ -19,10 +19,10 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any, TypeVar
 
 from deskgpt.errors import ConfigError
@@ -72,61 +72,65 @@ def read_settings(
     settings = settings_of(cls)
     values = {name: setting.default for name, setting in settings.items()}
     for name, value in (base or {}).items():
-        is_empty_path = settings[name].is_path and isinstance(value, str) and not value
-        values[name] = (
-            "" if is_empty_path else check(value, settings[name], f"the resumed run's {name}")
-        )
+        setting = settings[name]
+        if not (setting.is_path and value == ""):
+            value = check(value, setting, f"the resumed run's {name}")
+        values[name] = value
 
     # Config files come first, wherever they stand among the arguments.
     for argument in argv:
         if not argument.startswith("-"):
             values |= read_config_file(argument, cls, values)
     for argument in argv:
-        if argument.startswith("-") and not is_retired(
-            argument.removeprefix("--").partition("=")[0], cls
-        ):
-            name, value = read_argument(argument, cls)
-            values[name] = value
+        if argument.startswith("-"):
+            values |= read_argument(argument, cls)
     return values
 
 
-def is_retired(name: str, cls: type) -> bool:
-    """Return whether `cls` had this setting in an earlier version; then print that once."""
-    retired: dict[str, str] = getattr(cls, "retired", {})
-    if name in retired:
-        note_once(": ".join(filter(None, (f"{name} is no longer used", retired[name]))))
-    return name in retired
+def read_argument(argument: str, cls: type) -> dict[str, Any]:
+    """Return the value of `--name=value` by its name, or nothing if an earlier version had it.
 
-
-def read_argument(argument: str, cls: type) -> tuple[str, Any]:
-    """Return (name, value) of `--name=value`; `--name` alone means True if the setting can be True.
-
-    Raises ConfigError.
+    `--name` alone means True if the setting can be True. Raises ConfigError.
     """
-    settings = settings_of(cls)
-    name, equals, text = argument.removeprefix("--").partition("=")
-    if not argument.startswith("--") or not name:
+    option, equals, text = argument.partition("=")
+    name = option.removeprefix("--")
+    if name in ("", option):
         raise ConfigError(f"{argument}: settings are written --key=value")
-    check_known(name, settings, f"--{name}")
-    setting = settings[name]
+    if not is_known(name, cls, option):
+        return {}
+    setting = settings_of(cls)[name]
     if not equals:
         if bool not in setting.types and True not in setting.choices:
-            raise ConfigError(f"--{name} needs a value: {setting.example}")
+            raise ConfigError(f"{option} needs a value: {setting.example}")
         text = "True"
-    return name, check(parse(text, setting), setting, f"--{name}")
+    return {name: check(parse(text, setting), setting, option)}
+
+
+def is_known(name: str, cls: type, where: str) -> bool:
+    """Return whether `cls` has this setting; print a note once if an earlier version had it.
+
+    Raises ConfigError if there never was one.
+    """
+    if name in settings_of(cls):
+        return True
+    retired: dict[str, str] = getattr(cls, "retired", {})
+    if name not in retired:
+        hint = did_you_mean(name, settings_of(cls), "--help lists the settings")
+        raise ConfigError(f"{where} is not a setting; {hint}")
+    note_once(f"{name} is no longer used: {retired[name]}")
+    return False
 
 
 def parse(text: str, setting: Setting) -> Any:
     """Return the value that `text`, from the command line, stands for; the text itself if it stands
     for none.
     """
-    if setting.choices:
-        return {str(choice).lower(): choice for choice in setting.choices}.get(text.lower(), text)
-    if NoneType in setting.types and text in ("None", "none"):
-        return None
-    if str in setting.types:
+    for choice in setting.choices:
+        if text.lower() == str(choice).lower():
+            return choice
+    if setting.choices or str in setting.types:
         return text
-    if text in ("true", "false"):
+    if text in ("none", "true", "false"):
         text = text.capitalize()
     try:
         return ast.literal_eval(text)
@@ -142,68 +146,45 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
 
     values: the settings so far, which the file can use.
     """
-    known = settings_of(cls)
     if not Path(path).is_file():
-        similar = difflib.get_close_matches(path, map(str, Path(path).parent.glob("*.py")), n=1)
-        hint = f"did you mean {similar[0]}?" if similar else "settings are written --key=value"
+        files = map(str, Path(path).parent.glob("*.py"))
+        hint = did_you_mean(path, files, "settings are written --key=value")
         raise ConfigError(f"{path!r} is not a config file; {hint}")
-    line_of = {}  # the last assignment to each name
     try:
         tree = ast.parse(Path(path).read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                line_of[node.id] = node.lineno
-        for node in tree.body:
-            # As in YAML: Python forgets it
-            if isinstance(node, ast.AnnAssign) and node.value is None:
-                name, value = ast.unparse(node.target), ast.unparse(node.annotation)
-                raise ConfigError(
-                    f"{path}:{node.lineno}: {name}: {value} sets nothing; write {name} = {value}"
-                )
         result = runpy.run_path(path, init_globals=dict(values), run_name="config_file")
-    except ConfigError:
-        raise
     except (Exception, SystemExit) as e:  # a file that exits would end the script without a word
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        line = lines[-1] if lines else getattr(e, "lineno", 0)
         raise ConfigError(
-            f"{path}:{line_of_error(e, path)}: {type(e).__name__}: {e}; {HOW_TO_WRITE}"
+            f"{path}:{line or 1}: {type(e).__name__}: {e}; config files are Python: batch_size = 8"
         ) from None
 
+    line_of = {}  # the last assignment to each name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            line_of[node.id] = node.lineno
+    for node in tree.body:
+        # As in YAML: Python forgets it
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            text = ast.unparse(node)
+            remedy = text.replace(":", " =", 1)
+            raise ConfigError(f"{path}:{node.lineno}: {text} sets nothing; write {remedy}")
     settings: dict[str, Any] = {}
     for name, value in result.items():
-        is_own = (
-            not isinstance(name, str)
-            or name.startswith("_")
-            or isinstance(value, ModuleType)
-            or callable(value)
-        )
-        if is_own or is_retired(name, cls):
+        if name.startswith("_") or isinstance(value, ModuleType) or callable(value):
             continue
         where = f"{path}:{line_of.get(name, 1)}: {name}"
-        check_known(name, known, where)
-        settings[name] = check(value, known[name], where)
+        if is_known(name, cls, where):
+            settings[name] = check(value, settings_of(cls)[name], where)
     return settings
 
 
-HOW_TO_WRITE = "config files are Python: batch_size = 8"
-
-
-def line_of_error(e: BaseException, path: str) -> int:
-    """Return the line of the config file at which running it raised e."""
-    if isinstance(e, SyntaxError):
-        return e.lineno or 1
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path
-    ]
-    return (lines[-1] if lines else None) or 1
-
-
-def check_known(name: str, settings: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if there is no such setting."""
-    if name in settings:
-        return
-    similar = difflib.get_close_matches(name, settings, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else "--help lists the settings"
-    raise ConfigError(f"{where} is not a setting; {hint}")
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a hint of the known word that is most like this one; `otherwise` if none is."""
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 # ---- --help --------------------------------------------------------------------------------------
@@ -215,19 +196,15 @@ def help_text(cls: type) -> str:
 
     Settings that `cls` inherits come first: those of the model.
     """
-    settings = settings_of(cls)
-    lines = [
-        inspect.getdoc(sys.modules[cls.__module__]) or "",
-        "",
-        "settings, each as --name=value or in a config file:",
-    ]
+    about = inspect.getdoc(sys.modules[cls.__module__])
+    lines = [f"{about}\n\nsettings, each as --name=value or in a config file:"]
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         for line in inspect.getsource(base).splitlines():
             if heading := re.fullmatch(r" {4}# (.*)", line):
-                lines += ["", f"  {heading[1]}"]
+                lines.append(f"\n  {heading[1]}")
             declared = re.fullmatch(r" {4}(\w+): [^#]*(?:# (.*))?", line)
-            if declared and declared[1] in settings:  # no class attribute
-                setting = settings[declared[1]]
+            if declared and declared[1] in settings_of(cls):  # no class attribute
+                setting = settings_of(cls)[declared[1]]
                 left = f"    --{setting.name} {setting.type_name} = {setting.default!r}"
                 lines.append(f"{left:<46}  {declared[2] or ''}")
     return "\n".join(lines)

@@ -77,12 +77,8 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++; auto: if they compile here
     deterministic: bool = False  # True: the same bits in each run on a card, 8% slower on an H200
     compile: Literal["auto", True, False] = "auto"  # torch.compile the blocks; auto: on CUDA
-    cuda_graph: Literal["auto", True, False] = (
-        "auto"  # replay micro-batches; auto: on CUDA
-    )
-    activation_checkpoint: Literal["none", "full"] = (
-        "none"  # full: compute twice, keep less
-    )
+    cuda_graph: Literal["auto", True, False] = "auto"  # replay micro-batches; auto: on CUDA
+    activation_checkpoint: Literal["none", "full"] = "none"  # full: compute twice, keep less
     seed: int = 1337  # of initial weights, batch order and dropout
     # several ranks, started by torchrun (docs/many-gpus.md)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on CUDA, gloo elsewhere
@@ -164,7 +160,6 @@ from deskgpt.compute import ComputeMode, CudaGraph, autocast, seed_all, set_seed
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
     DistContext,
-    dist_env,
     gradient_norms,
     init_distributed,
     shutdown_distributed,
@@ -173,6 +168,7 @@ from deskgpt.distributed import (
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
 from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
 from deskgpt.files import RESTART_S, lock_out_dir
+from deskgpt.launcher import dist_env
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import make_optimizer, step_if_finite

@@ -1,4 +1,5 @@
-"""This process among those that torchrun started: its rank and device, and what all ranks agree on.
+"""This process among those that torchrun started: its rank and device, what all ranks agree on,
+their gradients, and weights that they share.
 
 A run without torchrun is one rank of one.
 """
@@ -7,10 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.device import resolve_device, unused_gpu
+from deskgpt.launcher import dist_env
 from deskgpt.limits import allow_open_files
 from model import GPT
 
@@ -85,67 +87,7 @@ def agree(dist: DistContext, own: Any, otherwise: Any = None) -> Any:
     return own if all(theirs == own for theirs in everyone) else otherwise
 
 
-# ---- how the process was started -----------------------------------------------------------------
-
-# Variables in which srun, and the mpirun of Open MPI, MPICH, Intel MPI and MVAPICH, tell a process
-# how many there are.
-OTHER_LAUNCHERS = (
-    "SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-)
-FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-USE_TORCHRUN = "for N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
-
-
-class DistEnv(NamedTuple):
-    """Where among the ranks a process is."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    distributed: bool = False  # started by torchrun
-
-
-def dist_env(environ: Mapping[str, str]) -> DistEnv:
-    """Return where torchrun has placed this process.
-
-    Raises ValueError if another launcher started several processes, each of which would train the
-    whole run, or if variables are left over from something else.
-    """
-    found = {name: value for name, value in environ.items() if value}
-    if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
-        for name in OTHER_LAUNCHERS:
-            if found.get(name, "1") != "1":
-                raise ValueError(
-                    f"srun or mpirun started several processes ({name}={found[name]}), "
-                    f"each of which would train all by itself: start one; {USE_TORCHRUN}"
-                )
-        return DistEnv()
-    try:
-        rank = int(found["RANK"])
-        world = int(found["WORLD_SIZE"])
-        local_rank = int(found.get("LOCAL_RANK", 0))
-        local_world = int(found.get("LOCAL_WORLD_SIZE", 1))
-        has_address = bool(found["MASTER_ADDR"]) and found["MASTER_PORT"].isdecimal()
-        is_complete = has_address and min(rank, local_rank) >= 0 and rank < world
-    except (KeyError, ValueError):
-        is_complete = False
-    if not is_complete:
-        there = " ".join(f"{name}={found.get(name, '')}" for name in FROM_TORCHRUN)
-        raise ValueError(
-            f"{there} are not of torchrun: unset RANK and WORLD_SIZE to train alone; {USE_TORCHRUN}"
-        )
-    restarts = found.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise ValueError(
-            f"--max_restarts={restarts}: torchrun would give restarted ranks the addresses "
-            "of ended ones (PyTorch's issue 167288); set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where it starts, and --rdzv_backend=c10d"
-        )
-    return DistEnv(rank, world, local_rank, local_world, distributed=True)
+# ---- the start ----------------------------------------------------------------------------------
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
@@ -254,17 +196,15 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norms (parameters,) of all gradients, 0 if there is none; sharded ones count as a
     whole.
     """
-    with_gradient = [i for i, p in enumerate(parameters) if p.grad is not None]
-    gradients = [local(parameters[i].grad) for i in with_gradient]
-    norm_of = dict(zip(with_gradient, torch._foreach_norm(gradients), strict=True))
+    norms = iter(torch._foreach_norm([local(p.grad) for p in parameters if p.grad is not None]))
     nothing = torch.zeros((), device=parameters[0].device)
-    norms = torch.stack([norm_of.get(i, nothing) for i in range(len(parameters))])
+    found = torch.stack([nothing if p.grad is None else next(norms) for p in parameters])
     first: Any = parameters[0]
     if is_dtensor(first):
-        squares = norms.double().square()
+        squares = found.double().square()
         torch.distributed.all_reduce(squares, group=first.device_mesh.get_group("dp_shard"))
-        norms = squares.sqrt().float()
-    return norms
+        found = squares.sqrt().float()
+    return found
 
 
 # ---- sharded weights, as far as a loop sees them -------------------------------------------------
