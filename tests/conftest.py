@@ -260,6 +260,11 @@ def events(out_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in read_events(out_dir / "log.jsonl") if e["event"] == kind]
 
 
+def logged(out_dir: Path, kind: str, name: str = "iter") -> list[Any]:
+    """One field of the events of one kind in out_dir/log.jsonl."""
+    return [e[name] for e in events(out_dir, kind)]
+
+
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(out_dir).model
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import signal
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_equal, assert_same_run, events, tiny, weights
+from conftest import TINY, assert_equal, assert_same_run, events, logged, tiny
 from tiny_models import make, tokens
 from torch import Tensor
 
 import model as model_module
-import train
 from deskgpt.compute import CudaGraph
-from deskgpt.stopping import StopConditions, signal_handler
 from model import GPT, Block, GPTConfig
 from train import main
 
@@ -31,14 +29,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
 
 CUDA = torch.device("cuda")
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=128, dropout=0.1)
-RUN = TINY | {
-    "n_embd": 64,
-    "block_size": 32,
-    "device": "cuda",
-    "learning_rate": 1e-3,
-    "auto_batch": False,
-}
-RUN |= {"gradient_accumulation_steps": 3, "dropout": 0.2, "max_iters": 8, "eval_interval": 4}
+RUN = TINY | {"n_embd": 64, "block_size": 32, "device": "cuda", "learning_rate": 1e-3}
+RUN |= {"auto_batch": False, "gradient_accumulation_steps": 3, "dropout": 0.2, "max_iters": 8}
+RUN |= {"lr_decay_iters": 8, "eval_interval": 4}
 MICRO_BATCHES = 10
 
 
@@ -68,8 +61,15 @@ def replays(monkeypatch):
 
 
 def trained(data, out_dir, **settings):
-    main(tiny(data, out_dir, **(RUN | settings)))
-    return [(e["loss"], e["grad_norm"]) for e in events(out_dir, "iter")]
+    main(tiny(data, out_dir, **RUN | settings))
+
+
+@pytest.fixture(scope="module")
+def plain(chars, tmp_path_factory):
+    """Return the folder of a run without graphs."""
+    out_dir = tmp_path_factory.mktemp("plain")
+    trained(chars, out_dir, cuda_graph=False)
+    return out_dir
 
 
 @pytest.mark.parametrize(
@@ -83,80 +83,36 @@ def trained(data, out_dir, **settings):
     ids=["compiled", "muon", "float16", "deterministic"],
 )
 def test_run_with_graphs_is_the_run_without_bit_for_bit(settings, chars, tmp_path, replays):
-    plain = trained(chars, tmp_path / "plain", cuda_graph=False, **settings)
+    without, out = tmp_path / "without", tmp_path / "graph"
+    trained(chars, without, cuda_graph=False, **settings)
     assert not replays
-    assert trained(chars, tmp_path / "graph", **settings) == plain
+    trained(chars, out, **settings)
     steps = 8 - 2  # the first two have no graph
     # Evaluations have replays, too
     assert len(replays) > steps * settings.get("gradient_accumulation_steps", 3)
-    assert_same_run(tmp_path / "plain", tmp_path / "graph")
-    assert [events(tmp_path / name, "start")[0]["cuda_graph"] for name in ("plain", "graph")] == [
-        False,
-        True,
-    ]
-    assert not events(tmp_path / "graph", "warning")
+    assert_same_run(without, out)
+    found = [logged(path, "start", "cuda_graph") for path in (without, out)]
+    assert found == [[False], [True]]
+    assert not events(out, "warning")
 
 
-def test_signal_a_save_and_a_resumed_run_leave_no_trace(chars, tmp_path, monkeypatch):
-    plain = trained(chars, tmp_path / "plain", cuda_graph=False)
-    halves = tmp_path / "halves"
-    handled = iter([None] * 5 + [signal.SIGTERM])
-    poll = StopConditions.check
-
-    def with_signal(self, can_save, saved_at):
-        if can_save:
-            signal_handler.signal = next(handled, None)
-        return poll(self, can_save, saved_at)
-
-    monkeypatch.setattr(StopConditions, "check", with_signal)
-    with pytest.raises(SystemExit):
-        trained(chars, halves)
-    monkeypatch.undo()
-    signal_handler.signal = None
-    assert len(events(halves, "iter")) < 8
-    main(tiny(chars, halves, **RUN, init_from="resume"))
-    found = {e["iter"]: (e["loss"], e["grad_norm"]) for e in events(halves, "iter")}
-    assert [found[step] for step in range(8)] == plain
-    assert_equal(weights(tmp_path / "plain"), weights(halves))
+def test_run_that_stops_in_its_replays_and_is_resumed_is_the_plain_one(chars, tmp_path, plain):
+    trained(chars, tmp_path, max_iters=4)
+    trained(chars, tmp_path, init_from="resume")
+    assert_same_run(plain, tmp_path)
 
 
 def test_recording_that_does_not_fit_leaves_the_run_without_a_graph(
-    chars, tmp_path, monkeypatch, replays
+    chars, tmp_path, monkeypatch, replays, plain
 ):
-    def starved(graph, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    plain = trained(chars, tmp_path / "plain", cuda_graph=False)
+    starved = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr(torch.cuda, "graph", starved)
-    assert trained(chars, tmp_path / "graph") == plain
+    trained(chars, tmp_path)
+    assert_same_run(plain, tmp_path)
     assert not replays
     why = "it does not fit into memory"
-    lines = {e["text"] for e in events(tmp_path / "graph", "warning")}
+    lines = {*logged(tmp_path, "warning", "text")}
     assert lines == {f"no CUDA graph: {why}", f"evaluations without a CUDA graph: {why}"}
-
-
-@pytest.mark.parametrize("auto_batch", [True, False])
-def test_run_out_of_memory_after_many_steps_keeps_them(auto_batch, chars, tmp_path, monkeypatch):
-    """It goes on in half the micro-batch, or is saved for a resumed run."""
-    settings = {"auto_batch": auto_batch, "cuda_graph": False, "eval_interval": 100}
-    backward, calls = torch.Tensor.backward, itertools.count()
-
-    def starved(x, *args, **kwargs):
-        if next(calls) == (5 if auto_batch else 16):  # in step 5
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        backward(x, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "backward", starved)
-    c = tiny(chars, tmp_path, **RUN | settings)
-    if auto_batch:
-        train.main_that_fits(c)
-        assert events(tmp_path, "out_of_memory")[0]["iter"] == 5
-    else:
-        with pytest.raises(ValueError, match="out of memory"):
-            train.main_that_fits(c)
-        main(tiny(chars, tmp_path, **RUN | {"init_from": "resume"}))
-    assert events(tmp_path, "save")[0]["iter"] == 5
-    assert [e["iter"] for e in events(tmp_path, "iter")] == [*range(8)]
 
 
 # ---- changed models ------------------------------------------------------------------------------
@@ -215,27 +171,27 @@ def keeps_a_tensor(block, x):
 
 ON_THE_CPU = "draws random numbers on the CPU"
 # Returns a factor's difference from 1 in hundredths; and what the line names.
-STATEFUL = {
-    "counter": (counter, "each pass changes transformer.h.0.count"),
-    "class_counter": (class_counter, "Edited.total"),
-    "global_counter": (global_counter, "COUNT"),
-    "global_list": (global_list, "HISTORY"),
-    "dictionary": (dictionary, "transformer.h.0.table"),
-    "keeps_a_tensor": (keeps_a_tensor, "transformer.h.0.kept"),
-    "python_numbers": (lambda block, x: random.random(), ON_THE_CPU),
-    "numpy_numbers": (lambda block, x: float(np.random.rand()), ON_THE_CPU),
-    "numpy_generator": (
+STATEFUL = [
+    (counter, "each pass changes transformer.h.0.count"),
+    (class_counter, "Edited.total"),
+    (global_counter, "COUNT"),
+    (global_list, "HISTORY"),
+    (dictionary, "transformer.h.0.table"),
+    (keeps_a_tensor, "transformer.h.0.kept"),
+    (lambda block, x: random.random(), ON_THE_CPU),
+    (lambda block, x: float(np.random.rand()), ON_THE_CPU),
+    (
         lambda block, x: float(block.numpy_generator.random()),
         "transformer.h.0.numpy_generator",
     ),
-    "cpu_numbers": (lambda block, x: torch.rand(()).numpy().item(), ON_THE_CPU),
-    "cpu_generator": (
+    (lambda block, x: torch.rand(()).numpy().item(), ON_THE_CPU),
+    (
         lambda block, x: torch.rand((), generator=block.torch_generator).numpy().item(),
         "transformer.h.0.torch_generator",
     ),
-    "global_generator": (lambda block, x: PYTHON.random(), "PYTHON"),
-    "waits": (lambda block, x: x.detach().float().mean().item(), "cannot be recorded"),
-}
+    (lambda block, x: PYTHON.random(), "PYTHON"),
+    (lambda block, x: x.detach().float().mean().item(), "cannot be recorded"),
+]
 
 
 def edited_model(monkeypatch, edit=None) -> GPT:
@@ -255,49 +211,45 @@ def edited_model(monkeypatch, edit=None) -> GPT:
     return make(CONFIG).to(CUDA)
 
 
-def train_micro_batches(
-    model, *, graphed, between=lambda model, i: None, backward=lambda model, loss: loss.backward()
+def one_pass(model, backward, x: Tensor, y: Tensor, weight: float) -> dict[str, Tensor]:
+    loss = model(x, y)[1] * weight
+    backward(model, loss)
+    return {"loss": loss.detach()}
+
+
+def compared(
+    monkeypatch,
+    edit=None,
+    prepare=lambda model: None,
+    between=lambda model, i: None,
+    length=lambda i: CONFIG.block_size,
+    backward=lambda model, loss: loss.backward(),
 ):
-    """Return the losses of micro-batches, two of which make a step; the lines of refusals; and the
-    recordings.
+    """Train on micro-batches, two of which make a step. Return the lines and the number of
+    recordings of a model with graphs, whose losses and weights are those of the plain loop.
     """
     lines: list[str] = []
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5)
-
-    def run(x: Tensor, y: Tensor, weight: float) -> dict[str, Tensor]:
-        loss = model(x, y)[1] * weight
-        backward(model, loss)
-        return {"loss": loss.detach()}
-
-    micro_batch = CudaGraph(run, model, enabled=graphed, on_refusal=lines.append)
-    found = []
-    for i in range(MICRO_BATCHES):
-        between(model, i)
-        T = 16 if between is shorter and i >= 6 else CONFIG.block_size
-        ids = (tokens(2, T + 1, vocab=CONFIG.vocab_size) + i) % CONFIG.vocab_size
-        random.seed(i)
-        torch.manual_seed(i)
-        loss = micro_batch(ids[:, :-1].to(CUDA), ids[:, 1:].to(CUDA), 0.5)["loss"]
-        found.append(loss.item())
-        if i % 2:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    return found, lines, micro_batch.recordings
-
-
-def compared(monkeypatch, edit=None, prepare=lambda model: None, **options):
-    """Return lines and recordings of a model with graphs, whose losses and weights are those of the
-    plain loop.
-    """
-    plain_model = edited_model(monkeypatch, edit)
-    prepare(plain_model)
-    plain, _, _ = train_micro_batches(plain_model, graphed=False, **options)
-    graphed_model = edited_model(monkeypatch, edit)
-    prepare(graphed_model)
-    found, lines, recordings = train_micro_batches(graphed_model, graphed=True, **options)
-    assert found == plain
-    assert_equal(dict(plain_model.state_dict()), dict(graphed_model.state_dict()))
-    return lines, recordings
+    results = []
+    for graphed in (False, True):
+        model = edited_model(monkeypatch, edit)
+        prepare(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.5)
+        run = functools.partial(one_pass, model, backward)
+        micro_batch = CudaGraph(run, model, enabled=graphed, on_refusal=lines.append)
+        losses = []
+        for i in range(MICRO_BATCHES):
+            between(model, i)
+            ids = tokens(2, length(i) + 1, vocab=CONFIG.vocab_size) + i
+            ids = (ids % CONFIG.vocab_size).to(CUDA)
+            random.seed(i)
+            torch.manual_seed(i)
+            losses.append(micro_batch(ids[:, :-1], ids[:, 1:], 0.5)["loss"].item())
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        results.append((losses, dict(model.state_dict())))
+    assert_equal(*results)
+    return lines, micro_batch.recordings
 
 
 def test_evaluation_that_runs_out_of_memory_frees_the_graphs_and_is_repeated():
@@ -346,7 +298,7 @@ def test_plain_model_is_replayed_and_the_recorded_pass_is_one_of_the_run(monkeyp
 def test_passes_in_which_ranks_exchange_gradients_are_not_replayed(monkeypatch, replays):
     """DDP says so by an attribute; its own exchange needs several cards."""
     model = edited_model(monkeypatch)
-    net = SimpleNamespace(require_backward_grad_sync=False)
+    net = SimpleNamespace()
     calls = []
 
     def run(net, x):
@@ -355,30 +307,29 @@ def test_passes_in_which_ranks_exchange_gradients_are_not_replayed(monkeypatch, 
         return {}
 
     micro_batch = CudaGraph(functools.partial(run, net), model, enabled=True)
+    ids = tokens(2, 32, vocab=CONFIG.vocab_size).to(CUDA)
     for i in range(12):
         net.require_backward_grad_sync = i % 3 == 2
-        micro_batch(tokens(2, 32, vocab=CONFIG.vocab_size).to(CUDA))
+        micro_batch(ids)
     # Two without a graph, one recorded, all that exchange.
     assert calls == [False, False, True, False, True, True, True]
     assert len(replays) == 8 - 2
 
 
-@pytest.mark.parametrize(("edit", "why"), STATEFUL.values(), ids=STATEFUL)
+@pytest.mark.parametrize(("edit", "why"), STATEFUL)
 def test_model_whose_python_code_changes_something_is_refused_by_name(edit, why, monkeypatch):
     (line,), _ = compared(monkeypatch, edit)
     assert why in line
 
 
 def add_forward_hook(model):
-    calls = itertools.count(1)
-    model.transformer.ln_f.register_forward_hook(
-        lambda module, args, out: out * (1 + next(calls) / 100)
-    )
+    factors = itertools.count(1, 0.01)
+    model.transformer.ln_f.register_forward_hook(lambda module, args, out: out * next(factors))
 
 
 def add_gradient_hook(model):
-    calls = itertools.count(1)
-    model.lm_head.weight.register_hook(lambda gradient: gradient * (1 + next(calls) / 100))
+    factors = itertools.count(1, 0.01)
+    model.lm_head.weight.register_hook(lambda gradient: gradient * next(factors))
 
 
 @pytest.mark.parametrize("prepare", [add_forward_hook, add_gradient_hook])
@@ -410,10 +361,6 @@ def frozen_for_a_while(model, i):
     model.transformer.h[0].requires_grad_(not 4 <= i < 8)
 
 
-def shorter(model, i):
-    """Later micro-batches are half as long (train_micro_batches)."""
-
-
 def other_function(model, i):
     if i == 6:
         model_module.gelu_tanh = torch.nn.functional.relu  # type: ignore[assignment]
@@ -425,9 +372,7 @@ def less_dropout(model, i):
             module.p = 0.1 if i < 6 else 0.0
 
 
-@pytest.mark.parametrize(
-    "between", [narrower, frozen_for_a_while, shorter, other_function, less_dropout]
-)
+@pytest.mark.parametrize("between", [narrower, frozen_for_a_while, other_function, less_dropout])
 def test_what_train_py_changes_between_steps_is_recorded_anew(between, monkeypatch):
     # Undone between the two runs
     monkeypatch.setattr(model_module, "gelu_tanh", model_module.gelu_tanh)
@@ -439,6 +384,10 @@ def test_what_train_py_changes_between_steps_is_recorded_anew(between, monkeypat
     lines, recordings = compared(monkeypatch, windowed, prepare=fresh, between=between)
     assert lines == []
     assert recordings == (3 if between is frozen_for_a_while else 2)
+
+
+def test_shorter_micro_batches_are_recorded_anew(monkeypatch):
+    assert compared(monkeypatch, length=lambda i: 32 if i < 6 else 16) == ([], 2)
 
 
 def test_attribute_that_changes_at_each_step_ends_the_recordings_with_a_line(monkeypatch):

@@ -11,120 +11,105 @@ import random
 import re
 import shlex
 import statistics
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, assert_one_line, events, flags, raises_one_line, tiny
+from conftest import ROOT, TINY, assert_one_line, events, flags, logged, raises_one_line, tiny
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
 
 import train
 from configurator import read_settings
-from data.batches import Loader
+from data.batches import Split
 from deskgpt import loss_bands
 from deskgpt.checkpoint import load_checkpoint
+from deskgpt.distributed import gradient_norms
 from deskgpt.loss_bands import band_sentence
 from deskgpt.monitor import LossMonitor
 from deskgpt.stopping import EvalRecord, without_improvement
 from deskgpt.train_state import SpikeDetector
 from train import TrainConfig, main
 
+NEEDS_FORK = pytest.mark.skipif(os.name == "nt", reason="needs fork")
 BAD = "transformer.h.1.mlp.c_fc.weight"
 
 
 @pytest.fixture
 def faults(monkeypatch) -> SimpleNamespace:
-    """Return what goes wrong in a run, which the test sets, and the batches that were trained on so
-    far.
+    """Return which micro-batches have a NaN in their gradients, which the test sets, and the number
+    of all so far.
     """
-    # Steps with a NaN, batches with a higher loss.
-    found = SimpleNamespace(bad_gradients=(), spikes=(), batches=[])
-    step, build_optimizer, record = Loader.step, train.build_optimizer, LossMonitor.add
-
-    def counted(loader):
-        for batch in step(loader):
-            found.batches.append(batch.x)
-            yield batch
+    found = SimpleNamespace(bad=(), passes=0)
+    build_optimizer = train.build_optimizer
 
     def spoil(gradient):
+        found.passes += 1
         # Of two ranks, on one
-        is_bad = len(found.batches) - 1 in found.bad_gradients and os.environ.get("RANK") != "0"
+        is_bad = found.passes - 1 in found.bad and os.environ.get("RANK") != "0"
         return gradient.index_fill(0, torch.tensor([0]), math.nan) if is_bad else gradient
 
     def with_hook(config, model, dtype):
         model.get_parameter(BAD).register_hook(spoil)
         return build_optimizer(config, model, dtype)
 
-    def record_spike(health, at, loss, *norms):
-        record(health, at, loss + 5 * (health.state.step in found.spikes), *norms)
-
-    monkeypatch.setattr(Loader, "step", counted)
     monkeypatch.setattr(train, "build_optimizer", with_hook)
-    monkeypatch.setattr(LossMonitor, "add", record_spike)
     return found
 
 
-def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_windows(chars, tmp_path, faults):
-    faults.bad_gradients = (2,)
-    main(tiny(chars, tmp_path))
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[pytest.mark.slow, NEEDS_FORK])])
+def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_loss_and_windows(
+    world, chars, tmp_path, faults, capfd
+):
+    """One of its two micro-batches, of two ranks one each, has it; so the loss is their mean."""
+    c = tiny(chars, tmp_path, batch_size=2, gradient_accumulation_steps=2)
+    faults.bad = (4 // world,)
+    run(world, c)
+    assert capfd.readouterr().out.count("gradients are not finite") == 1
     [bad] = events(tmp_path, "bad_step")
-    assert bad["iter"] == 2
     assert_one_line(bad["which"], BAD, "1 of 15")
-    assert bad["rows"] == [8, 11]
+    assert (bad["iter"], bad["rows"]) == (2, [8, 11])
+    assert bad["loss"] == pytest.approx(logged(tmp_path, "iter", "loss")[2])
     tokens = np.fromfile(chars / "train.bin", np.uint16)
     [begins] = bad["windows"].values()
-    windows = np.stack([tokens[begin : begin + 16] for begin in begins])
-    assert np.array_equal(windows, faults.batches[2].numpy())
+    windows = [tokens[begin : begin + 16] for begin in begins]
+    expected = Split(chars, "train", 16, 256, c.seed).train_batch(2, np.arange(4), 4)[0]
+    assert np.array_equal(windows, expected)
     saved = load_checkpoint(tmp_path)
     assert saved.iter_num == 6
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
+
+
+def test_norms_are_those_of_their_parameters_and_0_without_a_gradient():
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    parameters[0].grad, parameters[2].grad = torch.full((4,), 2.0), torch.ones(4)
+    assert gradient_norms(parameters).tolist() == [4, 0, 2]
 
 
 @pytest.mark.parametrize("first_bad", [0, 5])
 def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
     chars, tmp_path, faults, first_bad
 ):
-    faults.bad_gradients = range(first_bad, 100)
+    faults.bad = range(first_bad, 100)
     named = ["no checkpoint was saved yet", "not the learning rate"]
     if first_bad:
-        faults.bad_gradients = (1, 3, *faults.bad_gradients)  # these two are not in a row
+        faults.bad = (1, 3, *faults.bad)  # these two are not in a row
         named = [str(tmp_path), "step 5", "a lower --learning_rate"]
     with raises_one_line(f"{first_bad} to {first_bad + 9}", "float32", BAD, "1 of 15", *named):
         main(tiny(chars, tmp_path, max_iters=30, eval_interval=1))
-    assert len(faults.batches) == first_bad + 10
+    assert faults.passes == first_bad + 10
     # None of the last bad steps
-    assert all(e["iter"] <= first_bad for e in events(tmp_path, "save"))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_run_whose_loss_is_nan_keeps_the_last_good_checkpoint(dtype, chars, tmp_path):
-    """Broken weights can have a finite val loss in 16 bits."""
-    main(tiny(chars, tmp_path, dtype=dtype, max_iters=3))
-    before = (tmp_path / "ckpt.pt").read_bytes()
-    changed = {"max_iters": 40, "learning_rate": 1e30, "resume_changed": True}
-    with pytest.raises(ValueError, match="step 3|the checkpoint before it is intact"):
-        main(tiny(chars, tmp_path, dtype=dtype, init_from="resume", **changed))
-    assert (tmp_path / "ckpt.pt").read_bytes() == before
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs fork")
-def test_bad_gradient_on_one_of_two_ranks_is_skipped_by_both(chars, tmp_path, faults, capfd):
-    faults.bad_gradients = (2,)
-    run(2, tiny(chars, tmp_path, gradient_accumulation_steps=2))
-    assert capfd.readouterr().out.count("gradients are not finite") == 1
-    [bad] = events(tmp_path, "bad_step")
-    assert (bad["iter"], bad["which"][:7]) == (2, "1 of 15")
-    assert {int(s["step"]) for s in load_checkpoint(tmp_path).optimizer["state"].values()} == {5}
+    assert max(logged(tmp_path, "save"), default=0) <= first_bad
 
 
 @pytest.mark.slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, faults):
-    faults.bad_gradients = range(2, 100)
+    faults.bad = range(2, 100)
     with raises_one_line("19 to 28", "float16", "loss scale 0."):
         main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=60))
 
@@ -142,19 +127,25 @@ def test_noise_and_a_falling_loss_are_not_spikes_and_a_sudden_rise_is_one(seed, 
 
 
 @pytest.mark.slow
-def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(chars, tmp_path, faults, capsys):
-    faults.spikes = (45,)
+@pytest.mark.parametrize(("on_spike", "saved"), [("go", 60), ("stop", 40)])
+def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(
+    on_spike, saved, chars, tmp_path, monkeypatch, capsys
+):
+    add = LossMonitor.add
+    monkeypatch.setattr(
+        LossMonitor,
+        "add",
+        lambda self, step, loss, *norms: add(self, step, loss + 5 * (step == 45), *norms),
+    )
     settings = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
-    main(tiny(chars, tmp_path / "go", **settings | {"eval_interval": 1000}))
-    [spike] = events(tmp_path / "go", "spike")
+    named = ("on_spike=stop", "step 45", tmp_path, "step 40")
+    with raises_one_line(*named) if on_spike == "stop" else nullcontext():
+        main(tiny(chars, tmp_path, on_spike=on_spike, **settings))
+    [spike] = events(tmp_path, "spike")
     assert (spike["iter"], spike["rows"]) == (45, [180, 183])
     assert spike["loss"] > spike["median"] + 4
     assert "step 45: loss spike, " in capsys.readouterr().out
-    assert load_checkpoint(tmp_path / "go").iter_num == 60
-    faults.batches.clear()
-    with raises_one_line("on_spike=stop", "step 45", tmp_path / "stop", "step 40"):
-        main(tiny(chars, tmp_path / "stop", on_spike="stop", **settings))
-    assert load_checkpoint(tmp_path / "stop").iter_num == 40
+    assert load_checkpoint(tmp_path).iter_num == saved
 
 
 def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
@@ -166,17 +157,16 @@ def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
 
 @pytest.mark.slow
 def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_path, capsys):
-    flat = {"learning_rate": 0.0, "min_lr": 0.0, "max_iters": 30, "eval_interval": 5}
-    main(tiny(chars, tmp_path / "full", patience=3, **flat))
-    assert [e["iter"] for e in events(tmp_path / "full", "eval")] == [0, 5, 10, 15]
-    assert load_checkpoint(tmp_path / "full").iter_num == 15
+    flat = {"learning_rate": 0.0, "min_lr": 0.0, "eval_interval": 5, "patience": 3}
+    c = tiny(chars, tmp_path, max_iters=10, **flat)
+    main(c)
+    main(replace(c, init_from="resume", max_iters=30))
+    assert logged(tmp_path, "eval") == [0, 5, 10, 10, 15]
+    assert load_checkpoint(tmp_path).iter_num == 15
     out = capsys.readouterr().out
     assert "stopped by patience at step 15\n" in out
     # With the same patience nothing would be left to do.
     assert re.search(r"^resume: .* --patience=0$", out, re.M)
-    main(tiny(chars, tmp_path / "halves", patience=3, **flat | {"max_iters": 10}))
-    main(tiny(chars, tmp_path / "halves", patience=3, init_from="resume", **flat))
-    assert [e["iter"] for e in events(tmp_path / "halves", "eval")] == [0, 5, 10, 10, 15]
 
 
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
@@ -194,7 +184,7 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     for command in commands.values():
         ended = script(*command)
         assert ended.code == 0, ended.err
-    assert [e["iter"] for e in events(out_dir, "iter")] == list(range(12))
+    assert logged(out_dir, "iter") == [*range(12)]
     assert load_checkpoint(out_dir).iter_num == 12
 
 
@@ -205,52 +195,44 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
 def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(
     chars, tmp_path, capfd, monkeypatch
 ):
-    settings: dict[str, Any] = {
-        "learning_rate": 1e-3,
-        "max_iters": 20,
-        "lr_decay_iters": 20,
-        "eval_interval": 10,
-    }
     monkeypatch.setattr(loss_bands, "FOLDER", tmp_path)
-    main(tiny(chars, tmp_path / "0", **settings))
-    start = events(tmp_path / "0", "start")[0]
-    data = (start["val_sha256"], start["train_tokens"])
+    out = tmp_path / "out"
+    c = tiny(chars, out, learning_rate=1e-3, max_iters=20, eval_interval=10)
+    main(c)
     assert "as usual" not in capfd.readouterr().out  # nothing is known yet
-    found = {e["iter"]: [e["val_loss"]] * 8 for e in events(tmp_path / "0", "eval")}
-    band = {
-        "experiment": loss_bands.seed_invariant_key(start["settings"], *data),
-        "val_losses": found,
-    }
-    (tmp_path / "tiny.json").write_text(json.dumps(band))
-    for other in ({"learning_rate": 3e-3}, {"eval_iters": 4}):
-        assert loss_bands.compare_with_bands(start["settings"] | other, data, {20: 3.0}) == ""
-    assert loss_bands.compare_with_bands(start["settings"], ("other text", 7), {20: 3.0}) == ""
+    [start] = events(out, "start")
+    data = (start["val_sha256"], start["train_tokens"])
+    key = loss_bands.seed_invariant_key(start["settings"], *data)
+    losses = {e["iter"]: [e["val_loss"]] * 8 for e in events(out, "eval")}
+    band = json.dumps({"experiment": key, "val_losses": losses})
+    (tmp_path / "tiny.json").write_text(band)
+
+    def sentence(data=data, **changed):
+        return loss_bands.compare_with_bands(start["settings"] | changed, data, {20: 3.0})
+
+    assert sentence(learning_rate=3e-3) == sentence(eval_iters=4) == sentence(("other", 7)) == ""
+    assert sentence().startswith("unusual")
     # Of the same batch
-    other_split = {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_iters": 4}
-    main(tiny(chars, tmp_path / "split", **settings | other_split))
+    main(replace(c, batch_size=2, gradient_accumulation_steps=2, eval_iters=4))
     assert re.search(r"^as usual: .* at step 20,", capfd.readouterr().out, re.M)
 
 
 def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():
-    band = {0: [4.1, 4.1], 2: [4.1, 4.1]}
-    assert [band_sentence(band, {2: loss}).split(":")[0] for loss in (4.1005, math.nan)] == [
-        "as usual",
-        "unusual",
-    ]
-    assert band_sentence(band, {0: math.nan}).startswith("unusual")
-    # Random weights say nothing yet
-    assert band_sentence(band, {0: 4.1005}) == band_sentence(band, {5: 1.0}) == ""
+    sentence = partial(band_sentence, {0: [4.1, 4.1], 2: [4.1, 4.1]})
+    assert sentence({2: 4.1005}).startswith("as usual:")
+    assert sentence({2: math.nan}).startswith("unusual:")
+    assert sentence({0: math.nan}).startswith("unusual:")
+    assert sentence({0: 4.1005}) == sentence({5: 1.0}) == ""  # random weights say nothing yet
 
 
 @pytest.mark.parametrize(
-    "path", [*(ROOT / "config/loss_bands").glob("*.json")], ids=lambda path: path.stem
+    "path", [*(ROOT / "config/loss_bands").iterdir()], ids=lambda path: path.stem
 )
 def test_kept_bands_are_those_of_the_shipped_configs(path):
+    """Where a config has changed: remove its band, or write the losses of eight new runs in it."""
     record = json.loads(path.read_text())
     settings = read_settings(TrainConfig, [str(ROOT / "config" / f"{path.stem}.py")])
-    data = (record["experiment"]["val_sha256"], record["experiment"]["train_tokens"])
-    remedy = (
-        f"the config has changed: remove {path.name}, or write the losses of eight new runs in it"
-    )
-    assert record["experiment"] == loss_bands.seed_invariant_key(settings, *data), remedy
+    experiment = record["experiment"]
+    data = (experiment["val_sha256"], experiment["train_tokens"])
+    assert experiment == loss_bands.seed_invariant_key(settings, *data)
     assert len(record["seeds"]) >= 8

@@ -9,12 +9,9 @@ import os
 import platform
 import re
 import signal
-import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
-from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +24,7 @@ from conftest import (
     assert_one_line,
     events,
     flags,
+    logged,
     raises_one_line,
     tiny,
     until,
@@ -37,13 +35,12 @@ from gloo import forked, free_port, on_ranks, run
 
 import train
 from configurator import build
-from data.batches import BatchSplit, Split, eval_batches
-from deskgpt import peaks
+from data.batches import Split
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
-from deskgpt.compute import ComputeMode, choose_compute
-from deskgpt.distributed import DistContext, DistEnv, dist_env
+from deskgpt.compute import choose_compute
+from deskgpt.distributed import DistContext
 from deskgpt.errors import one_line_errors
-from deskgpt.evaluation import evaluate
+from deskgpt.launcher import DistEnv, dist_env
 from deskgpt.memory import larger_batch
 from deskgpt.resume import (
     Start,
@@ -52,15 +49,12 @@ from deskgpt.resume import (
     settings_of_start,
 )
 from deskgpt.stopping import StopConditions, signal_handler
-from model import GPT, GPTConfig
+from model import GPTConfig
 from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(
     os.name == "nt", reason="needs gloo and signals as Linux and macOS have them"
 )
-
-LONG = {"max_iters": 12, "eval_interval": 2, "lr_decay_iters": 12, "dropout": 0.1}
-
 
 # ---- variables of a launcher ---------------------------------------------------------------------
 
@@ -98,129 +92,85 @@ def test_inconsistent_variables_of_a_launcher_are_named_with_the_remedy(environ,
         dist_env(environ)
 
 
-@pytest.mark.slow
-def test_signal_ends_the_wait_for_ranks_that_never_come(begin, tmp_path):
-    code = "from deskgpt.stopping import signal_handler; signal_handler.install()\n"
-    code += "from deskgpt.distributed import init_distributed; print('waiting')\n"
-    code += "init_distributed('cpu', 'auto', 300.0)"
-    rendezvous = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
-    }
-    process = begin(tmp_path / "terminal", sys.executable, "-u", "-c", code, **rendezvous)
-    until(lambda: "waiting" in (tmp_path / "terminal").read_text())
-    time.sleep(1)
-    process.terminate()
-    assert process.wait(60) == -signal.SIGTERM
-
-
 # ---- ranks do what one does ----------------------------------------------------------------------
 
 
-def train_on(ranks: DistContext, c: TrainConfig) -> float:
+def train_on(ranks, c):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "init_distributed", lambda *_: ranks)
         return main(c)
 
 
-def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path):
+def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypatch):
     """Another initial weight, another mask of dropout or another window would show in losses and
-    weights.
+    weights. Tokens per second and MFU count the devices of both.
     """
+    one, two = tmp_path / "one", tmp_path / "two"
     # 17 windows to evaluate: 9 batches, the last one not full, and one of padding on the second
     # rank.
-    own: dict[str, Any] = {
-        "dropout": 0.3,
-        "gradient_accumulation_steps": 4,
-        "batch_size": 2,
-        "eval_tokens": 17 * 16,
-    }
-    best = train_on(DistContext(CPU), tiny(chars, tmp_path / "one", max_iters=4, **own))
-    c = tiny(chars, tmp_path / "two", max_iters=4, **own)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "deskgpt.device.device_name", lambda device: f"device of rank {os.environ['RANK']}"
-        )
-        assert on_ranks(lambda ranks: train_on(ranks, c), 2, tmp_path) == pytest.approx(
-            [best, best], rel=1e-5
-        )
-    assert events(tmp_path / "two", "start")[0]["device"] == "device of rank 0 + device of rank 1"
+    own = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "max_iters": 4}
+    c = tiny(chars, one, eval_tokens=17 * 16, **own)
+    best = train_on(DistContext(CPU), c)
+    name = "deskgpt.device.device_name"
+    monkeypatch.setattr(name, lambda device: f"device of rank {os.environ['RANK']}")
+    found = on_ranks(lambda ranks: train_on(ranks, replace(c, out_dir=str(two))), 2, tmp_path)
+    assert found == pytest.approx([best, best], rel=1e-5)
     for kind, names in (
         ("eval", ("train_loss", "val_loss", "val_se")),
         ("iter", ("loss", "grad_norm")),
     ):
-        for a, b in zip(
-            events(tmp_path / "one", kind), events(tmp_path / "two", kind), strict=True
-        ):
-            assert [b[name] for name in names] == pytest.approx(
-                [a[name] for name in names], rel=1e-5
-            )
-    torch.testing.assert_close(
-        vector(tmp_path / "two"), vector(tmp_path / "one"), rtol=1e-5, atol=1e-5
-    )
-    peaks = [events(tmp_path / name, "start")[0]["peak_flops"] for name in ("one", "two")]
-    # MFU refers to the devices of all ranks.
-    assert peaks[1] == pytest.approx(2 * peaks[0], rel=0.2)
+        for name in names:
+            expected = logged(one, kind, name)
+            assert logged(two, kind, name) == pytest.approx(expected, rel=1e-5), name
+    torch.testing.assert_close(vector(two), vector(one), rtol=1e-5, atol=1e-5)
+    [start] = events(two, "start")
+    assert (start["world_size"], start["tokens_per_step"]) == (2, 4 * 2 * 16)
+    assert start["device"] == "device of rank 0 + device of rank 1"
+    [peak] = logged(one, "start", "peak_flops")
+    assert start["peak_flops"] == pytest.approx(2 * peak, rel=0.2)
+    for e in events(two, "iter"):
+        per_s = e["tokens_per_s"]
+        assert per_s * e["time_ms"] / 1e3 == pytest.approx(128)
+        flops = per_s * start["flops_per_token"]
+        assert e["mfu"] == pytest.approx(flops / start["peak_flops"])
 
 
-# Name, GiB, fastest dtype and whether there is Triton, of two ranks' cards; the dtype that both
-# take, and whether they compile.
+# GiB, fastest dtype and whether there is Triton, of two ranks' cards; the dtype that both take, and
+# whether they compile.
 @pytest.mark.parametrize(
     ("cards", "dtype", "compiled"),
     [
-        (
-            [("RTX 4090", 24, "bfloat16", True), ("RTX 4070", 12, "bfloat16", True)],
-            "bfloat16",
-            True,
-        ),
-        (
-            [("RTX 4060", 8, "bfloat16", True), ("RTX 4090", 24, "bfloat16", False)],
-            "bfloat16",
-            False,
-        ),
-        ([("H100", 80, "bfloat16", True), ("T4", 15, "float16", True)], "float32", True),
+        ([(24, "bfloat16", True), (12, "bfloat16", True)], "bfloat16", True),
+        ([(8, "bfloat16", True), (24, "bfloat16", False)], "bfloat16", False),
+        ([(80, "bfloat16", True), (15, "float16", True)], "float32", True),
     ],
 )
-def test_ranks_with_other_cards_compute_alike_and_share_the_rows(cards, dtype, compiled, tmp_path):
-    c = TrainConfig(
-        batch_size=4, gradient_accumulation_steps=32, block_size=1024, eval_iters=8, compile="auto"
-    )
+def test_ranks_with_other_cards_compute_alike(cards, dtype, compiled, tmp_path, monkeypatch):
+    c = TrainConfig(batch_size=4, gradient_accumulation_steps=32, compile="auto")
     model_config = GPTConfig.from_settings(c, 50304)
+    monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda *_: (1e14, ""))
 
-    def choose(ranks: DistContext) -> Any:
-        name, gib, fastest, has_triton = cards[ranks.rank]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("deskgpt.compute.default_dtype", lambda device: fastest)
-            patch.setattr(
-                peaks, "peak_flops", lambda device, dtype: peaks.find_card(name).peak(dtype)
-            )
-            patch.setattr("deskgpt.compute.has_triton", lambda device: has_triton)
-            patch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
-            on_card = replace(ranks, device=torch.device("cuda"))
-            init = Start("scratch", model_config, Checkpoint({}, {}))
-            variant, batching = choose_compute_and_batch(c, init, on_card)
-            own = larger_batch(model_config, on_card.device, c.batch_split(ranks.rank, 2), variant)
-        rows = [
-            int(row)
-            for micro_step in range(batching.micro_steps_per_rank)
-            for row in batching.rows(micro_step)
-        ]
-        windows = [int(row) for rows in batching.eval_rows(32) for row in rows if row < 32]
-        return asdict(variant), batching.batch_size, own, rows, windows
+    def choose(ranks):
+        gib, fastest, has_triton = cards[ranks.rank]
+        monkeypatch.setattr("deskgpt.compute.default_dtype", lambda device: fastest)
+        monkeypatch.setattr("deskgpt.compute.has_triton", lambda device: has_triton)
+        monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
+        ranks = replace(ranks, device=torch.device("cuda"))
+        start = Start("scratch", model_config, Checkpoint({}, {}))
+        mode, batching = choose_compute_and_batch(c, start, ranks)
+        fits = larger_batch(model_config, ranks.device, c.batch_split(ranks.rank, 2), mode)
+        return asdict(mode), asdict(batching) | {"rank": 0}, batching.rank, fits
 
-    (variant, batch_size, own, rows, windows), other = on_ranks(choose, 2, tmp_path)
-    assert (variant["dtype"], variant["compiled"]) == (dtype, compiled)
-    assert (variant, batch_size) == other[:2]
-    assert own != other[2]
-    assert batch_size == min(own, other[2])
-    assert sorted(rows + other[3]) == list(range(128))
-    assert sorted(windows + other[4]) == list(range(32))
+    (mode, batching, rank, fits), other = on_ranks(choose, 2, tmp_path)
+    assert (mode["dtype"], mode["compiled"]) == (dtype, compiled)
+    assert (mode, batching, rank + 1) == other[:3]
+    assert fits != other[3]
+    assert batching["batch_size"] == min(fits, other[3])
+    assert batching["batch_size"] * batching["grad_accum_steps"] == 128
 
 
 def test_ranks_without_a_card_are_refused_beside_those_with_one(tmp_path):
-    def choose(ranks: DistContext) -> None:
+    def choose(ranks):
         ranks = replace(ranks, device=torch.device("cuda" if ranks.rank else "cpu"))
         choose_compute(TrainConfig(), ranks, {})
 
@@ -228,44 +178,30 @@ def test_ranks_without_a_card_are_refused_beside_those_with_one(tmp_path):
         assert_one_line(message, "rank 0 cpu", "rank 1 cuda", "--device=cpu")
 
 
-def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(chars, tmp_path):
+def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(tmp_path):
     """Otherwise one rank would leave the others waiting for its part of the weights."""
-    split = Split(chars, "val", 16, 256)
 
-    def batches_until_a_signal(ranks: DistContext) -> int:
-        n_calls = 0
-
-        def count(*_: Any) -> None:
-            nonlocal n_calls
-            n_calls += 1
-            if ranks.rank == 1 and n_calls == 3:
+    def batches_until_a_signal(ranks):
+        found = []
+        for batch in StopConditions(TrainConfig(), ranks).stop_on_signal(range(9)):
+            found.append(batch)
+            if ranks.rank == 1 and batch == 2:
                 signal_handler.signal = signal.SIGTERM
+        return found
 
-        model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
-        model.register_forward_hook(count)
-        batching = BatchSplit(1, grad_accum_steps=2, eval_tokens=20, rank=ranks.rank, world=2)
-        stops = StopConditions(TrainConfig(), ranks)
-        evaluate(
-            model, ComputeMode(), stops.stop_on_signal(eval_batches(split, batching, CPU)), ranks
-        )
-        return n_calls
-
-    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [3, 3]
+    assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[0, 1, 2]] * 2
 
 
-def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
-    c = tiny(chars, tmp_path / "out", gradient_accumulation_steps=2, eval_iters=8)
-    eval_batch = Split.eval_batch
+def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path, monkeypatch):
+    c = tiny(chars, tmp_path / "out", gradient_accumulation_steps=2)
 
-    def work(ranks: DistContext) -> None:
-        def cut_short(split: Split, rows: Any, n: int) -> Any:
-            if ranks.rank == 1 and rows[0] > 8:
-                raise ValueError("train.bin became shorter")
-            return eval_batch(split, rows, n)
+    def cut_short(*_):
+        raise ValueError("train.bin became shorter")
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Split, "eval_batch", cut_short)
-            train_on(ranks, c)
+    def work(ranks):
+        if ranks.rank == 1:
+            monkeypatch.setattr(Split, "eval_batch", cut_short)
+        train_on(ranks, c)
 
     lost, own = on_ranks(work, 2, tmp_path)
     assert own == "train.bin became shorter"
@@ -275,41 +211,32 @@ def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path):
 # ---- one command for every start -----------------------------------------------------------------
 
 
-def start(argv: list[str]) -> TrainConfig:
-    """Return the settings of `python train.py ARGV`."""
-    return build(TrainConfig, settings_of_start(TrainConfig, argv))
-
-
-@pytest.mark.slow
-def test_init_from_auto_starts_resumes_bit_for_bit_and_then_has_nothing_to_do(
+def test_init_from_auto_begins_as_the_config_file_says_then_resumes_and_never_over_damage(
     chars, tmp_path, capsys
 ):
-    main(tiny(chars, tmp_path / "full", **LONG))
-    argv = flags(**TINY | LONG, dataset=chars, out_dir=tmp_path / "parts", init_from="auto")
-    main(start([*argv, "--max_iters=8"]))
-    for _ in range(2):
-        main(start(argv))
-        assert_equal(weights(tmp_path / "full"), weights(tmp_path / "parts"))
-    assert re.findall(r"^resuming .* at step (\d+)$", capsys.readouterr().out, re.M) == ["8", "12"]
-    assert not list(tmp_path.glob("*/previous-*"))
+    base, out, config = tmp_path / "base", tmp_path / "out", tmp_path / "finetune.py"
+    main(tiny(chars, base, max_iters=1))
+    config.write_text(f"init_from = {str(base)!r}\n")
+    machine = {name: TINY[name] for name in ("device", "dtype", "compile", "cpu_kernels")}
+    own = flags(**machine, dataset=chars, out_dir=out, init_from="auto", eval_iters=1)
 
+    def start(*argv):
+        """Return the settings of `python train.py ARGV`."""
+        return build(TrainConfig, settings_of_start(TrainConfig, [*own, *argv]))
 
-def test_init_from_auto_begins_as_the_config_file_says_but_not_over_a_damaged_checkpoint(
-    chars, tmp_path
-):
-    out, config = tmp_path / "out", tmp_path / "finetune.py"
-    main(tiny(chars, out, max_iters=1))
-    config.write_text(f"init_from = {str(out)!r}\n")
-    elsewhere = flags(out_dir=tmp_path / "other", init_from="auto")
-    first = start([str(config), *elsewhere])
-    assert (first.init_from, first.n_embd) == (str(out), TINY["n_embd"])
-    assert start(elsewhere).init_from == "scratch"
-    argv = flags(out_dir=out, init_from="auto")
+    assert start().init_from == "scratch"
+    for steps in (2, 3, 3):  # the last one has nothing to do
+        c = start(str(config), f"--max_iters={steps}", "--lr_decay_iters=9")
+        assert c.n_embd == TINY["n_embd"]
+        main(c)
+    assert logged(out, "iter") == [0, 1, 2]
+    assert re.findall(r"^resuming .* at step (\d+)$", capsys.readouterr().out, re.M) == ["2", "3"]
+    assert not (out / "previous-1").exists()
     (out / "ckpt.pt").write_bytes(b"damaged")
-    assert start(argv).init_from == "resume"
+    assert start().init_from == "resume"
     (out / "ckpt_best.pt").write_bytes(b"damaged")
     with raises_one_line("not a readable", out / "ckpt.pt", out / "ckpt_best.pt"):
-        start(argv)
+        start()
 
 
 # ---- what the ranks agree on ---------------------------------------------------------------------
@@ -318,25 +245,19 @@ def test_init_from_auto_begins_as_the_config_file_says_but_not_over_a_damaged_ch
 @pytest.mark.slow
 def test_settings_and_data_must_agree_between_hosts(tmp_path, monkeypatch):
     monkeypatch.setattr("deskgpt.resume.git_commit", lambda: None)
-    settings = {"out_dir": "a", "min_lr": None}
-    data = {"train data": {"tokens": 10, "fingerprint": "x"}, "checkpoint": "step 0"}
-    # What rank 2 has, and the words of the error. The same folder may have another path there.
-    cases: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-        ({"out_dir": "b"}, {}, []),
-        ({"min_lr": 1e-3}, {}, ["min_lr", "None", "0.001"]),
-        ({}, {"train data": {"tokens": 10, "fingerprint": "y"}}, ["train data", "x", "y"]),
-    ]
 
-    def work(ranks: DistContext) -> None:
-        for own_settings, own_data, named in cases:
-            if ranks.rank < 2:
-                own_settings, own_data = {}, {}
-            with (
-                raises_one_line(*named, "rank 0", "rank 2", platform.node())
-                if named
-                else nullcontext()
-            ):
-                check_same_on_all_hosts(settings | own_settings, data | own_data, ranks)
+    def check(ranks, changed):
+        """Check values that are all a, but for one that is b on rank 2."""
+        names = ("out_dir", "min_lr", "train data")
+        values = dict.fromkeys(names, "a") | ({changed: "b"} if ranks.rank == 2 else {})
+        data = {"train data": {"fingerprint": values.pop("train data")}}
+        check_same_on_all_hosts(values, data, ranks)
+
+    def work(ranks):
+        check(ranks, "out_dir")  # the same folder may have another path there
+        for changed in ("min_lr", "train data"):
+            with raises_one_line(changed, "a", "rank 0", "b", "rank 2", platform.node()):
+                check(ranks, changed)
 
     assert on_ranks(work, 3, tmp_path) == [None] * 3
 
@@ -345,17 +266,15 @@ def test_settings_and_data_must_agree_between_hosts(tmp_path, monkeypatch):
 def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
     backward = torch.Tensor.backward
     steps = itertools.count()
+    settings = {"gradient_accumulation_steps": 4, "max_iters": 12, "eval_interval": 2}
+    c = tiny(chars, tmp_path, dist_timeout_s=8.0, dp_shard=2, **settings)
 
-    def asleep(*args: Any) -> None:
+    def asleep(*args):
         if next(steps) == 7:
             time.sleep(14)
         backward(*args)
 
-    c = tiny(
-        chars, tmp_path, dist_timeout_s=8.0, dp_shard=2, **LONG | {"gradient_accumulation_steps": 4}
-    )
-
-    def on_rank(rank: int) -> None:
+    def on_rank(rank):
         if rank == 1:
             setattr(torch.Tensor, "backward", asleep)  # noqa: B010
         with one_line_errors():
@@ -366,66 +285,45 @@ def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd)
     assert load_checkpoint(tmp_path).iter_num >= 2
 
 
-ENDLESS = TINY | {
-    "gradient_accumulation_steps": 2,
-    "eval_interval": 5,
-    "dropout": 0.1,
-    "max_iters": 60,
-}
-
-
-def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "max_iters": 60}
+ENDLESS |= {"dropout": 0.1}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dp_shard", [1, -1])
 def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, chars, begin, tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--max_restarts=1",
-    ]
-    torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
-    settings = flags(
-        **ENDLESS, dataset=chars, init_from="auto", out_dir=tmp_path / "out", dp_shard=dp_shard
-    )
-    terminals = [tmp_path / "terminal-0", tmp_path / "terminal-1"]
+    out, full = tmp_path / "out", tmp_path / "full"
+    settings = flags(**ENDLESS, dataset=chars, init_from="auto", out_dir=out, dp_shard=dp_shard)
+    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    options = "--nnodes=2 --nproc_per_node=1 --max_restarts=1 --rdzv_backend=c10d "
+    options += f"--rdzv_endpoint=localhost:{free_port()} --rdzv_conf="
+    # How soon it is noticed that the other one is lost.
+    options += "keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+    torchrun = (sys.executable, "-m", "torch.distributed.run")
 
-    def begin_host(host: int) -> subprocess.Popen[bytes]:
-        # Which of the two has the store; and how soon it notices that the other one is lost.
-        rendezvous = (
-            f"--rdzv_conf=is_host={1 - host},keep_alive_interval=1,keep_alive_max_attempt=3"
-        )
-        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        return begin(terminals[host], *torchrun, rendezvous, "train.py", *settings, **environ)
+    def begin_host(host):
+        of_host = f"{options}{1 - host} train.py".split()  # the first one has the store
+        return begin(tmp_path / f"terminal-{host}", *torchrun, *of_host, *settings, **environ)
+
+    def printed():
+        return "".join(path.read_text() for path in tmp_path.glob("terminal-*"))
 
     first = begin_host(0)
     second = begin_host(1)
-    until(lambda: any("iter 20:" in terminal.read_text() for terminal in terminals))
+    until(lambda: "iter 20:" in printed())
     [rank] = psutil.Process(second.pid).children()
     second.kill()
-    until(lambda: not is_running(rank))
-    # And saved
-    until(
-        lambda: any("stopped by SIGTERM at step" in terminal.read_text() for terminal in terminals)
-    )
+    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: "stopped by SIGTERM at step" in printed())  # and saved
     again = begin_host(1)  # the same command, while the other torchrun waits for it
     assert [first.wait(120), again.wait(120)] == [0, 0]
-    run(2, tiny(chars, tmp_path / "full", dp_shard=dp_shard, **ENDLESS))
-    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))
-    assert sum(terminal.read_text().count("resuming ") for terminal in terminals) == 1
+    run(2, tiny(chars, full, dp_shard=dp_shard, **ENDLESS))
+    assert_equal(weights(out), weights(full))
+    assert printed().count("resuming ") == 1
 
 
-SLURM = {
-    "SLURM_JOB_ID": "123",
-    "SLURM_JOB_NODELIST": "node[1-2]",
-    "SLURM_NNODES": "2",
-    "SLURM_GPUS_ON_NODE": "1",
-}
+SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+SLURM |= {"SLURM_GPUS_ON_NODE": "1", "OMP_NUM_THREADS": "1"}
 # srun starts its command on each node, and ends with the worst of their exit statuses.
 COMMANDS = {
     "scontrol": 'if [ "$1" = show ]; then echo localhost; echo node2; else echo "$@" >> asked; fi',
@@ -441,22 +339,23 @@ def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_resumes(
     chars, begin, tmp_path
 ):
     for name, lines in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{lines}\n")
-        (tmp_path / name).chmod(0o755)
-    settings = flags(**ENDLESS, dataset=chars, out_dir=tmp_path / "out")
-    terminal = tmp_path / "terminal"
-    environ = SLURM | {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "slurm.sbatch", *settings]
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\ncd {tmp_path}\n{lines}\n")
+        program.chmod(0o755)
+    out, full, terminal = tmp_path / "out", tmp_path / "full", tmp_path / "terminal"
+    environ = SLURM | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "slurm.sbatch", *flags(**ENDLESS, dataset=chars, out_dir=out)]
 
     job = begin(terminal, *command, **environ)
     until(lambda: "iter 20:" in terminal.read_text() or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(60) != 0
-    assert (tmp_path / "asked").read_text() == "--signal=TERM 123\nrequeue 123\n"
-    step = load_checkpoint(tmp_path / "out").iter_num
+    asked = tmp_path / "asked"
+    assert asked.read_text() == "--signal=TERM 123\nrequeue 123\n"
+    step = load_checkpoint(out).iter_num
     assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
     assert begin(terminal, *command, **environ).wait(120) == 0
-    assert f"resuming {tmp_path / 'out'} at step {step}\n" in terminal.read_text()
-    assert (tmp_path / "asked").read_text().count("requeue") == 1
-    run(2, tiny(chars, tmp_path / "full", **ENDLESS))
-    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "full"))
+    assert f"resuming {out} at step {step}\n" in terminal.read_text()
+    assert asked.read_text().count("requeue") == 1
+    run(2, tiny(chars, full, **ENDLESS))
+    assert_equal(weights(out), weights(full))

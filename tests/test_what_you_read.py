@@ -124,7 +124,7 @@ def test_changed_model_trains_as_a_plain_loop_trains_it(
     assert not re.search("warning|disagrees|wrong", capsys.readouterr().out)
     GLOBAL.clear()
     monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1 << 25)  # all logits at once
-    expected, losses = plain_loop(c, load_checkpoint(tmp_path).model_args["vocab_size"])
+    expected, losses, _ = plain_loop(c, load_checkpoint(tmp_path).model_args["vocab_size"])
     assert [e["loss"] for e in events(tmp_path, "iter")] == pytest.approx(losses, rel=1e-5)
     for name, w in weights(tmp_path).items():
         assert (w - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
