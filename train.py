@@ -168,7 +168,6 @@ from deskgpt.distributed import (
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
 from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
 from deskgpt.files import RESTART_S, lock_out_dir
-from deskgpt.launcher import dist_env
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import make_optimizer, step_if_finite
@@ -574,6 +573,8 @@ def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Except
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keep other runs out of out_dir, if this process is one that writes there."""
+    from deskgpt.launcher import dist_env
+
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
     if reads_only or dist_env(os.environ).rank > 0:
         return nullcontext()

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.device import resolve_device, unused_gpu
-from deskgpt.launcher import dist_env
 from deskgpt.limits import allow_open_files
 from model import GPT
 
@@ -96,6 +95,8 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     timeout_s: the longest that ranks wait for each other. Raises ValueError if device or backend do
     not fit this machine, OSError if the ranks do not meet.
     """
+    from deskgpt.launcher import dist_env
+
     env = dist_env(os.environ)
     device = resolve_device(device_name, env.local_rank, env.local_world)
     dist = DistContext(device, env.rank, env.world, env.distributed)
