@@ -298,7 +298,7 @@ def main(config: TrainConfig) -> float:
                 **loss_sums,
             )
             state.step = step + 1
-            state.schedule = stop.replan(state, logger.timer)
+            state.schedule = stop.replan(state.schedule, step + 1, state.first_step, logger.timer)
     except (DataError, torch.OutOfMemoryError) as e:  # the state is that of the last whole step
         stop.fail(remedied(e, config, state))
     finally:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from deskgpt.distributed import DistContext
-    from deskgpt.train_state import TrainState
 
 
 # ---- signals -------------------------------------------------------------------------------------
@@ -172,9 +171,12 @@ class StopConditions:
         if 0 < self.patience <= without_improvement(evaluations):
             self.reason = "patience"
 
-    def replan(self, state: TrainState, timer: StepTimer) -> Schedule:
-        """Return the schedule from now on, which max_minutes shortens as the steps take."""
-        return self._budget.replan(state.schedule, state.step, state.step - state.first_step, timer)
+    def replan(self, schedule: Schedule, step: int, first_step: int, timer: StepTimer) -> Schedule:
+        """Return the schedule after `step` steps, which max_minutes shortens as the steps take.
+
+        first_step: of this process.
+        """
+        return self._budget.replan(schedule, step, step - first_step, timer)
 
     def stop_on_signal(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items until a signal comes.
