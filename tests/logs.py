@@ -102,7 +102,7 @@ def rewrite(path: str, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> N
     file.write_text("\n".join(json.dumps(event | changed(event)) for event in read_events(file)))
 
 
-def nanogpt(times: dict[int, float], evaluated: tuple[int, ...]) -> str:
+def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], mfu: float = -100.0) -> str:
     """Return what nanoGPT prints for steps that take these times in all, by step in ms."""
     out = []
     for i, ms in times.items():
@@ -111,7 +111,7 @@ def nanogpt(times: dict[int, float], evaluated: tuple[int, ...]) -> str:
                 f"step {i}: train loss {4 - i / 100:.4f}, val loss {4.1 - i / 100:.4f}",
                 "saving checkpoint to out",
             ]
-        out.append(f"iter {i}: loss {4 - i / 100:.4f}, time {ms:.2f}ms, mfu -100.00%")
+        out.append(f"iter {i}: loss {4 - i / 100:.4f}, time {ms:.2f}ms, mfu {mfu:.2f}%")
     return "\n".join(out) + "\n"
 
 

@@ -126,6 +126,7 @@ def test_no_difference_is_an_equivalence_test() -> None:
 def test_ordinary_intervals_are_the_textbooks() -> None:
     assert own.interval([1.5]) == (1.5, None)
     # The fraction of a degree of freedom is left out: 2.94 counts as 2.
-    found = own.welch([1.0, 2.0, 3.0], [10.0, 12.0, 14.0])
-    assert found == (10.0, pytest.approx(4.303 * math.sqrt(5 / 3), rel=1e-4))
+    half = pytest.approx(4.303 * math.sqrt(5 / 3), rel=1e-4)
+    assert own.welch([1.0, 2.0, 3.0], [10.0, 12.0, 14.0]) == (10.0, half)
+    assert own.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
     assert own.welch([1.0], [2.0, 3.0]) == (1.5, None)

@@ -4,6 +4,7 @@ budget is spent.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 from bench.asking.arms import Arm
 from bench.asking.running import Trainer
-from bench.asking.statistics import MOST, PILOT, POWER, Estimate, cost, decide, difference
+from bench.asking.statistics import LEAST, MOST, PILOT, POWER, Estimate, cost, decide, difference
 from deskgpt.errors import ConfigError, clock
 
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
@@ -41,9 +42,10 @@ class Question:
     def same_within(self) -> float:
         return self.min_effect or UNSEEN
 
-    def values(self, label: str) -> list[float]:
-        """Return the val losses of an arm's runs."""
-        return [run["val_loss"] for run in self.runs[label]]
+    def values(self) -> tuple[list[float], list[float]]:
+        """Return the val losses of a's and of b's runs."""
+        a, b = ([run["val_loss"] for run in runs] for runs in self.runs.values())
+        return a, b
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -55,14 +57,13 @@ class Question:
         """
         while self.verdict == "open" and self.rounds < max(PILOT, self.affordable()):
             seed = self.first_seed + self.rounds
-            self.runs["a"].append(self.trainer.run(self.a, seed))
-            self.runs["b"].append(self.trainer.run(self.b, seed))
+            for arm in (self.a, self.b):
+                self.runs[arm.label].append(self.trainer.run(arm, seed))
             self.check_windows()
-            self.estimate = difference(self.values("a"), self.values("b"))
+            self.estimate = difference(*self.values())
             self.verdict = decide(self.estimate, self.same_within)
             if self.verdict == "open":
-                costs = f"; {self.cost_line()}" if self.rounds >= PILOT else ""
-                yield f"round {self.rounds}: {self.summary()}{costs}"
+                yield f"round {self.rounds}: {self.summary()}; {self.cost_line()}"
 
     def check_windows(self) -> None:
         """Raise ConfigError if arms were evaluated on different windows."""
@@ -75,35 +76,40 @@ class Question:
             )
 
     def round_s(self) -> float:
-        """Return the seconds of a round."""
-        return sum(statistics.median(run["wall_s"] for run in runs) for runs in self.runs.values())
+        """Return the seconds of a round, whenever its runs were made."""
+        return sum(run["wall_s"] for runs in self.runs.values() for run in runs) / self.rounds
 
     def affordable(self) -> int:
-        """Return the runs of each arm within the budget, with those so far, whenever they were
-        run.
-        """
-        if not self.rounds:
-            return 0
-        spent_s = sum(run["wall_s"] for runs in self.runs.values() for run in runs)
-        left_s = max(0.0, self.budget_s - spent_s)
-        return min(MOST, self.rounds + int(left_s / max(self.round_s(), 1e-3)))
+        """Return the rounds that the budget pays, with those so far."""
+        return min(MOST, int(self.budget_s / self.round_s())) if self.rounds else 0
 
     # ---- what is known ---------------------------------------------------------------------------
+
+    def cost(self) -> int | None:
+        """Return the runs of each arm that find a difference of min_effect; None if that is not
+        known, or beyond MOST.
+        """
+        if self.min_effect is None or self.rounds < PILOT:
+            return None
+        return cost(*self.values(), self.min_effect)
 
     def cost_line(self) -> str:
         """Return the cost of the question, by the scatter of the arms so far, and what the budget
         pays.
         """
-        pays = (
+        round_s = self.round_s()
+        line = (
             f"the budget, {clock(self.budget_s)}, pays {self.affordable():,} at "
-            f"{clock(self.round_s())} a round"
+            f"{clock(round_s)} a round"
         )
-        if self.min_effect is None:
-            return pays
-        needed = cost(self.values("a"), self.values("b"), self.min_effect)
-        number = f"{needed:,}" if needed else f"more than {MOST:,}"
+        if self.affordable() < LEAST:
+            enough = math.ceil(LEAST * round_s)
+            line += f", and no answer comes before {LEAST}: raise it to --budget={enough}s or more"
+        if self.min_effect is None or self.rounds < PILOT:
+            return line
+        number = self.cost() or f"more than {MOST}"
         takes = f"a difference of {self.min_effect:g} nats takes {number} runs of each arm"
-        return f"{takes} (in {POWER:.0%} of such questions); {pays}"
+        return f"{takes} (in {POWER:.0%} of such questions); {line}"
 
     def answer(self) -> dict[str, Any]:
         """Return the answer after the last round: a sentence, its figures and the exit status of
@@ -115,12 +121,17 @@ class Question:
             sentence = "Not enough yet"
         else:
             sentence = f"b ({self.b.name}) is {self.verdict}"
+        e = self.estimate
         return {
             "verdict": self.verdict,
             "status": STATUS[self.verdict],
             "sentence": f"{sentence}: {self.summary()}.",
+            "difference": -e.d,  # val loss of b less that of a, in nats
+            "interval": [-e.high, -e.low] if e.known else None,
+            "n": e.n,
+            "cost": self.cost(),
             "arms": {"a": self.a.text, "b": self.b.text},
-            "values": {label: self.values(label) for label in self.runs},
+            "values": dict(zip("ab", self.values(), strict=True)),
         }
 
     def summary(self) -> str:
@@ -128,25 +139,20 @@ class Question:
         losses.
         """
         e = self.estimate
-        limits = (
-            f"95% interval {nats(-e.high)} to {nats(-e.low)}"
-            if e.known
-            else "too few runs for an interval"
-        )
-        means = [f"{label} {statistics.fmean(self.values(label)):.4f}" for label in self.runs]
-        found = [
-            f"val loss of b less that of a {nats(-e.d)} nats ({limits}, n = {e.n})",
-            f"means {', '.join(means)}",
-        ]
+        limits = "too few runs for an interval"
+        if e.known:
+            limits = f"95% interval {nats(-e.high)} to {nats(-e.low)}"
+        a, b = map(statistics.fmean, self.values())
+        line = f"val loss of b less that of a {nats(-e.d)} nats ({limits}, n = {e.n})"
+        line += f"; means a {a:.4f}, b {b:.4f}"
         for label, runs in self.runs.items():
-            diverged = sum(run["has_diverged"] for run in runs)
-            if diverged:
-                found.append(
-                    f"{diverged} of {len(runs)} runs of {label} diverged and count as guessing"
+            if diverged := sum(run["has_diverged"] for run in runs):
+                line += (
+                    f"; {diverged} of {len(runs)} runs of {label} diverged and count as guessing"
                 )
-        return "; ".join(found)
+        return line
 
 
 def nats(value: float) -> str:
     """Return a difference with four decimals, zero without a minus."""
-    return f"{round(value, 4) + 0.0:+.4f}"
+    return f"{value:+z.4f}"

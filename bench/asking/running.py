@@ -21,11 +21,11 @@ import torch
 from filelock import FileLock
 
 from bench.asking.arms import Arm, digest, last_line
-from deskgpt.files import file_sha256, write_atomically
+from deskgpt.files import file_sha256, lock_out_dir, write_atomically
 from deskgpt.logger import read_events
 
-IN_USE = "is in use by"  # what train.py prints about an out_dir that another run has
 WAIT_S = 1.0
+Events = list[dict[str, Any]]  # of a log.jsonl
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,15 @@ class Trainer:
         Raises ValueError if train.py fails for another reason than a loss that has become infinite;
         KeyboardInterrupt if the user stops it, after it has saved.
         """
-        own = [
-            *arm.identity(),
-            seed,
-            self.data,
-            self.machine,
-            torch.get_num_threads(),
-            torch.__version__,
-        ]
-        out_dir = self.folder.resolve() / digest(own)
+        machine = [self.machine, torch.get_num_threads(), torch.__version__]
+        out_dir = self.folder.resolve() / digest([*arm.identity(), seed, self.data, *machine])
         self.folder.mkdir(parents=True, exist_ok=True)
         t0 = time.perf_counter()
         with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
             kept = out_dir / "result.json"
             if kept.exists():
                 return dict(json.loads(kept.read_bytes()))
-            events = train_to_the_end(arm, seed, out_dir)
-            found = result(arm, events)
+            found = result(arm, train_to_the_end(arm, seed, out_dir))
             # It may have begun in an earlier process.
             found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])
             write_atomically(kept, json.dumps(found).encode())
@@ -68,8 +60,8 @@ class Trainer:
         return found
 
 
-def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> list[dict[str, Any]]:
-    """Train until the last step or a loss that is not finite.
+def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> Events:
+    """Train until the last step, or until train.py says that the run has diverged.
 
     Return the events of the log. Raises as Trainer.run.
     """
@@ -78,11 +70,9 @@ def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> list[dict[str, Any]]
     while not has_ended(events, arm.steps):
         status, message = train(arm, seed, out_dir)
         events = read_events(log) if log.exists() else []
-        if status > 0 and has_diverged(events):
-            break
-        if IN_USE in message:  # by a run that outlived its question, which was killed
+        if is_in_use(out_dir):  # by a run that outlived its question, which was killed
             time.sleep(WAIT_S)
-        elif status or not has_ended(events, arm.steps):
+        elif not has_ended(events, arm.steps):
             raise ValueError(
                 f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}"
             )
@@ -98,11 +88,15 @@ def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     if any(out_dir.glob("ckpt*")):
         settings["init_from"] = "resume"
     arguments = [f"--{name}={value}" for name, value in settings.items() if value != ""]
-    command = [sys.executable, "train.py", *arguments]
     print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr, flush=True)
-    # A session of its own: Ctrl+C reaches it once, from here.
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=arm.folder, start_new_session=True, **quiet)
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *arguments],
+        cwd=arm.folder,
+        start_new_session=True,  # Ctrl+C reaches it once, from here
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         _, errors = process.communicate()
     except BaseException:
@@ -112,33 +106,39 @@ def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     return process.returncode, last_line(errors)
 
 
+def is_in_use(out_dir: Path) -> bool:
+    """Return True if a run is at work in an out_dir: no word of an error says so, its lock does."""
+    try:
+        with lock_out_dir(out_dir):
+            return False
+    except ValueError:
+        return True
+
+
 def data_digest(folder: Path) -> str:
     """Return a digest of the content of all files of a folder of token files."""
     paths = sorted([*folder.glob("*.bin"), *folder.glob("*.mask")])
     return digest([[path.name, file_sha256(path)] for path in paths])
 
 
-def has_ended(events: list[dict[str, Any]], steps: int) -> bool:
-    """Return True if the log has the end of the last step; a run that was stopped has an end too,
-    before that.
+def has_diverged(events: Events) -> bool:
+    """Return True if train.py has ended the run because its losses or gradients were not finite.
+
+    An event of the log says so. An error's message may name anything, and a full disk may follow
+    a single bad step.
     """
-    return bool(events) and events[-1]["event"] == "end" and events[-1]["iter"] >= steps
+    return any(e["event"] == "diverged" for e in events)
 
 
-def has_diverged(events: list[dict[str, Any]]) -> bool:
-    """Return True if the last step or evaluation of a log is not finite.
-
-    An error's message may name anything.
+def has_ended(events: Events, steps: int) -> bool:
+    """Return True if the log has the end of the last step, or the run has diverged; a run that was
+    stopped has an end too, before that.
     """
-    known = [e for e in events if e["event"] in ("bad_step", "iter", "eval")]
-    if not known:
-        return False
-    last = known[-1]
-    loss = last["val_loss"] if last["event"] == "eval" else last["loss"]
-    return loss is None or last["event"] == "bad_step"
+    ends = [e["iter"] for e in events if e["event"] == "end"]
+    return has_diverged(events) or max(ends, default=-1) >= steps
 
 
-def result(arm: Arm, events: list[dict[str, Any]]) -> dict[str, Any]:
+def result(arm: Arm, events: Events) -> dict[str, Any]:
     """Return what is kept of a finished run: its last val loss, and a digest of the windows that it
     read.
 
@@ -146,17 +146,15 @@ def result(arm: Arm, events: list[dict[str, Any]]) -> dict[str, Any]:
     its last if higher. Raises ValueError if the loss or the gradients were never finite: that is a
     defect of the arm, not a loss.
     """
-    evaluations = [e for e in events if e["event"] == "eval"]
-    if not evaluations or evaluations[0]["val_loss"] is None:
-        raise ValueError(
-            f"{arm.label} ({arm.name}) is broken: its val loss is not finite before the first step"
-        )
     diverged = has_diverged(events)
-    if diverged and all(e["grad_norm"] is None for e in events if e["event"] == "iter"):
+    evaluations = [e for e in events if e["event"] == "eval" and e["val_loss"] is not None]
+    learned = any(e["grad_norm"] is not None for e in events if e["event"] == "iter")
+    if not evaluations or (diverged and not learned):
         raise ValueError(
-            f"{arm.label} ({arm.name}) is broken: no step has a finite loss and gradients"
+            f"{arm.label} ({arm.name}) is broken: its val loss is not finite before the first "
+            "step, or its gradients at all steps"
         )
-    last = [e for e in evaluations if e["val_loss"] is not None][-1]
+    last = evaluations[-1]
     loss = last["val_loss"]
     if diverged:
         start = next(e for e in events if e["event"] == "start")
