@@ -90,7 +90,7 @@ def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Ar
     x = make_arm("a", a.a, common, below)
     y = make_arm("b", a.b, common, below)
     if x.identity() == y.identity():
-        raise ConfigError(f"a and b are the same training: {y.name}; change one of them")
+        raise ConfigError(f"a and b are the same training: {y.text}; change one of them")
     if x.settings["block_size"] != y.settings["block_size"]:
         raise ConfigError(
             "b has another block_size: it reads other windows, so losses do not compare"
@@ -108,10 +108,12 @@ def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below:
     data = dataset_folder(first["dataset"]).resolve()
     device = first["device"]
     # The same for both arms, whatever their batch.
-    tokens = first["eval_tokens"] or MAX_EVAL_TOKENS
+    given = TO_THE_END | {"dataset": data, "device": device}
+    given["eval_tokens"] = first["eval_tokens"] or MAX_EVAL_TOKENS
     for arm in arms:
-        same = {"dataset": data, "device": device, "eval_tokens": tokens}
-        arm.give(**TO_THE_END, **same, eval_interval=arm.steps)
+        given["eval_interval"] = arm.settings["max_iters"]
+        # Of these, a commit has those that its code knows.
+        arm.settings |= {name: value for name, value in given.items() if name in arm.settings}
     machine = device_name(resolve_device(device))
     trainer = Trainer(ledger / "runs", data_digest(data), machine)
     return Question(*arms, trainer, a.min_effect, a.budget_s, first["seed"])
@@ -127,10 +129,8 @@ def main() -> int:
             print(line, flush=True, file=sys.stderr if a.json else sys.stdout)
     answer = question.answer()
     print(json.dumps(answer) if a.json else answer["sentence"])
-    configs = " ".join(Path(word).name for word in common if not word.startswith("-"))
-    RunLog(ledger / "ledger.jsonl").write(
-        "answer", date=time.strftime("%Y-%m-%d"), config=configs, **answer
-    )
+    asked = {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(sys.argv)}
+    RunLog(ledger / "ledger.jsonl").write("answer", **asked, **answer)
     return int(answer["status"])
 
 

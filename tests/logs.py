@@ -59,35 +59,20 @@ def log(
 
     digest: of the windows of each evaluation; first_digest: of the first one, if it read others.
     """
-    s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
+    s = SETTINGS | changed.pop("settings", {})
+    s |= {k: changed.pop(k) for k in [*changed] if k in SETTINGS}
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
-    start = (
-        START
-        | {"tokens_per_step": per_step}
-        | {k: v for k, v in changed.items() if k not in SETTINGS}
-    )
+    start = START | {"tokens_per_step": per_step} | changed
     lines = [{"event": "start", "iter": 0, "settings": s} | start]
     for i in range(max(val) + 1):
         if i in val:
-            loss: dict[str, Any] = {
-                "train_loss": val[i] - 0.1,
-                "val_loss": val[i],
-                "val_se": 0.01,
-                "eval_s": 2.0,
-            }
-            loss |= {
-                "eval_windows": 10,
-                "eval_digest": first_digest if first_digest and i == 0 else digest,
-            }
-            done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
-            lines.append({"event": "eval", "iter": i, "lr": 1e-3} | loss | done)
+            read = first_digest if first_digest and i == 0 else digest
+            losses = {"train_loss": val[i] - 0.1, "val_loss": val[i], "eval_digest": read}
+            done = {"eval_windows": 10, "tokens": i * per_step, "train_s": i * ms / 1e3}
+            lines.append({"event": "eval", "iter": i} | losses | done)
         if i < max(val):
-            step = {
-                "loss": 3.0,
-                "lr": 1e-3,
-                "grad_norm": 1.0,
-                "time_ms": ms * (1 + 0.1 * (i % 3 - 1)),
-            }
+            step = {"loss": 3.0, "lr": 1e-3, "grad_norm": 1.0}
+            step["time_ms"] = ms * (1 + 0.1 * (i % 3 - 1))
             done = {"tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
             lines.append({"event": "iter", "iter": i} | step | done)
     lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})

@@ -263,7 +263,8 @@ def test_small_budget_is_used_and_the_cost_says_what_a_difference_takes():
     assert answer["verdict"] == "better"
     low, high = answer["interval"]
     assert low < answer["difference"] < high < 0
-    assert f"a difference of 0.01 nats takes {question.cost()} runs" in line.replace(",", "")
+    assert answer["cost"] > answer["n"]
+    assert "a difference of 0.01 nats takes" in line
     assert "pays 12 at 20.0s a round" in line
     for budget_s, rounds in ((100.0, 5), (1.0, PILOT)):
         question = made_up(3.6, budget_s)

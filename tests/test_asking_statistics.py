@@ -13,7 +13,7 @@ from conftest import ROOT
 from scipy import stats
 
 from bench.asking import statistics as own
-from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Estimate, Moments, cost
+from bench.asking.statistics import ALPHA, LEAST, MOST, PILOT, Estimate, cost
 
 PAGE = (ROOT / "docs" / "asking.md").read_text(encoding="utf-8")
 CHECKS = (8, 30, 60)  # rounds, the columns of the page's table
@@ -48,8 +48,8 @@ def questions(
 
 def decided_after(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the round at which the interval first leaves out zero; infinite if it never does."""
-    moments = Moments.of(a, b)
-    is_decided = moments.log_e(moments.gap) >= math.log(1 / ALPHA)
+    n, gap, *variances = own.moments(a, b)
+    is_decided = own.log_e(gap, n, *variances) >= math.log(1 / ALPHA)
     return np.where(is_decided.any(-1), is_decided.argmax(-1) + LEAST, np.inf)
 
 

@@ -4,7 +4,6 @@ and how fast.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,11 +208,6 @@ def as_text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def largest(run: Run, name: str) -> float | None:
-    """Return the largest number of this name in the run's steps."""
-    return max((e[name] for e in run.iters if name in e), default=None)
-
-
 def share_of(run: Run, peak: float | None) -> float | None:
     """Return the model's FLOP/s over a peak's; None if one of them is not known."""
     flops_per_s = run.per_s("flops")
@@ -243,8 +237,8 @@ SPEED: list[Figure] = [
         lambda r: share_of(r, NANOGPT_PEAK * r.start.get("world_size", 1)),
         "{:.2%}".format,
     ),
-    ("training", lambda r: largest(r, "train_s"), clock),
-    ("peak memory", lambda r: largest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
+    ("training until the last evaluation", lambda r: r.last.get("train_s"), clock),
+    ("peak memory", lambda r: r.end.get("peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
 ]
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -260,44 +254,44 @@ def compare_after(groups: list[Group], amount: str) -> tuple[str, Table]:
     """
     kind, text = AMOUNTS[amount]
     runs = [run for group in groups for run in group]
-    close = 1.0 if amount == "tokens" else CLOSE
     refused = f"The losses after {kind} are not compared"
     if any(not run.evals or "val_loss" not in run.evals[-1] for run in runs):
         return f"{refused}: a run has none at its end", []
-    value, losses = common_losses(runs, amount, close)
-    if not losses:
+    value = common_amount(runs, amount)
+    if value is None:
         return f"{refused}: no common evaluation", []
-    left = iter(losses)
-    first, *others = of_groups = [[next(left) for _ in group] for group in groups]
     label = f"val loss after {text(value)}"
-    rows = [[label, *(cell(of_group, LOSS) for of_group in of_groups)]]
+    rows = rows_of(groups, [(label, lambda run: loss_after(run, amount, value), LOSS)])
     ends = [(run.schedule_end or 0) * (run.per_step(amount) or 0) for run in runs]
     known = [end for end in ends if end]
     # One rate would have decayed further after equal training, which lowers the loss at once,
     # whatever the settings.
     if known and max(known) > CLOSE * min(known):
         return f"{refused}: the learning rates do not decay until {kind}", rows
+    first, *others = groups
+    of_first = [loss_after(run, amount, value) for run in first]
     texts = []
-    for group, of_group in zip(groups[1:], others, strict=True):
-        gap, half = welch(first, of_group, ALPHA / len(others))  # Bonferroni
+    for group in others:
+        losses = [loss_after(run, amount, value) for run in group]
+        gap, half = welch(of_first, losses, ALPHA / len(others))  # Bonferroni
         texts.append(f"{label_of(group)} {gap:+z.4f} ± {'?' if half is None else LOSS(half)}")
-    return f"The {label}, less that of {label_of(groups[0])}: {'; '.join(texts)}", rows
+    return f"The {label}, less that of {label_of(first)}: {'; '.join(texts)}", rows
 
 
-def common_losses(runs: list[Run], amount: str, close: float) -> tuple[float, list[float]]:
-    """Return (the largest amount after which all runs were evaluated, their losses there); no
-    losses without one. close: the ratio up to which amounts count as equal.
-    """
-    for value in [e[amount] for e in runs[0].val[::-1] if e.get(amount)]:
-        found = []
-        for run in runs:
-            known = [e for e in run.val if e.get(amount)]
-            e = min(known, key=lambda e: abs(e[amount] - value), default={amount: math.inf})
-            if 1 / close <= e[amount] / value <= close:
-                found.append(e["val_loss"])
-        if len(found) == len(runs):
-            return value, found
-    return 0.0, []
+def common_amount(runs: list[Run], amount: str) -> float | None:
+    """Return the largest amount of training after which all runs were evaluated."""
+    amounts = [e[amount] for e in reversed(runs[0].val) if e.get(amount)]
+    for value in amounts:
+        if None not in [loss_after(run, amount, value) for run in runs]:
+            return float(value)
+    return None
+
+
+def loss_after(run: Run, amount: str, value: float) -> Any:
+    """Return the run's val loss after this much training; None if it was not evaluated there."""
+    close = 1.0 if amount == "tokens" else CLOSE
+    known = [e for e in run.val if value / close <= e.get(amount, 0) <= value * close]
+    return min(known, key=lambda e: abs(e[amount] - value))["val_loss"] if known else None
 
 
 def not_comparable(runs: list[Run]) -> str:
@@ -316,7 +310,7 @@ def not_comparable(runs: list[Run]) -> str:
         for run in runs
     ]
     for what in of_runs[0]:
-        values = [of_run[what] or "" for of_run in of_runs]
+        values = [str(of_run[what] or "") for of_run in of_runs]
         if len({*values} - {""}) > 1 or any(THEN in value for value in values):
             pairs = zip(runs, values, strict=True)
             shown = [f"{label_of([run])} {value or 'not known'}" for run, value in pairs]

@@ -164,15 +164,14 @@ def plain(record: Any) -> Event:
 
 
 def numbers(record: Event) -> Event:
-    """Return the fields of a record that are numbers and can be right: no NaN, no infinity, no
-    1e300.
-    """
-    found = {name: value for name, value in record.items() if type(value) in (int, float)}
-    return {
-        name: value
-        for name, value in found.items()
-        if value == 0 or 1 / LARGEST <= abs(value) <= LARGEST
-    }
+    """Return the fields of a record that are numbers and can be right."""
+    return {name: value for name, value in record.items() if can_be_right(value)}
+
+
+def can_be_right(value: Any) -> bool:
+    """Return True for a number: no NaN, no infinity, no 1e300."""
+    is_number = type(value) in (int, float)
+    return is_number and (value == 0 or 1 / LARGEST <= abs(value) <= LARGEST)
 
 
 def add_logged(run: Run, text: str) -> None:
@@ -213,7 +212,7 @@ def add_events(run: Run, events: list[Event]) -> None:
             found["texts"] = [str(text) for text in event["texts"]]
         kept[step, kind] = found
         if kind == "end":
-            run.end = event
+            run.end = found
     for (_, kind), found in sorted(kept.items(), key=lambda item: item[0]):
         if kind == "iter":
             run.iters.append(found)

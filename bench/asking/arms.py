@@ -48,22 +48,10 @@ class Arm:
     """One of the two ways to train that are compared. Its label is a or b."""
 
     label: str
-    text: str  # as the user wrote it; empty for the config as it is
+    text: str  # as the user wrote it
     folder: Path  # the worktree that it runs in
     code: str  # digest of the code there
     settings: dict[str, Any]  # all of them, as that code reads them
-
-    @property
-    def name(self) -> str:
-        return self.text or "the config as it is"
-
-    @property
-    def steps(self) -> int:
-        return int(self.settings["max_iters"])
-
-    def give(self, **given: Any) -> None:
-        """Change the settings that the arm's code has."""
-        self.settings |= {name: value for name, value in given.items() if name in self.settings}
 
     def identity(self) -> list[Any]:
         """Return code and settings: all that its results depend on, besides data, seed and
@@ -105,7 +93,8 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
-    return Arm(label, text, folder, code, json.loads(last_line(done.stdout)))
+    settings = json.loads(last_line(done.stdout))
+    return Arm(label, text or "the config as it is", folder, code, settings)
 
 
 # ---- worktrees -----------------------------------------------------------------------------------

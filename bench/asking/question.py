@@ -38,10 +38,6 @@ class Question:
     def rounds(self) -> int:
         return len(self.runs["b"])
 
-    @property
-    def same_within(self) -> float:
-        return self.min_effect or UNSEEN
-
     def values(self) -> tuple[list[float], list[float]]:
         """Return the val losses of a's and of b's runs."""
         a, b = ([run["val_loss"] for run in runs] for runs in self.runs.values())
@@ -61,7 +57,7 @@ class Question:
                 self.runs[arm.label].append(self.trainer.run(arm, seed))
             self.check_windows()
             self.estimate = difference(*self.values())
-            self.verdict = decide(self.estimate, self.same_within)
+            self.verdict = decide(self.estimate, self.min_effect or UNSEEN)
             if self.verdict == "open":
                 yield f"round {self.rounds}: {self.summary()}; {self.cost_line()}"
 
@@ -116,11 +112,11 @@ class Question:
         the script.
         """
         if self.verdict == "same":
-            sentence = f"a and b do not differ by {self.same_within:g} nats"
+            sentence = f"a and b do not differ by {self.min_effect or UNSEEN:g} nats"
         elif self.verdict == "open":
             sentence = "Not enough yet"
         else:
-            sentence = f"b ({self.b.name}) is {self.verdict}"
+            sentence = f"b ({self.b.text}) is {self.verdict}"
         e = self.estimate
         return {
             "verdict": self.verdict,

@@ -52,8 +52,8 @@ class Trainer:
             if kept.exists():
                 return dict(json.loads(kept.read_bytes()))
             found = result(arm, train_to_the_end(arm, seed, out_dir))
-            # It may have begun in an earlier process.
-            found["wall_s"] = max(time.perf_counter() - t0, found["train_s"])
+            # A run that began in an earlier process has trained for longer than this one took.
+            found["wall_s"] = max(time.perf_counter() - t0, found["wall_s"])
             write_atomically(kept, json.dumps(found).encode())
             for path in out_dir.glob("ckpt*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -66,15 +66,18 @@ def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> Events:
     Return the events of the log. Raises as Trainer.run.
     """
     log = out_dir / "log.jsonl"
+    steps = arm.settings["max_iters"]
     events = read_events(log) if log.exists() else []
-    while not has_ended(events, arm.steps):
+    while not has_ended(events, steps):
         status, message = train(arm, seed, out_dir)
         events = read_events(log) if log.exists() else []
+        if has_diverged(events):
+            break
         if is_in_use(out_dir):  # by a run that outlived its question, which was killed
             time.sleep(WAIT_S)
-        elif not has_ended(events, arm.steps):
+        elif status or not has_ended(events, steps):
             raise ValueError(
-                f"{arm.label} ({arm.name}) cannot run: {message or f'exit status {status}'}"
+                f"{arm.label} ({arm.text}) cannot run: {message or f'exit status {status}'}"
             )
     return events
 
@@ -151,7 +154,7 @@ def result(arm: Arm, events: Events) -> dict[str, Any]:
     learned = any(e["grad_norm"] is not None for e in events if e["event"] == "iter")
     if not evaluations or (diverged and not learned):
         raise ValueError(
-            f"{arm.label} ({arm.name}) is broken: its val loss is not finite before the first "
+            f"{arm.label} ({arm.text}) is broken: its val loss is not finite before the first "
             "step, or its gradients at all steps"
         )
     last = evaluations[-1]
@@ -163,5 +166,5 @@ def result(arm: Arm, events: Events) -> dict[str, Any]:
         "has_diverged": diverged,
         "val_loss": loss,
         "eval_digest": last["eval_digest"],
-        "train_s": last.get("train_s") or 0.0,
+        "wall_s": last.get("train_s") or 0.0,
     }

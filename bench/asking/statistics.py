@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -72,60 +72,52 @@ class Estimate:
 # ---- the interval --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Means and variances of the first n runs of each arm, for several n: arrays of the shape (...,
-    checks).
+def moments(a: Values, b: Values, first: int = LEAST) -> tuple[np.ndarray, ...]:
+    """Return n, and after n runs of each arm the mean of a less that of b, and the variances of the
+    paired differences, of a and of b: arrays (..., checks), a check for each n from `first` on.
+
+    a, b: losses by run, (..., runs). Runs that all end at one loss, as diverged ones do, are taken
+    to scatter as the other arm's.
     """
+    x = np.asarray(a, float)
+    y = np.asarray(b, float)
+    n = np.arange(first, x.shape[-1] + 1)
+    gap, var_gap = running_moments(x - y, n)
+    _, var_a = running_moments(x, n)
+    _, var_b = running_moments(y, n)
+    scatter_a = np.where(var_a == TINY, var_b, var_a)
+    scatter_b = np.where(var_b == TINY, var_a, var_b)
+    return n, gap, var_gap, scatter_a, scatter_b
 
-    n: np.ndarray  # (checks,) runs of each arm
-    gap: np.ndarray  # mean of a less mean of b
-    var_gap: np.ndarray  # of the paired differences
-    var_a: np.ndarray
-    var_b: np.ndarray
 
-    @classmethod
-    def of(cls, a: Values, b: Values, first: int = LEAST) -> Moments:
-        """Return the moments of losses by run, (..., runs), after `first` runs of each arm and
-        after each later one.
+def log_e(
+    distance: np.ndarray, n: np.ndarray, var_gap: np.ndarray, var_a: np.ndarray, var_b: np.ndarray
+) -> np.ndarray:
+    """Return the logarithm of E at each check, for a true difference that lies `distance` from the
+    one that was found.
+    """
+    square = np.square(distance)
+    paired = log_bayes_factor(n * square / var_gap, n, n - 1)
+    unpaired = log_bayes_factor(n / 2 * square / np.maximum(var_a, var_b), n / 2, 2 * n - 2)
+    log_sd_ratio = np.abs(np.log(var_a / var_b)) / 2
+    return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
 
-        Runs that all end at one loss, as diverged ones do, are taken to scatter as the other arm's.
-        """
-        a = np.asarray(a, float)
-        b = np.asarray(b, float)
-        n = np.arange(first, a.shape[-1] + 1)
-        gap, var_gap = running_moments(a - b, n)
-        _, var_a = running_moments(a, n)
-        _, var_b = running_moments(b, n)
-        scatter_a = np.where(var_a == TINY, var_b, var_a)
-        scatter_b = np.where(var_b == TINY, var_a, var_b)
-        return cls(n, gap, var_gap, scatter_a, scatter_b)
 
-    def log_e(self, distance: np.ndarray) -> np.ndarray:
-        """Return the logarithm of E at each check, for a true difference that lies `distance` from
-        `gap`.
-        """
-        square = np.square(distance)
-        paired = log_bayes_factor(self.n * square / self.var_gap, self.n, self.n - 1)
-        larger = np.maximum(self.var_a, self.var_b)
-        unpaired = log_bayes_factor(self.n / 2 * square / larger, self.n / 2, 2 * self.n - 2)
-        log_sd_ratio = np.abs(np.log(self.var_a / self.var_b)) / 2
-        return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
+def half_width(n: np.ndarray, *variances: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+    """Return half the width of each check's interval; infinite if no difference could be excluded.
 
-    def half_width(self, alpha: float = ALPHA) -> np.ndarray:
-        """Return half the width of each check's interval; infinite if no difference could be
-        excluded.
-        """
-        goal = math.log(1 / alpha)
-        high = 1e6 * np.sqrt(self.var_gap) + np.sqrt(TINY)
-        low = 0 * high
-        is_finite = self.log_e(high) > goal
-        for _ in range(40):  # bisect: E grows with the distance
-            middle = (low + high) / 2
-            is_excluded = self.log_e(middle) > goal
-            high = np.where(is_excluded, middle, high)
-            low = np.where(is_excluded, low, middle)
-        return np.where(is_finite, high, np.inf)
+    variances: as log_e takes them.
+    """
+    goal = math.log(1 / alpha)
+    high = 1e6 * np.sqrt(variances[0]) + np.sqrt(TINY)
+    low = 0 * high
+    is_finite = log_e(high, n, *variances) > goal
+    for _ in range(40):  # bisect: E grows with the distance
+        middle = (low + high) / 2
+        is_excluded = log_e(middle, n, *variances) > goal
+        high = np.where(is_excluded, middle, high)
+        low = np.where(is_excluded, low, middle)
+    return np.where(is_finite, high, np.inf)
 
 
 def running_moments(x: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,10 +143,10 @@ def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
     d = float(np.subtract(a, b).mean())
     if n < LEAST:
         return Estimate(d, -math.inf, math.inf, n)
-    moments = Moments.of(a, b)
-    half = moments.half_width(alpha)
-    low = np.maximum.accumulate(moments.gap - half)
-    high = np.minimum.accumulate(moments.gap + half)
+    checks, gap, *variances = moments(a, b)
+    half = half_width(checks, *variances, alpha=alpha)
+    low = np.maximum.accumulate(gap - half)
+    high = np.minimum.accumulate(gap + half)
     last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
     return Estimate(d, float(low[last]), float(high[last]), n)
 
@@ -188,15 +180,13 @@ def cost(a: Values, b: Values, effect: float) -> int | None:
     from scipy import stats
 
     so_far = len(a)
-    found = Moments.of(a, b, so_far)
+    _, _, *found = moments(a, b, so_far)
     factor = (so_far - 1) / stats.chi2.ppf(LOWEST_SHARE, so_far - 1)
-    var_gap = factor * found.var_gap
+    variances = [factor * variance for variance in found]
     n = np.arange(max(LEAST, so_far + 1), MOST + 1)
-    later = replace(
-        found, n=n, var_gap=var_gap, var_a=factor * found.var_a, var_b=factor * found.var_b
-    )
-    misses = stats.norm.ppf(POWER) * np.sqrt(var_gap / n)  # of the mean difference, by chance
-    enough = n[later.half_width() + misses <= effect]
+    # What the mean difference misses by chance
+    misses = stats.norm.ppf(POWER) * np.sqrt(variances[0] / n)
+    enough = n[half_width(n, *variances) + misses <= effect]
     return int(enough[0]) if len(enough) else None
 
 
