@@ -69,17 +69,21 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--a", default="", help='"--name=value ...", a patch, commit:REV')
     parser.add_argument("--b", required=True)
     parser.add_argument("--min_effect", type=float, help="the least difference that matters (nats)")
-    parser.add_argument("--budget", default="1h", help="of all runs: 90s, 6min, 2h")
+    parser.add_argument("--budget", type=seconds, default="1h", help="of all runs: 90s, 6min, 2h")
     parser.add_argument("--ledger", default=cache_folder() / "ledger", help="folder of the runs")
     parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
     a, common = parser.parse_known_args(join_arms(argv))
     if a.min_effect is not None and not 0 < a.min_effect < math.inf:
         raise ConfigError(f"--min_effect={a.min_effect}: a difference above 0")
-    budget = re.fullmatch(r"(\d+\.?\d*)(s|min|h|d)", a.budget)
-    if not budget or not float(budget[1]):
-        raise ConfigError(f"--budget={a.budget}: write it like 90s, 6min or 2h")
-    a.budget_s = float(budget[1]) * UNITS_S[budget[2]]
     return a, common
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of "90s", "6min" or "2h". Raises ValueError."""
+    found = re.fullmatch(r"([\d.]+)(s|min|h|d)", text)
+    if not found:
+        raise ValueError
+    return float(found[1]) * UNITS_S[found[2]]
 
 
 def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Arm, Arm]:
@@ -116,7 +120,7 @@ def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below:
         arm.settings |= {name: value for name, value in given.items() if name in arm.settings}
     machine = device_name(resolve_device(device))
     trainer = Trainer(ledger / "runs", data_digest(data), machine)
-    return Question(*arms, trainer, a.min_effect, a.budget_s, first["seed"])
+    return Question(*arms, trainer, a.min_effect, a.budget, first["seed"])
 
 
 def main() -> int:

@@ -304,7 +304,7 @@ def add_printed(run: Run, text: str, card: str) -> None:
                 # An expression such as 5 * 8, or another program's line: not the default
                 settings[found[1]] = None
     if "parameters" in start:
-        start["parameters"] *= 1e6
+        start["parameters"] = round(start["parameters"] * 1e6)
     add_events(run, [*events, {"event": "end", "iter": 0}])
     add_flops(run)
     if card:

@@ -64,17 +64,18 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
             known = known[:: max(1, len(known) // POINTS)]
             if not known:
                 continue
+            x = [e["iter"] for e in known]
             y = [float(e[key]) for e in known]
             values += y
             # A line of one point is not seen.
-            style = {"mode": "lines" if len(y) > 1 else "lines+markers"} | style
-            x = [float(e["iter"]) for e in known]
-            label = f"{run.name} {name}" if len(runs) > 1 else name
+            mode = {"mode": "lines" if len(y) > 1 else "lines+markers"}
+            label = escape(f"{run.name} {name}" if len(runs) > 1 else name)
             colour = COLOURS[number % len(COLOURS)]
-            chart.add_scatter(x=x, y=y, name=escape(label), line_color=colour, **style)
+            chart.add_scatter(x=x, y=y, name=label, line_color=colour, **mode | style)
+    is_loss = title == LOSS
     chart.update_layout(
         template="plotly_white",
-        height=440 if title == LOSS else 280,
+        height=440 if is_loss else 280,
         margin={"l": 12, "r": 12, "t": 36, "b": 44},
         xaxis_title_text="steps",
         yaxis={"automargin": True, "exponentformat": "power"},
@@ -83,10 +84,9 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
     )
     # A few slow steps, or the losses before a model has learned letters, would flatten all others.
     if title in CHARTS and values:
-        bottom = 0.9 * min(values) if title == LOSS else 0.0
-        top = 1.25 * float(np.quantile(values, 0.9 if title == LOSS else 0.98))
+        top = 1.25 * float(np.quantile(values, 0.9 if is_loss else 0.98))
         if max(values) > top:
-            chart.update_yaxes(range=[bottom, top])
+            chart.update_yaxes(range=[0.9 * min(values) if is_loss else 0.0, top])
     return chart
 
 
