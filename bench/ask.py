@@ -27,12 +27,13 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.asking.arms import TO_THE_END, Arm, folder_for_worktrees, make_arm
-from bench.asking.question import Question
-from bench.asking.running import Trainer, data_digest
+from bench.asking.running import Question, Trainer, data_digest
 from data.token_files import dataset_folder
 from deskgpt.device import device_name, resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
@@ -118,7 +119,8 @@ def make_question(a: argparse.Namespace, common: list[str], ledger: Path, below:
         given["eval_interval"] = arm.settings["max_iters"]
         # Of these, a commit has those that its code knows.
         arm.settings |= {name: value for name, value in given.items() if name in arm.settings}
-    machine = device_name(resolve_device(device))
+    name = device_name(resolve_device(device))
+    machine = f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     trainer = Trainer(ledger / "runs", data_digest(data), machine)
     return Question(*arms, trainer, a.min_effect, a.budget, first["seed"])
 

@@ -24,7 +24,7 @@ from conftest import ROOT, TINY, flags, raises_one_line, shell, until
 from bench import ask
 from bench.asking import running
 from bench.asking.arms import Arm, check_out, folder_for_worktrees
-from bench.asking.question import Question
+from bench.asking.running import Question
 from bench.asking.statistics import PILOT
 from deskgpt.errors import ConfigError
 from deskgpt.files import lock_out_dir
