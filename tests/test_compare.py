@@ -129,12 +129,14 @@ def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_pa
         "tokens/s": ["640", "320"],
         "MFU": ["16.00%", "12.00%"],
         "lowest val loss": ["1.6000", "1.5000"],
-        "val loss after 25,600 tokens": ["1.6000", "1.5000"],
-        "val loss after 40.0s of training": ["1.6000", "1.9000"],
-        "val loss after 2.56e+07 FLOPs": ["1.6000", "2.3000"],  # 399 steps of a third: within 2%
+        "val loss after equal tokens (25,600)": ["1.6000", "1.5000"],
+        "val loss after equal time (40.0s)": ["1.6000", "1.9000"],
+        # 399 steps of a third: within two percent
+        "val loss after equal FLOPs (2.56e+07)": ["1.6000", "2.3000"],
     }
     assert rows_of(found).items() >= expected.items()
-    assert found.headline == "The val loss after 25,600 tokens, less that of A: B -0.1000 ± ?"
+    headline = "The val loss after equal tokens (25,600), less that of A: B -0.1000 ± ?"
+    assert found.headline == headline
     of_time, of_flops, others = found.lines
     # Its rate would have decayed further in a run of equal time.
     assert_one_line(of_time, "after equal time are not compared", "do not decay until equal time")
@@ -158,7 +160,7 @@ def test_logs_of_nanogpt_are_compared_on_their_card_and_what_one_does_not_know_d
         [share * 312 / 58.3 for share in (10, 15)], rel=2e-3
     )
     assert_one_line(found.headline, "equal tokens are not compared: no common evaluation")
-    assert_one_line(found.lines[0], "after 1m20s of training, less that of A: B +0.4000 ± ?")
+    assert_one_line(found.lines[0], "after equal time (1m20s), less that of A: B +0.4000 ± ?")
     (others,) = [line for line in found.lines if line.startswith("Also differs: ")]
     for name in ("parameters", "n_embd", "learning_rate", "batch_size"):
         assert name in others
@@ -245,7 +247,7 @@ def test_repeats_are_compared_with_their_interval(tmp_path):
     assert compared(*a).headline == alone
     found = compared(*a, *b)
     assert rows_of(found)["lowest val loss"][0] == f"2.5100 ± {4.303 * 0.01 / 3**0.5:.4f} (n=3)"
-    text = "The val loss after 12,800 tokens, less that of A+B+C: D+E+F -0.2000 ± 0.0227"
+    text = "The val loss after equal tokens (12,800), less that of A+B+C: D+E+F -0.2000 ± 0.0227"
     assert found.headline == text  # 2.776 x sqrt(2/3) x 0.01
 
 
@@ -269,10 +271,10 @@ def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0})
     b = log(tmp_path / "b", {0: 4.0, 100: 2.9, 150: 2.1}, n_layer=3)
     c = log(tmp_path / "c", {0: 4.0, 150: 2.1}, n_layer=3)
-    assert_one_line(compared(a, b).headline, "after 6,400 tokens", "B -0.1000")
+    assert_one_line(compared(a, b).headline, "after equal tokens (6,400)", "B -0.1000")
     # Half the steps of twice the tokens
     twice = log(tmp_path / "twice", {0: 4.0, 100: 2.9, 200: 1.4}, batch_size=8, max_iters=200)
-    assert_one_line(compared(a, twice).headline, "after 12,800 tokens", "B +0.9000")
+    assert_one_line(compared(a, twice).headline, "after equal tokens (12,800)", "B +0.9000")
     found = compared(a, c)
     for line in (found.headline, *found.lines[:2]):
         assert_one_line(line, "are not compared: no common evaluation")

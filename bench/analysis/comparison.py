@@ -22,9 +22,9 @@ COUNT_TOO = {"init_from", "max_minutes", "batch_size", "gradient_accumulation_st
 # The kinds of equal training, and how an amount of each is written. Evaluations fall on the same
 # tokens, but hardly on the same second: two amounts whose ratio is at most CLOSE count as equal.
 AMOUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "tokens": ("equal tokens", "{:,.0f} tokens".format),
-    "train_s": ("equal time", lambda seconds: f"{clock(seconds)} of training"),
-    "flops": ("equal FLOPs", "{:.4g} FLOPs".format),
+    "tokens": ("equal tokens", "{:,.0f}".format),
+    "train_s": ("equal time", clock),
+    "flops": ("equal FLOPs", "{:.4g}".format),
 }
 CLOSE = 1.02
 ALIKE = (
@@ -260,7 +260,7 @@ def compare_after(groups: list[Group], amount: str) -> tuple[str, Table]:
     value = common_amount(runs, amount)
     if value is None:
         return f"{refused}: no common evaluation", []
-    label = f"val loss after {text(value)}"
+    label = f"val loss after {kind} ({text(value)})"
     rows = rows_of(groups, [(label, lambda run: loss_after(run, amount, value), LOSS)])
     ends = [(run.schedule_end or 0) * (run.per_step(amount) or 0) for run in runs]
     known = [end for end in ends if end]

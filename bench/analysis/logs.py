@@ -257,8 +257,10 @@ SIZE = re.compile(
 )
 # Of the command line, or of a config file.
 SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
-# What nanoGPT has for the settings that it does not print: as ours, but for these.
-NANOGPT_DEFAULTS = DEFAULTS | WITHOUT_CHOICE | {"lr_decay_iters": 600_000, "min_lr": 6e-5}
+# What nanoGPT always has, and what it has for the settings that it does not print: as ours, but
+# for two.
+NANOGPT = WITHOUT_CHOICE | {"max_minutes": 0.0, "momentum": DEFAULTS["momentum"]}
+NANOGPT_DEFAULTS = DEFAULTS | NANOGPT | {"lr_decay_iters": 600_000, "min_lr": 6e-5}
 NANOGPT_PEAK = 312e12  # FLOP/s of its MFU, whatever the card: an A100 in bfloat16
 
 
@@ -272,7 +274,7 @@ def add_printed(run: Run, text: str, card: str) -> None:
     """Fill a run from what nanoGPT printed, whatever other lines there are before, between and
     after its own.
     """
-    settings: Event = dict(WITHOUT_CHOICE)
+    settings: Event = dict(NANOGPT)
     if "Overriding" in text:  # the configurator prints all that it sets
         settings = dict(NANOGPT_DEFAULTS)
     else:
