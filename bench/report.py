@@ -18,9 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.analysis.comparison import compare
 from bench.analysis.logs import read_runs
-from bench.analysis.page import page
+from bench.analysis.page import write_page
 from deskgpt.errors import OneLineParser, one_line_errors
-from deskgpt.files import write_atomically
 
 
 def main() -> None:
@@ -28,9 +27,7 @@ def main() -> None:
     parser.add_argument("out_dir")
     a = parser.parse_args()
     html = Path(a.out_dir, "report.html")
-    found = compare(read_runs([a.out_dir]))
-    # In place of a link of this name, too.
-    write_atomically(html, page(found).encode("utf-8", "replace"))
+    write_page(html, compare(read_runs([a.out_dir])))
     print(html)
 
 

@@ -109,6 +109,7 @@ class LossMonitor:
         n = len(self.consecutive_bad_steps)
         if n >= MAX_BAD_STEPS:
             first, which = self.consecutive_bad_steps[0]
+            self.logger.log.write("diverged", iter=step)  # bench/ask.py reads it
             raise ValueError(
                 f"gradients are not finite in {n} steps in a row, {first} to "
                 f"{first + n - 1}: {which}; {self.diagnose(first)}"
@@ -159,6 +160,7 @@ class LossMonitor:
         """Raises ValueError if a validation loss is not finite."""
         step = self.state.step
         if not math.isfinite(loss):
+            self.logger.log.write("diverged", iter=step)
             raise ValueError(f"val loss is {loss} at step {step}; {self.diagnose(step)}")
 
     # ---- evidence --------------------------------------------------------------------------------

@@ -9,41 +9,11 @@ from typing import Any
 
 from deskgpt.logger import read_events
 
-SETTINGS: dict[str, Any] = {
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 8,
-    "batch_size": 4,
-}
-SETTINGS |= {
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-3,
-    "max_iters": 400,
-    "lr_decay_iters": 0,
-    "seed": 1,
-    "dataset": "chars",
-}
-START: dict[str, Any] = {
-    "parameters": 120.0,
-    "flops_per_token": 1000,
-    "peak_flops": 4e6,
-    "peak_source": "measured",
-}
-START |= {
-    "device": "a chip",
-    "dtype": "float32",
-    "compiled": False,
-    "residual_dtype": "float32",
-    "cpu_kernels": False,
-}
-START |= {
-    "world_size": 1,
-    "git_commit": "abc",
-    "tokenizer": "char",
-    "train_tokens": 9000,
-    "val_sha256": "f00",
-}
+SETTINGS: dict[str, Any] = {"n_layer": 2, "n_embd": 16, "block_size": 8, "batch_size": 4}
+SETTINGS |= {"gradient_accumulation_steps": 2, "learning_rate": 1e-3, "max_iters": 400}
+SETTINGS |= {"lr_decay_iters": 0, "seed": 1, "dataset": "chars"}
+START: dict[str, Any] = {"parameters": 120.0, "flops_per_token": 1000, "peak_flops": 4e6}
+START |= {"device": "a chip", "git_commit": "abc", "tokenizer": "char", "val_sha256": "f00"}
 
 
 def log(
@@ -59,37 +29,21 @@ def log(
 
     digest: of the windows of each evaluation; first_digest: of the first one, if it read others.
     """
-    s = SETTINGS | {k: v for k, v in changed.items() if k in SETTINGS} | changed.pop("settings", {})
+    s = SETTINGS | changed.pop("settings", {})
+    s |= {k: changed.pop(k) for k in [*changed] if k in SETTINGS}
     per_step = s["batch_size"] * s["gradient_accumulation_steps"] * s["block_size"]
-    start = (
-        START
-        | {"tokens_per_step": per_step}
-        | {k: v for k, v in changed.items() if k not in SETTINGS}
-    )
+    start = START | {"tokens_per_step": per_step} | changed
     lines = [{"event": "start", "iter": 0, "settings": s} | start]
     for i in range(max(val) + 1):
         if i in val:
-            loss: dict[str, Any] = {
-                "train_loss": val[i] - 0.1,
-                "val_loss": val[i],
-                "val_se": 0.01,
-                "eval_s": 2.0,
-            }
-            loss |= {
-                "eval_windows": 10,
-                "eval_digest": first_digest if first_digest and i == 0 else digest,
-            }
-            done = {"tokens": i * per_step, "train_s": i * ms / 1e3}
-            lines.append({"event": "eval", "iter": i, "lr": 1e-3} | loss | done)
+            read = first_digest if first_digest and i == 0 else digest
+            losses = {"train_loss": val[i] - 0.1, "val_loss": val[i], "eval_digest": read}
+            done = {"eval_windows": 10, "tokens": i * per_step, "train_s": i * ms / 1e3}
+            lines.append({"event": "eval", "iter": i} | losses | done)
         if i < max(val):
-            step = {
-                "loss": 3.0,
-                "lr": 1e-3,
-                "grad_norm": 1.0,
-                "time_ms": ms * (1 + 0.1 * (i % 3 - 1)),
-            }
-            done = {"tokens": (i + 1) * per_step, "train_s": (i + 1) * ms / 1e3}
-            lines.append({"event": "iter", "iter": i} | step | done)
+            step = {"loss": 3.0, "grad_norm": 1.0, "time_ms": ms * (1 + 0.1 * (i % 3 - 1))}
+            step["train_s"] = (i + 1) * ms / 1e3
+            lines.append({"event": "iter", "iter": i} | step)
     lines.append({"event": "end", "iter": max(val), "peak_memory_bytes": 2**31})
     path.mkdir(parents=True, exist_ok=True)
     (path / "log.jsonl").write_bytes("".join(json.dumps(e) + "\n" for e in lines).encode())
@@ -102,7 +56,7 @@ def rewrite(path: str, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> N
     file.write_text("\n".join(json.dumps(event | changed(event)) for event in read_events(file)))
 
 
-def nanogpt(times: dict[int, float], evaluated: tuple[int, ...]) -> str:
+def nanogpt(times: dict[int, float], evaluated: tuple[int, ...], mfu: float = -100.0) -> str:
     """Return what nanoGPT prints for steps that take these times in all, by step in ms."""
     out = []
     for i, ms in times.items():
@@ -111,7 +65,7 @@ def nanogpt(times: dict[int, float], evaluated: tuple[int, ...]) -> str:
                 f"step {i}: train loss {4 - i / 100:.4f}, val loss {4.1 - i / 100:.4f}",
                 "saving checkpoint to out",
             ]
-        out.append(f"iter {i}: loss {4 - i / 100:.4f}, time {ms:.2f}ms, mfu -100.00%")
+        out.append(f"iter {i}: loss {4 - i / 100:.4f}, time {ms:.2f}ms, mfu {mfu:.2f}%")
     return "\n".join(out) + "\n"
 
 

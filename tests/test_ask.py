@@ -5,6 +5,7 @@ made-up ones.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import random
@@ -22,15 +23,14 @@ from conftest import ROOT, TINY, flags, raises_one_line, shell, until
 
 from bench import ask
 from bench.asking import running
-from bench.asking.arms import Arm, check_out, folder_for_worktrees, make_arm
-from bench.asking.question import Question
-from bench.asking.running import data_digest
+from bench.asking.arms import Arm, check_out, folder_for_worktrees
+from bench.asking.running import Question
 from bench.asking.statistics import PILOT
 from deskgpt.errors import ConfigError
+from deskgpt.files import lock_out_dir
 from deskgpt.logger import RunLog, read_events
 
 MODEL = flags(**TINY | {"n_layer": 1, "max_iters": 20, "eval_tokens": 512, "learning_rate": 6e-4})
-PYTHON = sys.executable
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
 CANNOT_RUN = {
     "* float('nan')": "is broken",
@@ -39,17 +39,15 @@ CANNOT_RUN = {
 }
 
 
-def patch_of(path: str, old: str, new: str, folder: Path) -> Path:
-    """Return a patch that replaces a text in a file of the repository."""
+def patch_of(path: str, old: str, new: str, folder: Path) -> str:
+    """Return the path of a patch that replaces a text in a file of the repository."""
     before = (ROOT / path).read_text()
     assert old in before
-    after = before.replace(old, new)
-    lines = difflib.unified_diff(
-        before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}"
-    )
+    after = before.replace(old, new).splitlines(True)
     patch = folder / f"{Path(path).stem}.patch"
+    lines = difflib.unified_diff(before.splitlines(True), after, f"a/{path}", f"b/{path}")
     patch.write_text("".join(lines))
-    return patch
+    return str(patch)
 
 
 def command(data: Path, ledger: Path, *words: str) -> list[str]:
@@ -69,16 +67,18 @@ def ledger(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
-    """Return a function that asks and returns the answer that the ledger keeps.
+    """Return a function that asks and returns the answer: the line of --json, which the ledger
+    keeps, too.
 
     Its runs start in a moment.
     """
     monkeypatch.setattr(sys, "executable", str(python))
 
     def answer(ledger: Path, *words: str) -> dict[str, Any]:
-        done = script(*command(chars, ledger, *words))
-        found = read_events(ledger / "ledger.jsonl")[-1]
+        done = script(*command(chars, ledger, "--json", *words))
+        found: dict[str, Any] = json.loads(done.out)
         assert found["status"] == done.code, done.err
+        assert found.items() <= read_events(ledger / "ledger.jsonl")[-1].items()
         return found
 
     return answer
@@ -92,15 +92,21 @@ def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
         (["--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4"], ["worse"]),
         # Two splits of one step
         (["--b", "--batch_size=2 --gradient_accumulation_steps=2"], ["same"]),
+        (["--b", "COMMENT", "--min_effect=0.02"], ["same"]),
         # After 20 steps a barely beats guessing.
         (["--b", "--learning_rate=1e30"], ["worse", "open"]),
     ],
 )
-def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, words, verdicts):
+def test_planted_effects_are_found_and_asked_again_nothing_runs(
+    asking, ledger, tmp_path, words, verdicts
+):
+    if "COMMENT" in words:
+        line = (ROOT / "model.py").read_text().splitlines()[-1]
+        words = ["--b", patch_of("model.py", line, f"{line}  # a comment", tmp_path), words[-1]]
     found = asking(ledger, *words)
     assert found["verdict"] in verdicts
     assert ("diverged and count as guessing" in found["sentence"]) == ("1e30" in str(words))
-    assert ("interval +0.0000 to +0.0000" in found["sentence"]) == ("batch_size" in str(words))
+    assert ("interval +0.0000 to +0.0000" in found["sentence"]) == (verdicts == ["same"])
     runs = runs_in(ledger)
     assert asking(ledger, *words) == found
     assert runs_in(ledger) == runs
@@ -111,10 +117,9 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, 
 @pytest.mark.parametrize(("added", "why"), CANNOT_RUN.items())
 def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, added, why):
     before = (ROOT / "model.py").read_bytes()
-    patch = patch_of(
-        "model.py", "return self.lm_head(x)", f"return self.lm_head(x) {added}", tmp_path
-    )
-    done = script(*command(chars, tmp_path, "--b", str(patch)))
+    line = "return self.lm_head(x)"
+    patch = patch_of("model.py", line, f"{line} {added}", tmp_path)
+    done = script(*command(chars, tmp_path, "--b", patch))
     assert done.code == 2
     assert why in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
@@ -128,40 +133,32 @@ def test_killed_question_resumes_beside_another_one_and_no_run_is_made_twice(
     asking, ledger, tmp_path, chars
 ):
     undisturbed = asking(ledger, *BETTER)
-    words = [PYTHON, *command(chars, tmp_path, "--budget=1s")]
+    words = [sys.executable, *command(chars, tmp_path, "--budget=1s")]
     process = subprocess.Popen([*words, *BETTER], cwd=ROOT, process_group=0)
     until(lambda: bool(runs_in(tmp_path)))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     kept = runs_in(tmp_path)
-    other = subprocess.Popen([*words, "--b", "--learning_rate=2e-2"], cwd=ROOT)
+    words += ["--b", "--learning_rate=2e-2"]
+    other = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
     found = asking(tmp_path, *BETTER)
     assert found["values"] == undisturbed["values"]
     assert other.wait() == 3
     assert kept.items() <= runs_in(tmp_path).items()
-    assert len(runs_in(tmp_path)) == 2 * len(found["values"]["b"]) + PILOT
+    assert len(runs_in(tmp_path)) == 2 * found["n"] + PILOT
 
 
 @pytest.mark.slow
 def test_what_cannot_be_asked_is_one_line_before_anything_runs(tmp_path, python, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(python))
-    for words in ([], [*BETTER, "--budget=abc"], [*BETTER, "--min_effect=-1"]):
-        with raises_one_line(kind=ConfigError):
-            ask.make_arms(*ask.read_arguments([*MODEL, *words]), tmp_path)
+    arms = ["--learning_rat=3", "commit:nonsense", "--seed=3", "1.88", "--x='1"]
+    arms += ["commit:--output=/tmp/x", "--learning_rate=6e-4", "--block_size=32"]
+    wrong = [["--b", arm] for arm in arms]
+    wrong += [[], [*BETTER, "--budget=abc"], [*BETTER, "--min_effect=-1"]]
     with folder_for_worktrees(tmp_path) as below:
-        for text in (
-            "--learning_rat=3",
-            "commit:nonsense",
-            "--seed=3",
-            "1.88",
-            "--x='1",
-            "commit:--output=/tmp/x",
-        ):
+        for i, words in enumerate(wrong):
             with raises_one_line(kind=ConfigError):
-                make_arm(f"arm {text}", text, MODEL, below)
-        for text in ("--learning_rate=6e-4", "--block_size=32"):
-            with raises_one_line("b", kind=ConfigError):
-                ask.make_arms(*ask.read_arguments([*MODEL, "--b", text]), below / text)
+                ask.make_arms(*ask.read_arguments([*MODEL, *words]), below / f"{i}")
 
 
 def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
@@ -177,9 +174,8 @@ def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
 def test_stored_questions_can_be_asked_and_compare_equal_work(name, python, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert f"`python bench/ask.py @{name}`" in (ROOT / "docs/answers.md").read_text(
-        encoding="utf-8"
-    )
+    page = (ROOT / "docs/answers.md").read_text(encoding="utf-8")
+    assert f"`python bench/ask.py @{name}`" in page
     with folder_for_worktrees(tmp_path) as below:
         arms = ask.make_arms(*ask.read_arguments([f"@{name}"]), below)
     sizes = ("batch_size", "gradient_accumulation_steps", "block_size", "max_iters")
@@ -188,10 +184,8 @@ def test_stored_questions_can_be_asked_and_compare_equal_work(name, python, tmp_
 
 def test_what_follows_a_file_wins_over_it_and_a_missing_one_is_named(tmp_path):
     file = tmp_path / "question.txt"
-    file.write_text(
-        "# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n--b '--n_layer=2 "
-        "--bias=True'\n--seed=1"
-    )
+    arm = "--b '--n_layer=2 --bias=True'"
+    file.write_text(f"# why\nconfig/x.py  # of both arms\n--min_effect=1e-2\n{arm}\n--seed=1")
     a, common = ask.read_arguments([f"@{file}", "--min_effect=3", "--b", "--n_layer=4", "--seed=2"])
     assert (a.b, a.min_effect) == ("--n_layer=4", 3)
     assert common == ["config/x.py", "--seed=1", "--seed=2"]
@@ -205,57 +199,59 @@ def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
     changed = patch_of(kernels, line, f"// changed\n{line}", tmp_path)
     docs = patch_of("docs/asking.md", "# Asking", "# Changed\n# Asking", tmp_path)
     wrong = tmp_path / "wrong.patch"
-    wrong.write_text(changed.read_text().replace(line, "int other;"))
+    wrong.write_text(Path(changed).read_text().replace(line, "int other;"))
     os.utime(ROOT / "README.md")  # a file that was only touched has not changed
     with folder_for_worktrees(tmp_path) as below:
-        own = check_out(below / "own", None, [])
-        assert check_out(below / "docs", None, [str(docs)]) == own
-        assert check_out(below / "changed", None, [str(changed)]) != own
+        own = check_out(below / "own", "", [])
+        assert check_out(below / "docs", "", [docs]) == own
+        assert check_out(below / "changed", "", [changed]) != own
         check_out(below / "commit", "HEAD", [])
         assert (below / "commit" / "train.py").exists()
         with pytest.raises(ConfigError, match="does not apply"):
-            check_out(below / "wrong", None, [str(wrong)])
+            check_out(below / "wrong", "", [str(wrong)])
     assert [*tmp_path.glob("question-*")] == []
 
 
 def test_data_have_a_digest_of_their_content(chars, tmp_path):
     folder = shutil.copytree(chars, tmp_path / "copy")
-    assert data_digest(folder) == data_digest(chars)
+    assert running.data_digest(folder) == running.data_digest(chars)
     content = (folder / "val.bin").read_bytes()
     (folder / "val.bin").write_bytes(content[:-1] + b"\1")
-    assert data_digest(folder) != data_digest(chars)
+    assert running.data_digest(folder) != running.data_digest(chars)
 
 
-def test_run_diverged_by_its_numbers_and_not_by_a_word_in_a_message(tmp_path, monkeypatch):
+def test_run_diverged_by_an_event_and_is_waited_for_by_its_lock_not_by_words_of_a_message(
+    tmp_path, monkeypatch
+):
     arm = Arm("b", "", tmp_path, "code", {"max_iters": 9})
     log = RunLog(tmp_path / "log.jsonl")
+    message = "cannot write /nan/is in use by/ckpt.pt: the disk is full"
 
     def fails(*_):
-        log.write("iter", iter=3, loss=losses.pop(), grad_norm=1.0)
-        return 1, "cannot write /scratch/nan/ckpt.pt: the disk is full"
+        log.write(kinds.pop(), iter=3, loss=math.nan)
+        return 1, message
 
     monkeypatch.setattr(running, "train", fails)
-    losses = [math.nan, 2.5]
-    with raises_one_line("disk is full"):
+    kinds = ["diverged", "bad_step"]
+    with raises_one_line(message):
         running.train_to_the_end(arm, 1, tmp_path)
     assert running.has_diverged(running.train_to_the_end(arm, 1, tmp_path))
+    assert not running.is_in_use(tmp_path)
+    with lock_out_dir(tmp_path):
+        assert running.is_in_use(tmp_path)
 
 
 def made_up(of_b: float, budget_s: float, min_effect: float | None = None) -> Question:
     """Return a question whose runs end at 3.6 for a and at of_b for b, and noise."""
     draw = random.Random(0)
+    digests = {"a": "x", "b": "x" if budget_s else "y"}
 
     def run(arm: Arm, seed: int) -> dict[str, Any]:
         loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)
-        return {
-            "has_diverged": False,
-            "val_loss": loss,
-            "wall_s": 10.0,
-            "eval_digest": digests[arm.label],
-        }
+        found = {"has_diverged": False, "val_loss": loss, "wall_s": 10.0}
+        return found | {"eval_digest": digests[arm.label]}
 
     trainer: Any = SimpleNamespace(run=run)
-    digests = {"a": "x", "b": "x" if budget_s else "y"}
     a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
     return Question(a, b, trainer, min_effect, budget_s, first_seed=1)
 
@@ -263,14 +259,22 @@ def made_up(of_b: float, budget_s: float, min_effect: float | None = None) -> Qu
 def test_small_budget_is_used_and_the_cost_says_what_a_difference_takes():
     question = made_up(3.2, 240.0, min_effect=0.01)  # enough for 0.4, but not for 0.01
     line = [*question.run_rounds()][PILOT - 1]
-    assert question.answer()["verdict"] == "better"
+    answer = question.answer()
+    assert answer["verdict"] == "better"
+    low, high = answer["interval"]
+    assert low < answer["difference"] < high < 0
+    assert answer["cost"] > answer["n"]
     assert "a difference of 0.01 nats takes" in line
     assert "pays 12 at 20.0s a round" in line
     for budget_s, rounds in ((100.0, 5), (1.0, PILOT)):
         question = made_up(3.6, budget_s)
-        assert len([*question.run_rounds()]) == question.rounds == rounds
+        lines = [*question.run_rounds()]
+        assert len(lines) == question.rounds == rounds
+        # Before it is spent
+        assert ("no answer comes before 4: raise it to --budget=80s" in lines[0]) == (rounds == 3)
         assert question.answer()["status"] == 3
-        assert "takes" not in question.cost_line()  # without --min_effect
+        assert question.answer()["cost"] is None  # without --min_effect
+        assert "takes" not in lines[-1]
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused():

@@ -15,8 +15,8 @@ from logs import TIMES, log, nanogpt, rewrite
 
 import train
 from bench.analysis import page
-from bench.analysis.comparison import Comparison, Group, compare
-from bench.analysis.logs import Run, read_run, read_runs
+from bench.analysis.comparison import Comparison, compare
+from bench.analysis.logs import NANOGPT_PEAK, Run, read_run, read_runs
 from deskgpt.logger import read_events
 
 CURVE = {0: 4.0, 100: 3.0, 200: 2.5}
@@ -30,41 +30,61 @@ def printed(path: Path, *lines: str) -> Run:
     return read_run(str(path))
 
 
-def test_steps_of_nanogpt_with_an_evaluation_in_their_time_do_not_count_and_no_decay_is_made_up(
-    tmp_path,
+def tokens_line(n: int = 1000) -> str:
+    return f"tokens per iteration will be: {n:,}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "end"),
+    [
+        (["max_iters = 90"], None),  # added by hand: the rest is not known
+        (["Overriding: max_iters = 90"], 600_000),  # whatever max_iters is
+        (["Overriding: lr_decay_iters = 90"], 90),
+        (["Overriding: lr_decay_iters = 90", "Overriding: decay_lr = False"], None),
+    ],
+)
+def test_nanogpts_rate_decays_until_its_own_default_unless_its_log_says_otherwise(
+    tmp_path, lines, end
 ):
-    about = ("max_iters = 90", "tokens per iteration will be: 1,000")
-    run = printed(tmp_path / "log.txt", *about, nanogpt(TIMES, (0, 40, 80)))
-    assert run.tokens_per_s == 1000.0
-    assert [e["tokens"] for e in run.evals] == [0, 40_000, 80_000]
-    assert run.schedule_tokens is None  # nanoGPT's lr_decay_iters is 600,000, whatever max_iters is
+    assert printed(tmp_path / "log.txt", *lines, nanogpt(TIMES, (0,))).schedule_end == end
 
 
-def test_settings_that_nanogpt_prints_are_read(tmp_path):
-    lines = [
-        "Overriding config with config/train_x.py:",
-        "# a comment",
-        "learning_rate = 1e-3 # a reason",
-    ]
-    lines += [
-        "wandb_project='x'",
-        "gradient_accumulation_steps = 5 * 8",
-        "mine = 3",
-        "Overriding: max_iters = 200",
-    ]
-    lines += [
-        "Overriding: compile = False",
-        "using fused AdamW: True",
-        "step 0: train loss 4.0, val loss 4.0",
-    ]
-    known = {"learning_rate": 1e-3, "wandb_project": "x", "max_iters": 200, "compile": False}
-    # What is not a plain value, a setting or before the first step is not known.
-    assert printed(tmp_path / "log.txt", *lines, "n_layer = 3").settings == known
+def test_settings_that_nanogpt_prints_are_read_and_the_others_are_its_defaults(tmp_path):
+    lines = ["Overriding config with config/train_x.py:", "# a comment"]
+    lines += ["learning_rate = 1e-3 # a reason", "gradient_accumulation_steps = 5 * 8", "mine = 3"]
+    lines += ["Overriding: max_iters = 200", "using fused AdamW: True", nanogpt(TIMES, (0,))]
+    # What is not a plain value is not known; what comes after the first step is no setting.
+    known: dict[str, Any] = {
+        "learning_rate": 1e-3,
+        "gradient_accumulation_steps": None,
+        "max_iters": 200,
+    }
+    known |= {"n_layer": 12, "activation": "gelu_tanh", "batch_size": 12}
+    settings = printed(tmp_path / "log.txt", *lines, "n_layer = 3").settings
+    assert known.items() <= settings.items()
+    assert "mine" not in settings
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 6, 8])
+def test_flops_of_nanogpt_are_those_of_its_model_on_any_number_of_gpus_or_not_known(tmp_path, gpus):
+    flops = 6 * 123.59e6 + 12 * 12 * 768 * 1024  # of a token of GPT-2
+    mfu = flops * 480 * 1024 / gpus / NANOGPT_PEAK * 100
+    times = [f"iter {i}: loss 4.0, time 1000.00ms, mfu {mfu:.2f}%" for i in range(5, 9)]
+    lines = [tokens_line(480 * 1024), "number of parameters: 123.59M", *times]
+    run = printed(tmp_path / "a.txt", "Overriding: seed = 1", *lines)
+    assert run.start["flops_per_token"] == pytest.approx(flops)
+    assert run.start["world_size"] == gpus
+    # Without the model's sizes they are those of one GPU, if these suffice for its parameters.
+    alone = printed(tmp_path / "b.txt", *lines).per_step("flops")
+    assert alone == (pytest.approx(flops * 480 * 1024, rel=1e-3) if gpus == 1 else None)
 
 
 def test_log_that_powershell_has_written_and_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path):
-    text = nanogpt(TIMES, (0, 40, 80))
+    text = f"{tokens_line()}\n{nanogpt(TIMES, (0, 40, 80))}"
     a = printed(tmp_path / "clean.txt", text)
+    assert a.per_s("tokens") == 1000.0  # without steps that have an evaluation in their time
+    assert [e["tokens"] for e in a.evals] == [0, 40_000, 80_000]
+    assert [e["train_s"] for e in a.evals] == [0, 40.0, 80.0]
     (tmp_path / "utf-16.txt").write_bytes(f"{text}iter 95: loss 3.1, ti".encode("utf-16") + b"\xff")
     b = read_run(str(tmp_path / "utf-16.txt"))
     assert (a.iters, a.evals, a.notes) == (b.iters, b.evals, b.notes)
@@ -86,34 +106,64 @@ def test_a_resumed_run_counts_each_step_once_and_the_time_of_all_parts(tmp_path)
 # ---- comparisons ---------------------------------------------------------------------------------
 
 
+def compared(*paths: Path | str, card: str = "") -> Comparison:
+    return compare(read_runs([str(path) for path in paths], card))
+
+
 def rows_of(found: Comparison) -> dict[str, list[str]]:
     """Return {label: cells} of all tables."""
     return {row[0]: row[1:] for _, *of_table in found.tables().values() for row in of_table}
 
 
-def test_every_column_is_what_it_is_by_hand(tmp_path):
-    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0}, ms=100)
-    split: dict[str, Any] = {"batch_size": 8, "gradient_accumulation_steps": 1}
-    b = log(
-        tmp_path / "b",
-        {0: 4.0, 100: 2.8, 200: 1.9, 400: 1.0},
-        ms=200,
-        flops_per_token=3000,
-        **split,
-    )
-    found = compare(read_runs([a, b]))
+def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_path):
+    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0, 400: 1.6}, ms=100)
+    split: dict[str, Any] = {"batch_size": 8, "gradient_accumulation_steps": 1, "n_embd": 32}
+    curve = {0: 4.0, 100: 2.8, 133: 2.3, 200: 1.9, 400: 1.5}
+    b = log(tmp_path / "b", curve, ms=200, flops_per_token=3000, peak_flops=8e6, **split)
+    found = compared(a, b)
     expected = {
+        "n_embd": ["16", "32"],
         "batch_size": ["4", "8"],
-        "gradient_accumulation_steps": ["2", "1"],
         "tokens per step": ["64", "64"],
         "ms per step, median": ["100", "200"],
         "tokens/s": ["640", "320"],
-        "MFU": ["16.00%", "24.00%"],
-        "lowest val loss": ["2.0000", "1.0000"],
-        "val loss after 12,800 tokens": ["2.0000", "1.9000"],
+        "MFU": ["16.00%", "12.00%"],
+        "lowest val loss": ["1.6000", "1.5000"],
+        "val loss after equal tokens (25,600)": ["1.6000", "1.5000"],
+        "val loss after equal time (40.0s)": ["1.6000", "1.9000"],
+        # 399 steps of a third: within two percent
+        "val loss after equal FLOPs (2.56e+07)": ["1.6000", "2.3000"],
     }
     assert rows_of(found).items() >= expected.items()
-    assert found.headline == "The val loss after 12,800 tokens, less that of A: B -0.1000 ± ?"
+    headline = "The val loss after equal tokens (25,600), less that of A: B -0.1000 ± ?"
+    assert found.headline == headline
+    of_time, of_flops, others = found.lines
+    # Its rate would have decayed further in a run of equal time.
+    assert_one_line(of_time, "after equal time are not compared", "do not decay until equal time")
+    assert_one_line(of_flops, "after equal FLOPs are not compared")
+    assert others == "Also differs: n_embd, batch_size, gradient_accumulation_steps."
+
+
+def test_logs_of_nanogpt_are_compared_on_their_card_and_what_one_does_not_know_differs(tmp_path):
+    a = tmp_path / "a.txt"
+    b = tmp_path / "b.txt"
+    printed(a, nanogpt(dict.fromkeys(range(10, 90, 10), 1000.0), (10, 40, 80), mfu=10.0))
+    settings = ["Overriding: n_embd = 1024", "Overriding: learning_rate = 3e-4"]
+    # So many tokens of 6N + 12LCT FLOPs take 15% of an A100's for two seconds.
+    settings += [tokens_line(68_170), "number of parameters: 203.67M"]
+    printed(b, *settings, nanogpt(dict.fromkeys(range(5, 45, 5), 2000.0), (5, 20, 40), mfu=15.0))
+    found = compared(a, b, card="RTX 4070")
+    rows = rows_of(found)
+    assert rows["n_embd"] == ["n/a", "1,024"]
+    assert rows["MFU as nanoGPT prints it, of an A100"] == ["10.00%", "15.00%"]
+    assert [float(cell.strip("%")) for cell in rows["MFU"]] == pytest.approx(
+        [share * 312 / 58.3 for share in (10, 15)], rel=2e-3
+    )
+    assert_one_line(found.headline, "equal tokens are not compared: no common evaluation")
+    assert_one_line(found.lines[0], "after equal time (1m20s), less that of A: B +0.4000 ± ?")
+    (others,) = [line for line in found.lines if line.startswith("Also differs: ")]
+    for name in ("parameters", "n_embd", "learning_rate", "batch_size"):
+        assert name in others
 
 
 def test_a_loss_that_is_not_a_number_has_a_note_and_such_a_run_is_not_compared_at_an_earlier_step(
@@ -123,10 +173,10 @@ def test_a_loss_that_is_not_a_number_has_a_note_and_such_a_run_is_not_compared_a
     b = log(tmp_path / "b", CURVE)
     rewrite(a, lambda e: {"loss": None} if e["event"] == "iter" and e["iter"] > 150 else {})
     rewrite(b, lambda e: {"val_loss": None} if e["event"] == "eval" and e["iter"] == 200 else {})
-    found = compare(read_runs([a, b]))
+    found = compared(a, b)
     assert rows_of(found)["MFU"] == ["640.00% (above the peak: wrong)", "16.00%"]
-    assert_one_line(found.headline, "The losses after equal training are not known")
-    assert found.lines == [
+    assert_one_line(found.headline, "equal tokens are not compared: a run has none at its end")
+    assert found.lines[3:] == [
         f"{run}: its loss is not a number at step {n}." for run, n in (("A: a", 151), ("B: b", 200))
     ]
 
@@ -137,9 +187,10 @@ def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_
     resumed = {"init_from": "resume", "resume_changed": True}
     with open(Path(b, "log.jsonl"), "a") as file:
         file.write("\n" + json.dumps({"event": "start", "iter": 200, "settings": resumed}))
-    changed = compare(read_runs([a, b])).rows["What changed"]
-    assert ["init_from", "scratch", "out-a"] in changed  # of the beginning, not of the resumed part
-    assert "resume_changed" not in [row[0] for row in changed]
+    rows = rows_of(compared(a, b))
+    assert rows["init_from"] == ["scratch", "out-a"]  # of the beginning, not of the resumed part
+    assert rows["n_layer"] == ["2", "n/a"]
+    assert "resume_changed" not in rows
 
 
 @pytest.mark.parametrize(
@@ -164,31 +215,23 @@ def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(
 ):
     a = log(tmp_path / "a", CURVE)
     b = log(tmp_path / "b", {0: 1.0, 100: 0.9, 200: 0.8}, **changed)  # a finetuned model
-    found = compare(read_runs([a, b]))
+    found = compared(a, b)
     assert found.headline.startswith("The losses are not comparable") == bool(named)
     assert ("less that of A: B" in found.headline) == (not named)
-    assert [line for line in found.lines if "--eval_only=True" in line] == found.lines[
-        : bool(named)
-    ]
+    assert ("--eval_only=True" in found.lines[0]) == bool(named)
     for part in named:
         assert part in found.headline
 
 
 def test_printed_logs_of_other_data_do_not_compare_and_the_data_are_what_changed(tmp_path):
-    paths = []
-    for name in ("openwebtext", "fineweb"):
-        paths.append(str(tmp_path / f"{name}.txt"))
-        printed(
-            Path(paths[-1]),
-            f"dataset = '{name}'",
-            "tokens per iteration will be: 10",
-            nanogpt(TIMES, (0, 40)),
-        )
-    found = compare(read_runs(paths))
-    assert_one_line(
-        found.headline, "not comparable", "validation data", "A openwebtext", "B fineweb"
-    )
-    assert ["dataset", "openwebtext", "fineweb"] in found.rows["What changed"]
+    names = ("openwebtext", "fineweb")
+    for name in names:
+        text = nanogpt(TIMES, (0, 40))
+        printed(tmp_path / f"{name}.txt", f"dataset = '{name}'", tokens_line(), text)
+    found = compared(*(tmp_path / f"{name}.txt" for name in names))
+    wrong = ("not comparable", "validation data", "A openwebtext", "B fineweb")
+    assert_one_line(found.headline, *wrong)
+    assert rows_of(found)["dataset"] == [*names]
 
 
 def seeds(folder: Path, n: int, last: float, **changed: Any) -> list[str]:
@@ -201,51 +244,54 @@ def test_repeats_are_compared_with_their_interval(tmp_path):
     a = seeds(tmp_path / "a", 3, 2.5)
     b = seeds(tmp_path / "b", 3, 2.3, n_layer=3)
     alone = "The runs differ in nothing but their seed (A+B+C: repeats, seeds 0, 1, 2)"
-    assert compare(read_runs(a)).headline == alone
-    found = compare(read_runs(a + b))
+    assert compared(*a).headline == alone
+    found = compared(*a, *b)
     assert rows_of(found)["lowest val loss"][0] == f"2.5100 ± {4.303 * 0.01 / 3**0.5:.4f} (n=3)"
-    # 2.776 x sqrt(2/3) x 0.01
-    assert (
-        found.headline
-        == "The val loss after 12,800 tokens, less that of A+B+C: D+E+F -0.2000 ± 0.0227"
-    )
+    text = "The val loss after equal tokens (12,800), less that of A+B+C: D+E+F -0.2000 ± 0.0227"
+    assert found.headline == text  # 2.776 x sqrt(2/3) x 0.01
 
 
-def test_steps_of_unequal_tokens_are_compared_at_equal_tokens(tmp_path):
-    a = seeds(tmp_path / "a", 2, 2.5, max_iters=800)  # evaluated after 12,800 tokens, and before
-    b = [
-        log(tmp_path / f"b{i}", {0: 4.0, 100: 2.9, 200: 2.4}, batch_size=8, seed=i)
-        for i in range(2)
-    ]
-    # B has read as much as A after 100 steps. It is better after 200 steps of twice the tokens,
-    # which do not count.
-    assert_one_line(
-        compare(read_runs(a + b)).headline, "after 12,800 tokens, less that of A+B: C+D +0.3950 ± "
-    )
+@pytest.mark.parametrize(
+    ("starts", "are_repeats"),
+    [
+        ([{}, {}], True),
+        ([{"git_commit": "abc"}, {"git_commit": "abd"}], False),
+        ([{"git_commit": "abc+changes"}] * 2, False),  # of which edit is not known
+        ([{"git_commit": "abc+changes", "code_digest": "1"}] * 2, True),
+        ([{"git_commit": "abc+changes", "code_digest": x} for x in "12"], False),
+        ([{"code_digest": "1"}, {}], False),
+    ],
+)
+def test_runs_of_two_edits_are_no_repeats(tmp_path, starts, are_repeats):
+    paths = [log(tmp_path / f"{i}", CURVE, seed=i, **start) for i, start in enumerate(starts)]
+    assert ("in nothing but their seed" in compared(*paths).headline) == are_repeats
 
 
 def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0})
     b = log(tmp_path / "b", {0: 4.0, 100: 2.9, 150: 2.1}, n_layer=3)
     c = log(tmp_path / "c", {0: 4.0, 150: 2.1}, n_layer=3)
-    assert_one_line(compare(read_runs([a, b])).headline, "after 6,400 tokens", "B -0.1000")
-    assert_one_line(
-        compare(read_runs([a, c])).headline, "not known", "not evaluated after equal tokens"
-    )
+    assert_one_line(compared(a, b).headline, "after equal tokens (6,400)", "B -0.1000")
+    # Half the steps of twice the tokens
+    twice = log(tmp_path / "twice", {0: 4.0, 100: 2.9, 200: 1.4}, batch_size=8, max_iters=200)
+    assert_one_line(compared(a, twice).headline, "after equal tokens (12,800)", "B +0.9000")
+    found = compared(a, c)
+    for line in (found.headline, *found.lines[:2]):
+        assert_one_line(line, "are not compared: no common evaluation")
 
 
 def test_schedules_of_unequal_length_are_not_compared_and_those_of_equal_minutes_are_repeats(
     tmp_path,
 ):
     runs = [path for n in (200, 400) for path in seeds(tmp_path / f"{n}", 2, 2.5, max_iters=n)]
-    found = compare(read_runs(runs))
+    found = compared(*runs)
     assert rows_of(found)["max_iters"] == ["200", "400"]
-    assert_one_line(found.headline, "not compared", "unequal tokens")
+    assert_one_line(found.headline, "not compared", "equal tokens")
     minutes = [
         log(tmp_path / f"{i}", CURVE, seed=i, max_iters=300 + i, settings={"max_minutes": 3.0})
         for i in (1, 2)
     ]
-    assert "differ in nothing but their seed" in compare(read_runs(minutes)).headline
+    assert "differ in nothing but their seed" in compared(*minutes).headline
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -274,7 +320,7 @@ def test_page_refers_to_nothing_outside_of_it_and_names_are_text(real):
         {"iter": i, "texts": [f"text {i} {EVIL}"]} for i in (0, 100)
     ]
     html = page.page(
-        Comparison(runs, EVIL, [EVIL], [Group([EVIL], runs)] * 9, {"Wide": [[EVIL] * 10]})
+        Comparison(runs, EVIL, [EVIL], [[run] for run in runs] * 5, {"Wide": [[EVIL] * 10]})
     )
     assert html.count(page.plotly_js()) == 1
     assert len(re.findall(r'<figure\b.*?class="plotly-graph-div"', html, re.S)) == 6

@@ -9,17 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.analysis.logs import Run, letters
+from bench.analysis.logs import NANOGPT_PEAK, Run
 from bench.asking.statistics import ALPHA, interval, welch
-from deskgpt.errors import clock, in_gib
+from deskgpt.errors import clock, in_gib, millions
 from deskgpt.resume import NOT_LEARNING, SET_BY_MAX_MINUTES
 
 WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled"]
-WHAT_RAN += ["versions", "git_commit", "tokenizer", "train_tokens", "val_sha256"]
+WHAT_RAN += ["versions", "git_commit", "code_digest", "tokenizer", "train_tokens", "val_sha256"]
 # Settings that a resumed run does not compare, or compares by what follows from them, and that
 # count for runs beside each other.
 COUNT_TOO = {"init_from", "max_minutes", "batch_size", "gradient_accumulation_steps"}
-SAME_SCHEDULE = 1.01  # the ratio up to which two schedules count as equally long
+# The kinds of equal training, and how an amount of each is written. Evaluations fall on the same
+# tokens, but hardly on the same second: two amounts whose ratio is at most CLOSE count as equal.
+AMOUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "tokens": ("equal tokens", "{:,.0f}".format),
+    "train_s": ("equal time", clock),
+    "flops": ("equal FLOPs", "{:.4g}".format),
+}
+CLOSE = 1.02
 ALIKE = (
     "To compare the models, evaluate each with --eval_only=True and the same "
     "--dataset, --block_size and --eval_tokens."
@@ -31,25 +38,20 @@ Figure = tuple[str, Callable[[Run], Any], Callable[[Any], str]]
 Table = list[list[str]]  # a label, and a cell for each group
 
 
-@dataclass
-class Group:
-    """Runs that differ in nothing but their seed: one run, or repeats."""
+Group = list[Run]  # which differ in nothing but their seed: one run, or repeats
 
-    letters: list[str]
-    runs: list[Run]
 
-    @property
-    def label(self) -> str:
-        return "+".join(self.letters)
+def label_of(group: Group) -> str:
+    """Return the letters of a group's runs."""
+    return "+".join(run.name.partition(":")[0] for run in group)
 
-    @property
-    def name(self) -> str:
-        if len(self.runs) == 1:
-            return self.runs[0].name
-        return (
-            f"{self.label}: repeats, seeds "
-            f"{', '.join(str(run.settings.get('seed')) for run in self.runs)}"
-        )
+
+def name_of(group: Group) -> str:
+    """Return the name of a group's run, or of its repeats."""
+    if len(group) == 1:
+        return group[0].name
+    seeds = ", ".join(str(run.settings.get("seed")) for run in group)
+    return f"{label_of(group)}: repeats, seeds {seeds}"
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Comparison:
 
     def tables(self) -> dict[str, Table]:
         """Return the rows of each table by its title, the headings first."""
-        head = ["", *(group.name for group in self.groups)]
+        head = ["", *map(name_of, self.groups)]
         return {name: [head, *rows] for name, rows in self.rows.items() if rows}
 
 
@@ -77,26 +79,23 @@ def compare(runs: list[Run]) -> Comparison:
         "Speed": rows_of(groups, SPEED),
     }
     lines = [f"{run.name}: {note}." for run in runs for note in run.notes]
-    if len(runs) == 1:
-        return Comparison(runs, summary(runs[0]), lines, groups, rows)
+    found = Comparison(runs, summary(runs[0]), lines, groups, rows)
+    if len(runs) > 1:
+        found.headline = f"The runs differ in nothing but their seed ({name_of(groups[0])})"
     if len(groups) == 1:
-        return Comparison(
-            runs,
-            f"The runs differ in nothing but their seed ({groups[0].name})",
-            lines,
-            groups,
-            rows,
-        )
-    tokens = equal_tokens(runs)
-    if tokens:
-        rows["Learning"] += rows_of(
-            groups, [(f"val loss after {tokens:,.0f} tokens", lambda r: loss_at(r, tokens), LOSS)]
-        )
+        return found
+    sentences = []
+    for amount in AMOUNTS:
+        sentence, of_losses = compare_after(groups, amount)
+        sentences.append(sentence)
+        rows["Learning"] += of_losses
+    differing = [name for name, *cells in rows["What changed"] if len({*cells}) > 1]
     reason = not_comparable(runs)
     if reason:
-        lines.insert(0, ALIKE)
-    text = f"The losses are not comparable: {reason}" if reason else headline(groups, tokens)
-    return Comparison(runs, text, lines, groups, rows)
+        sentences = [f"The losses are not comparable: {reason}", ALIKE]
+    found.headline = sentences[0]
+    found.lines = [*sentences[1:], f"Also differs: {', '.join(differing) or 'nothing'}.", *lines]
+    return found
 
 
 def summary(run: Run) -> str:
@@ -115,21 +114,26 @@ def summary(run: Run) -> str:
 def groups_of(runs: list[Run]) -> list[Group]:
     """Group the runs: those that differ in nothing but their seed are repeats."""
     groups: list[Group] = []
-    for letter, run in zip(letters(len(runs)), runs, strict=True):
-        seed = run.settings.get("seed")
+    for run in runs:
         for group in groups:
-            seeds = [other.settings.get("seed") for other in group.runs]
-            if (
-                seed is not None
-                and seed not in seeds
-                and repeat_key(run) == repeat_key(group.runs[0])
-            ):
-                group.runs.append(run)
-                group.letters.append(letter)
+            if are_repeats([*group, run]):
+                group.append(run)
                 break
         else:
-            groups.append(Group([letter], [run]))
+            groups.append([run])
     return groups
+
+
+def are_repeats(runs: list[Run]) -> bool:
+    """Return True if the runs are known to differ in their seeds and in nothing else."""
+    seeds = {run.settings.get("seed") for run in runs}
+    # The commit does not tell two edits apart that are not committed; a digest of the code does.
+    is_known = all(
+        "code_digest" in run.start or "+changes" not in str(run.start.get("git_commit"))
+        for run in runs
+    )
+    is_same = repeat_key(runs[-1]) == repeat_key(runs[0])
+    return None not in seeds and len(seeds) == len(runs) and is_known and is_same
 
 
 def repeat_key(run: Run) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def rows_of(groups: list[Group], figures: list[Figure]) -> Table:
     """Return a row for each figure that is known of some group."""
     rows = []
     for label, figure, text in figures:
-        cells = [cell([figure(run) for run in group.runs], text) for group in groups]
+        cells = [cell([figure(run) for run in group], text) for group in groups]
         if set(cells) != {"n/a"}:
             rows.append([label, *cells])
     return rows
@@ -179,17 +183,18 @@ def cell(values: list[Any], text: Callable[[Any], str]) -> str:
 
 
 def change_rows(groups: list[Group]) -> Table:
-    """Return a row for each setting of learning and metadata field that differs, and one for the
-    tokens of a step.
+    """Return a row for each setting of learning and metadata field that differs or that not all
+    logs know, and one for the tokens of a step.
     """
-    runs = [group.runs[0] for group in groups]
-    of_runs = [
-        repeat_key(run) | {"tokens per step": run.start.get("tokens_per_step")} for run in runs
-    ]
+    of_runs = []
+    for group in groups:
+        start = group[0].start
+        found = {"parameters": start.get("parameters")} | repeat_key(group[0])
+        of_runs.append(found | {"tokens per step": start.get("tokens_per_step")})
     rows = []
     for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
         cells = [as_text(of_run.get(name)) for of_run in of_runs]
-        if len({*cells} - {"n/a"}) > 1 or name == "tokens per step":
+        if len({*cells}) > 1 or name == "tokens per step":
             rows.append([name, *cells])
     return rows
 
@@ -203,9 +208,10 @@ def as_text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def largest(run: Run, name: str) -> float | None:
-    """Return the largest number of this name in the run's steps."""
-    return max((e[name] for e in run.iters if name in e), default=None)
+def share_of(run: Run, peak: float | None) -> float | None:
+    """Return the model's FLOP/s over a peak's; None if one of them is not known."""
+    flops_per_s = run.per_s("flops")
+    return flops_per_s / peak if flops_per_s and peak else None
 
 
 def percent(share: float) -> str:
@@ -222,84 +228,92 @@ LEARNING: list[Figure] = [
     ("bits per byte there", lambda r: r.best.get("val_bpb"), LOSS),
 ]
 SPEED: list[Figure] = [
-    ("ms per step, median", lambda r: r.median_ms, "{:,.4g}".format),
-    ("tokens/s", lambda r: r.tokens_per_s, "{:,.0f}".format),
-    ("parameters", lambda r: r.start.get("parameters"), lambda v: f"{v / 1e6:,.2f}M"),
-    ("MFU", lambda r: r.mfu, percent),
-    ("training", lambda r: largest(r, "train_s"), clock),
-    ("peak memory", lambda r: largest(r, "peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
+    ("ms per step, median", lambda r: r.step_s and r.step_s * 1e3, "{:,.4g}".format),
+    ("tokens/s", lambda r: r.per_s("tokens"), "{:,.0f}".format),
+    ("parameters", lambda r: r.start.get("parameters"), millions),
+    ("MFU", lambda r: share_of(r, r.start.get("peak_flops")), percent),
+    (
+        "MFU as nanoGPT prints it, of an A100",
+        lambda r: share_of(r, NANOGPT_PEAK * r.start.get("world_size", 1)),
+        "{:.2%}".format,
+    ),
+    ("training until the last evaluation", lambda r: r.last.get("train_s"), clock),
+    ("peak memory", lambda r: r.end.get("peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
 ]
 
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def equal_tokens(runs: list[Run]) -> float | None:
-    """Return the largest number of tokens after which all runs were evaluated; None without one, or
-    if one diverged.
+def compare_after(groups: list[Group], amount: str) -> tuple[str, Table]:
+    """Compare the val losses after equal amounts of training, the largest after which all runs were
+    evaluated.
 
-    A loss between two evaluations is not known: a line between them lies above a curve that
-    flattens.
+    Return how much each group's loss is above the first one's, in a sentence, whose 95% intervals
+    hold together, and a row of the losses. A loss between two evaluations is not known: a line
+    between them lies above a curve that flattens.
     """
-    evaluated = [{e["tokens"] for e in run.val if e.get("tokens")} for run in runs]
+    kind, text = AMOUNTS[amount]
+    runs = [run for group in groups for run in group]
+    refused = f"The losses after {kind} are not compared"
     if any(not run.evals or "val_loss" not in run.evals[-1] for run in runs):
-        return None
-    return max(set.intersection(*evaluated), default=None)
-
-
-def loss_at(run: Run, tokens: float) -> float:
-    """Return the val loss after so many tokens, after which the run was evaluated."""
-    return next(float(e["val_loss"]) for e in run.val if e.get("tokens") == tokens)
-
-
-def headline(groups: list[Group], tokens: float | None) -> str:
-    """Return how much each group's loss is above the first one's, in a sentence; the 95% intervals
-    hold together.
-    """
-    ends = [run.schedule_tokens for group in groups for run in group.runs if run.schedule_tokens]
+        return f"{refused}: a run has none at its end", []
+    value = common_amount(runs, amount)
+    if value is None:
+        return f"{refused}: no common evaluation", []
+    label = f"val loss after {kind} ({text(value)})"
+    rows = rows_of(groups, [(label, lambda run: loss_after(run, amount, value), LOSS)])
+    ends = [(run.schedule_end or 0) * (run.per_step(amount) or 0) for run in runs]
+    known = [end for end in ends if end]
     # One rate would have decayed further after equal training, which lowers the loss at once,
     # whatever the settings.
-    if ends and max(ends) > SAME_SCHEDULE * min(ends):
-        return (
-            "The losses after equal training are not compared: the learning rates decay "
-            "until unequal tokens"
-        )
-    if tokens is None:
-        return (
-            "The losses after equal training are not known: the runs were not evaluated "
-            "after equal tokens"
-        )
-    first, *others = [[loss_at(run, tokens) for run in group.runs] for group in groups]
+    if known and max(known) > CLOSE * min(known):
+        return f"{refused}: the learning rates do not decay until {kind}", rows
+    first, *others = groups
+    of_first = [loss_after(run, amount, value) for run in first]
     texts = []
-    for group, losses in zip(groups[1:], others, strict=True):
-        gap, half = welch(first, losses, ALPHA / len(others))  # Bonferroni
-        texts.append(
-            f"{group.label} {round(gap, 4) + 0.0:+.4f} ± {'?' if half is None else LOSS(half)}"
-        )
-    return (
-        f"The val loss after {tokens:,.0f} tokens, less that of {groups[0].label}: "
-        f"{'; '.join(texts)}"
-    )
+    for group in others:
+        losses = [loss_after(run, amount, value) for run in group]
+        gap, half = welch(of_first, losses, ALPHA / len(others))  # Bonferroni
+        texts.append(f"{label_of(group)} {gap:+z.4f} ± {'?' if half is None else LOSS(half)}")
+    return f"The {label}, less that of {label_of(first)}: {'; '.join(texts)}", rows
+
+
+def common_amount(runs: list[Run], amount: str) -> float | None:
+    """Return the largest amount of training after which all runs were evaluated."""
+    amounts = [e[amount] for e in reversed(runs[0].val) if e.get(amount)]
+    for value in amounts:
+        if None not in [loss_after(run, amount, value) for run in runs]:
+            return float(value)
+    return None
+
+
+def loss_after(run: Run, amount: str, value: float) -> Any:
+    """Return the run's val loss after this much training; None if it was not evaluated there."""
+    close = 1.0 if amount == "tokens" else CLOSE
+    known = [e for e in run.val if value / close <= e.get(amount, 0) <= value * close]
+    return min(known, key=lambda e: abs(e[amount] - value))["val_loss"] if known else None
 
 
 def not_comparable(runs: list[Run]) -> str:
     """Return why the losses of runs cannot be compared, "" if they can: all must be of the same
     windows of text.
+
+    What nanoGPT evaluated is known by the name of its dataset, if it is known.
     """
-    has_digests = all("val_sha256" in run.start for run in runs)
-    of_runs: dict[str, list[Any]] = {
-        "tokenizers": [run.start.get("tokenizer") for run in runs],
-        "validation data": [
-            run.start["val_sha256"] if has_digests else Path(str(run.settings.get("dataset"))).name
-            for run in runs
-        ],
-        "validation windows": [windows(run) for run in runs],
-    }
-    for what, values in of_runs.items():
-        if len(set(values) - {None}) > 1 or any(THEN in str(value) for value in values):
-            shown = [
-                f"{x} {value or 'not known'}"
-                for x, value in zip(letters(len(runs)), values, strict=True)
-            ]
+    data = "val_sha256" if all("val_sha256" in run.start for run in runs) else "dataset"
+    of_runs = [
+        {
+            "tokenizers": run.start.get("tokenizer"),
+            "validation data": Path(str((run.settings | run.start).get(data) or "")).name,
+            "validation windows": windows(run),
+        }
+        for run in runs
+    ]
+    for what in of_runs[0]:
+        values = [str(of_run[what] or "") for of_run in of_runs]
+        if len({*values} - {""}) > 1 or any(THEN in value for value in values):
+            pairs = zip(runs, values, strict=True)
+            shown = [f"{label_of([run])} {value or 'not known'}" for run, value in pairs]
             return f"different {what}: {'; '.join(shown)}"
     return ""
 

@@ -6,20 +6,23 @@ A figure that a log does not have is missing from its event, or None.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from deskgpt.files import read_small
 from deskgpt.logger import MOST_BYTES, event_of
+from deskgpt.peaks import find_card
+from deskgpt.resume import WITHOUT_CHOICE
 from train import TrainConfig
 
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 # Fields of the first event that are numbers, or unknown.
-COUNTS = {"parameters", "tokens_per_step", "flops_per_token", "peak_flops"}
+COUNTS = {"parameters", "tokens_per_step", "flops_per_token", "peak_flops", "world_size"}
+AMOUNTS = ("tokens", "train_s", "flops")  # of training, that evaluations have
 MOST_STEPS = 10**15
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
 
@@ -30,13 +33,14 @@ Event = dict[str, Any]
 class Run:
     """A training run.
 
-    Tokens and seconds of training count from its beginning; evaluation is in neither.
+    Its evaluations have tokens, train_s (seconds of training) and flops, counted from the run's
+    beginning, as far as its log says; evaluation is in none of them.
     """
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)  # of nanoGPT's only what it printed
+    settings: Event = field(default_factory=dict)
     # metadata: parameters, tokens_per_step, peak_flops, device ...
-    start: dict[str, Any] = field(default_factory=dict)
+    start: Event = field(default_factory=dict)
     iters: list[Event] = field(default_factory=list)  # numbers of steps, each step once
     evals: list[Event] = field(default_factory=list)  # numbers of evaluations, and eval_digest
     samples: list[Event] = field(default_factory=list)  # texts that the model wrote
@@ -59,66 +63,55 @@ class Run:
         return min(self.val, key=lambda e: e["val_loss"], default={})
 
     @property
-    def schedule_tokens(self) -> float | None:
-        """Return the tokens after which the learning rate has decayed; None if they are not known
-        or it is constant.
+    def schedule_end(self) -> int | None:
+        """Return the step at which the learning rate has decayed; None if it is not known or the
+        rate is constant.
         """
         end = self.settings.get("lr_decay_iters")
         if end == 0:
             end = self.settings.get("max_iters")
         if self.settings.get("max_minutes"):  # the other settings are the first plan
             end = self.last.get("iter") if self.end else None
-        per_step = self.start.get("tokens_per_step")
-        return (
-            end * per_step
-            if type(end) is int and per_step and self.settings.get("decay_lr") is not False
-            else None
-        )
+        is_constant = self.settings.get("decay_lr") is False
+        return end if type(end) is int and not is_constant else None
 
     @property
-    def median_ms(self) -> float | None:
+    def step_s(self) -> float | None:
         """Return the median time of a step, without the run's first step, which still warms up."""
         known = [e["time_ms"] for e in self.iters if e.get("time_ms") and e["iter"] > 0]
-        return statistics.median(known) if known else None
+        return statistics.median(known) / 1e3 if known else None
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        ms = self.median_ms
-        per_step = self.start.get("tokens_per_step")
-        return per_step / ms * 1e3 if ms and per_step else None
+    def per_step(self, amount: str) -> float | None:
+        """Return one of AMOUNTS of a step; None if it is not known."""
+        return self.step_s if amount == "train_s" else self.start.get(f"{amount}_per_step")
 
-    @property
-    def mfu(self) -> float | None:
-        """Return the model's FLOP/s over the device's peak, without the time of evaluations."""
-        rate = self.tokens_per_s
-        flops = self.start.get("flops_per_token")
-        peak = self.start.get("peak_flops")
-        return rate * flops / peak if rate and flops and peak else None
+    def per_s(self, amount: str) -> float | None:
+        """Return the tokens or flops per second, without the time of evaluations."""
+        of_a_step = self.per_step(amount)
+        return of_a_step / self.step_s if of_a_step and self.step_s else None
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_runs(paths: list[str]) -> list[Run]:
+def read_runs(paths: list[str], card: str = "") -> list[Run]:
     """Read runs as `read_run`.
 
     Names of several runs begin with A, B, C ..., so that no two are the same.
     """
-    runs = [read_run(path) for path in paths]
-    for letter, run in zip(letters(len(runs)), runs, strict=True):
-        run.name = f"{letter}: {run.name}" if len(runs) > 1 else run.name
+    runs = [read_run(path, card) for path in paths]
+    if len(runs) > 1:
+        for i, run in enumerate(runs):
+            letter = chr(ord("A") + i) if i < 26 else f"A{i}"
+            run.name = f"{letter}: {run.name}"
     return runs
 
 
-def letters(n: int) -> list[str]:
-    """Return names of n runs: A, B, C ..."""
-    return [chr(ord("A") + i) if i < 26 else f"A{i}" for i in range(n)]
-
-
-def read_run(path: str) -> Run:
+def read_run(path: str, card: str = "") -> Run:
     """Read the run in an out_dir, a log.jsonl or a text file of nanoGPT's.
 
-    Raise ValueError if there is none.
+    card: the one that nanoGPT ran on, since its log does not say. Raise ValueError if there is no
+    run, or no such card.
     """
     file = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
     try:
@@ -135,38 +128,59 @@ def read_run(path: str) -> Run:
     if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
         add_logged(run, text)
     else:
-        add_printed(run, text)
+        add_printed(run, text, card)
     if not run.iters and not run.evals:
         raise ValueError(
             f"{file} has no line of a training run (step N: train loss ..., iter N: loss ...)"
         )
-    lost = [e["iter"] for e in run.iters if "loss" not in e] + [
-        e["iter"] for e in run.evals if "val_loss" not in e
-    ]
+    add_amounts(run)
+    lost = [e["iter"] for e in run.iters if "loss" not in e]
+    lost += [e["iter"] for e in run.evals if "val_loss" not in e]
     if lost:
         run.notes.append(f"its loss is not a number at step {min(lost):,}")
     return run
 
 
-def numbers(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an event that are numbers and can be right: no NaN, no infinity, no
-    1e300.
-    """
-    found = {name: value for name, value in event.items() if type(value) in (int, float)}
-    return {
-        name: value
-        for name, value in found.items()
-        if value == 0 or 1 / LARGEST <= abs(value) <= LARGEST
-    }
+def add_amounts(run: Run) -> None:
+    """Add to each evaluation the tokens, seconds and FLOPs of training that its log leaves out."""
+    flops_per_token = run.start.get("flops_per_token")
+    tokens_per_step = run.per_step("tokens")
+    if flops_per_token and tokens_per_step:
+        run.start["flops_per_step"] = flops_per_token * tokens_per_step
+    for e in run.evals:
+        if flops_per_token and "tokens" in e:  # the batch of a resumed run may have changed
+            e["flops"] = e["tokens"] * flops_per_token
+        for amount in AMOUNTS:
+            if of_a_step := run.per_step(amount):
+                e.setdefault(amount, e["iter"] * of_a_step)
+
+
+def plain(record: Any) -> Event:
+    """Return the texts, truth values and numbers of a record; {} for what is no record."""
+    if not isinstance(record, dict):
+        return {}
+    texts = {name: value for name, value in record.items() if isinstance(value, str | bool | None)}
+    return texts | numbers(record)
+
+
+def numbers(record: Event) -> Event:
+    """Return the fields of a record that are numbers and can be right."""
+    return {name: value for name, value in record.items() if can_be_right(value)}
+
+
+def can_be_right(value: Any) -> bool:
+    """Return True for a number: no NaN, no infinity, no 1e300."""
+    is_number = type(value) in (int, float)
+    return is_number and (value == 0 or 1 / LARGEST <= abs(value) <= LARGEST)
 
 
 def add_logged(run: Run, text: str) -> None:
     """Fill a run from its log.jsonl."""
     lines = [line for line in text.splitlines() if line.strip()]
-    events = [
-        e for e in map(event_of, lines) if e is not None and type(e.setdefault("iter", 0)) is int
-    ]
-    events = [e for e in events if 0 <= e["iter"] < MOST_STEPS]
+    events = [event for event in map(event_of, lines) if event]
+    for event in events:
+        event.setdefault("iter", 0)
+    events = [e for e in events if type(e["iter"]) is int and 0 <= e["iter"] < MOST_STEPS]
     add_events(run, events)
     if not run.end:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
@@ -179,94 +193,144 @@ def add_events(run: Run, events: list[Event]) -> None:
 
     Each step counts once, with its last figures: a resumed run repeats some.
     """
-    iters: dict[int, Event] = {}
-    evals: dict[int, Event] = {}
-    samples: dict[int, Event] = {}
+    kept: dict[tuple[int, str], Event] = {}
     earlier_s = 0.0  # seconds of training before the latest start, whose own count begins at 0
     for event in events:
+        kind = str(event["event"])
         step = event["iter"]
-        if event["event"] == "start":
-            iters = {i: e for i, e in iters.items() if i < step}
-            evals = {i: e for i, e in evals.items() if i <= step}
-            samples = {i: e for i, e in samples.items() if i <= step}
-            earlier_s = max(
-                (e.get("train_s", 0.0) for e in [*iters.values(), *evals.values()]), default=0.0
-            )
+        if kind == "start":
+            # A step is done again by the run that resumes there; the evaluation before it is not.
+            kept = {key: e for key, e in kept.items() if key[0] < step + (key[1] != "iter")}
+            earlier_s = max((e.get("train_s", 0.0) for e in kept.values()), default=0.0)
             add_start(run, event)
-        elif event["event"] in ("iter", "eval"):
-            found = numbers(event)
-            if "train_s" in found:
-                found["train_s"] += earlier_s
-            if event.get("eval_digest"):
-                found["eval_digest"] = str(event["eval_digest"])
-            (iters if event["event"] == "iter" else evals)[step] = found
-        elif event["event"] == "sample" and isinstance(event.get("texts"), list):
-            samples[step] = {"iter": step, "texts": [str(text) for text in event["texts"]]}
-        elif event["event"] == "end":
-            run.end = event
-    run.iters, run.evals, run.samples = ([e[i] for i in sorted(e)] for e in (iters, evals, samples))
+        found = numbers(event)
+        if "train_s" in found:
+            found["train_s"] += earlier_s
+        if event.get("eval_digest"):
+            found["eval_digest"] = str(event["eval_digest"])
+        if isinstance(event.get("texts"), list):
+            found["texts"] = [str(text) for text in event["texts"]]
+        kept[step, kind] = found
+        if kind == "end":
+            run.end = found
+    for (_, kind), found in sorted(kept.items(), key=lambda item: item[0]):
+        if kind == "iter":
+            run.iters.append(found)
+        elif kind == "eval":
+            run.evals.append(found)
+        elif "texts" in found:
+            run.samples.append(found)
 
 
 def add_start(run: Run, event: Event) -> None:
     """Take over the settings and the metadata of a start event, of which a resumed run has
     several.
     """
-    settings = event.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    settings = {
-        name: v for name, v in settings.items() if isinstance(v, str | bool | None)
-    } | numbers(settings)
+    settings = plain(event.get("settings"))
     if settings.get("init_from") in ("resume", "auto"):  # the run began earlier
         settings["init_from"] = run.settings.get("init_from")
-    left_out = COUNTS | {"event", "iter"}
-    start: dict[str, Any] = {
-        name: v for name, v in event.items() if isinstance(v, str | bool) and name not in left_out
-    }
-    start |= {name: v for name, v in numbers(event).items() if name != "iter"}
+    run.settings = settings
+    run.start = plain(event)
+    run.end = {}
+    for name in COUNTS - numbers(event).keys():
+        run.start.pop(name, None)
     if isinstance(event.get("versions"), dict):
-        start["versions"] = ", ".join(
-            f"{name} {value}" for name, value in event["versions"].items()
-        )
-    run.settings, run.start, run.end = settings, start, {}
+        versions = event["versions"].items()
+        run.start["versions"] = ", ".join(f"{name} {value}" for name, value in versions)
 
 
 # ---- printed logs --------------------------------------------------------------------------------
 
-NUMBER = r"(-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan)"
-STEP = re.compile(rf"\bstep (\d{{1,15}}): train loss {NUMBER}, val loss {NUMBER}(?!\d)")
-ITERATION = re.compile(rf"\biter (\d{{1,15}}): loss {NUMBER}, time {NUMBER}ms")
-TOKENS = re.compile(r"tokens per iteration will be: ([\d,]{1,20})")
+NUMBER = r"-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan"
+STEP = re.compile(
+    rf"\bstep (?P<iter>\d{{1,15}}): train loss (?P<train_loss>{NUMBER}), "
+    rf"val loss (?P<val_loss>{NUMBER})(?!\d)"
+)
+# Our own lines go on after the MFU, which is of another peak.
+ITERATION = re.compile(
+    rf"\biter (?P<iter>\d{{1,15}}): loss (?P<loss>{NUMBER}), time (?P<time_ms>{NUMBER})ms"
+    rf"(?:, mfu (?P<mfu>{NUMBER})%$)?"
+)
+SIZE = re.compile(
+    r"tokens per iteration will be: (?P<tokens_per_step>\d[\d,]{,19})"
+    r"|number of parameters: (?P<parameters>\d{1,15}\.?\d*)M"
+)
 # Of the command line, or of a config file.
 SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
+# What nanoGPT always has, and what it has for the settings that it does not print: as ours, but
+# for two.
+NANOGPT = WITHOUT_CHOICE | {"max_minutes": 0.0, "momentum": DEFAULTS["momentum"]}
+NANOGPT_DEFAULTS = DEFAULTS | NANOGPT | {"lr_decay_iters": 600_000, "min_lr": 6e-5}
+NANOGPT_PEAK = 312e12  # FLOP/s of its MFU, whatever the card: an A100 in bfloat16
 
 
-def add_printed(run: Run, text: str) -> None:
+def figures(found: re.Match[str]) -> Event:
+    """Return the numbers of a printed line by the names of their groups."""
+    texts = {name: text.replace(",", "") for name, text in found.groupdict().items() if text}
+    return numbers({k: int(text) if text.isdigit() else float(text) for k, text in texts.items()})
+
+
+def add_printed(run: Run, text: str, card: str) -> None:
     """Fill a run from what nanoGPT printed, whatever other lines there are before, between and
     after its own.
     """
-    start: Event = {"event": "start", "iter": 0, "settings": {}}
+    settings: Event = dict(NANOGPT)
+    if "Overriding" in text:  # the configurator prints all that it sets
+        settings = dict(NANOGPT_DEFAULTS)
+    else:
+        run.notes.append("nanoGPT did not print its settings, so most are not known")
+    start: Event = {"event": "start", "iter": 0, "settings": settings}
     events = [start]
-    evaluated = {0}  # whose times include an evaluation and the saving, or warming up
+    evaluated = {0}  # steps whose time includes an evaluation and the saving, or warming up
     for line in re.split(r"[\r\n]+", text):
-        line = line[:2000]
+        line = line[:2000].rstrip()
         if found := STEP.search(line):
-            evaluated.add(int(found[1]))
-            losses = {"train_loss": float(found[2]), "val_loss": float(found[3])}
-            events.append({"event": "eval", "iter": int(found[1])} | losses)
+            events.append({"event": "eval"} | figures(found))
+            evaluated.add(events[-1]["iter"])
         elif found := ITERATION.search(line):
-            time_ms = {} if int(found[1]) in evaluated else {"time_ms": float(found[3])}
-            events.append(
-                {"event": "iter", "iter": int(found[1]), "loss": float(found[2])} | time_ms
-            )
-        elif found := TOKENS.search(line):
-            start["tokens_per_step"] = int(found[1].replace(",", "") or 0)
+            event: Event = {"event": "iter", "time_ms": 0, "mfu": 0} | figures(found)
+            # The first MFU that is one is the step's own, later ones are running means.
+            if event["mfu"] > 0:
+                flops = event["mfu"] / 100 * NANOGPT_PEAK * event["time_ms"] / 1e3
+                start.setdefault("flops_per_step", flops)
+            if event["iter"] in evaluated:
+                event["time_ms"] = 0
+            events.append(event)
+        elif found := SIZE.search(line):
+            start |= figures(found)
         elif (found := SETTING.search(line)) and found[1] in DEFAULTS and len(events) == 1:
             # nanoGPT prints its settings before its first step
             try:
-                start["settings"][found[1]] = ast.literal_eval(found[2].strip())
+                settings[found[1]] = ast.literal_eval(found[2].strip())
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                continue  # an expression such as 5 * 8, or another program's line
+                # An expression such as 5 * 8, or another program's line: not the default
+                settings[found[1]] = None
+    if "parameters" in start:
+        start["parameters"] = round(start["parameters"] * 1e6)
     add_events(run, [*events, {"event": "end", "iter": 0}])
-    if tokens_per_step := run.start.get("tokens_per_step"):
-        for e in run.evals:
-            e["tokens"] = e["iter"] * tokens_per_step
+    add_flops(run)
+    if card:
+        of_card = find_card(card)
+        peak = of_card.peak(of_card.default_dtype())  # the dtype that nanoGPT takes there, too
+        run.start["peak_flops"] = peak and peak[0] * run.start.get("world_size", 1)
+
+
+def add_flops(run: Run) -> None:
+    """Add the FLOPs of a token of nanoGPT, by its formula, and the number of GPUs.
+
+    The MFU that it prints is of one GPU. Without the model's size the FLOPs are those of a run on
+    one, unless they are too few for its parameters.
+    """
+    of_one_gpu = run.per_step("flops") or 0
+    dense = 6 * run.start.get("parameters", 0) * (run.per_step("tokens") or 0)
+    settings = numbers(run.settings)
+    sizes = [settings[name] for name in ("n_layer", "n_embd", "block_size") if name in settings]
+    if dense and len(sizes) == 3:
+        flops_per_token = 6 * run.start["parameters"] + 12 * math.prod(sizes)
+        run.start["flops_per_token"] = flops_per_token
+        gpus = flops_per_token * run.start["tokens_per_step"] / (of_one_gpu or math.inf)
+        run.start["world_size"] = max(1, round(gpus))
+    elif of_one_gpu < dense:
+        run.start.pop("flops_per_step", None)
+    elif of_one_gpu:
+        run.notes.append("its FLOPs are worked out from its MFU, as those of one GPU")

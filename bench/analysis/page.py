@@ -16,6 +16,8 @@ import numpy as np
 
 from bench.analysis.comparison import Comparison
 from bench.analysis.logs import Run
+from deskgpt.files import write_atomically
+from deskgpt.logger import STEP_FIELDS
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
 MOST_NUMBERS = 40  # of a run's own, which have a chart each
@@ -35,33 +37,18 @@ CHARTS: dict[str, list[Curve]] = {
     "Learning rate": [("", "iters", "lr", {})],
     "Gradient norm, before clipping": [("", "iters", "grad_norm", {})],
 }
-# Numbers of train.py's steps; all others are a run's own and get a chart.
-KNOWN = {
-    "iter",
-    "loss",
-    "time_ms",
-    "lr",
-    "grad_norm",
-    "mfu",
-    "mfu_measured",
-    "clip_rate",
-    "data_wait",
-    "tokens_per_s",
-}
-KNOWN |= {"tokens", "train_s", "peak_memory_bytes"}
-
 # ---- charts --------------------------------------------------------------------------------------
 
 
 def make_charts(runs: list[Run]) -> dict[str, Any]:
-    """Return plotly's figures by their title, without those for which no log has values."""
-    names = dict.fromkeys(
-        name for run in runs for e in run.iters for name in e if name not in KNOWN
-    )
-    own: dict[str, list[Curve]] = {
-        name: [("", "iters", name, {})] for name in [*names][:MOST_NUMBERS]
-    }
-    charts = {title: make_chart(runs, title, curves) for title, curves in (CHARTS | own).items()}
+    """Return plotly's figures by their title, without those for which no log has values.
+
+    A number that is not one of train.py's is the run's own, and has a chart, too.
+    """
+    names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
+    own = [name for name in names if name not in STEP_FIELDS][:MOST_NUMBERS]
+    curves = CHARTS | {name: [("", "iters", name, {})] for name in own}
+    charts = {title: make_chart(runs, title, of_title) for title, of_title in curves.items()}
     return {title: chart for title, chart in charts.items() if chart.data}
 
 
@@ -77,21 +64,18 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
             known = known[:: max(1, len(known) // POINTS)]
             if not known:
                 continue
+            x = [e["iter"] for e in known]
             y = [float(e[key]) for e in known]
             values += y
-            chart.add_scatter(
-                x=[float(e["iter"]) for e in known],
-                y=y,
-                name=escape(
-                    ", ".join(part for part in (run.name if len(runs) > 1 else "", name) if part)
-                ),
-                line_color=COLOURS[number % len(COLOURS)],
-                # A line of one point is not seen.
-                **{"mode": "lines" if len(y) > 1 else "lines+markers"} | style,
-            )
+            # A line of one point is not seen.
+            mode = {"mode": "lines" if len(y) > 1 else "lines+markers"}
+            label = escape(f"{run.name} {name}" if len(runs) > 1 else name)
+            colour = COLOURS[number % len(COLOURS)]
+            chart.add_scatter(x=x, y=y, name=label, line_color=colour, **mode | style)
+    is_loss = title == LOSS
     chart.update_layout(
         template="plotly_white",
-        height=440 if title == LOSS else 280,
+        height=440 if is_loss else 280,
         margin={"l": 12, "r": 12, "t": 36, "b": 44},
         xaxis_title_text="steps",
         yaxis={"automargin": True, "exponentformat": "power"},
@@ -100,55 +84,51 @@ def make_chart(runs: list[Run], title: str, curves: list[Curve]) -> Any:
     )
     # A few slow steps, or the losses before a model has learned letters, would flatten all others.
     if title in CHARTS and values:
-        bottom = 0.9 * min(values) if title == LOSS else 0.0
-        top = 1.25 * float(np.quantile(values, 0.9 if title == LOSS else 0.98))
+        top = 1.25 * float(np.quantile(values, 0.9 if is_loss else 0.98))
         if max(values) > top:
-            chart.update_yaxes(range=[bottom, top])
+            chart.update_yaxes(range=[0.9 * min(values) if is_loss else 0.0, top])
     return chart
 
 
 # ---- HTML ----------------------------------------------------------------------------------------
 
 
+def write_page(path: Path, found: Comparison) -> None:
+    """Write the page in one step, in place of a link of this name, too."""
+    write_atomically(path, page(found).encode("utf-8", "replace"))
+
+
 def page(found: Comparison) -> str:
     """Return the HTML."""
     from plotly.io import to_html
 
-    runs = found.runs
+    options: dict[str, Any] = {"include_plotlyjs": False, "full_html": False}
+    options["config"] = {"displaylogo": False, "responsive": True}
     charts = ""
-    for i, (title, chart) in enumerate(make_charts(runs).items()):
-        config = {"displaylogo": False, "responsive": True}
-        plot = to_html(
-            chart, config=config, include_plotlyjs=False, full_html=False, div_id=f"chart-{i}"
-        )
+    for i, (title, chart) in enumerate(make_charts(found.runs).items()):
+        plot = to_html(chart, div_id=f"chart-{i}", **options)
         charts += f"<figure><h3>{escape(title)}</h3>{plot}</figure>\n"
     texts = ""
     settings = ""
-    for run in runs:
+    for run in found.runs:
         name = escape(run.name)
         for e in run.samples[::-1][:MOST_TEXTS]:
-            texts += "".join(
-                f"<pre>{name}, step {e['iter']:,}: {escape(text)}</pre>" for text in e["texts"]
-            )
-        rows = [
-            [key, json.dumps(value, default=str)]
-            for key, value in (run.settings | run.start).items()
-        ]
-        settings += (
-            f"<details><summary>Settings of {name}</summary>{table_html([], *rows)}</details>"
-        )
+            for text in e["texts"]:
+                texts += f"<pre>{name}, step {e['iter']:,}: {escape(text)}</pre>"
+        rows = [[k, json.dumps(v, default=str)] for k, v in (run.settings | run.start).items()]
+        table = table_html([], *rows)
+        settings += f"<details><summary>Settings of {name}</summary>{table}</details>"
+    tables = ""
+    for title, of_cells in found.tables().items():
+        tables += f"<h2>{title}</h2>{table_html(*of_cells)}"
     template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(
-            " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-        ),
+        title=escape(" and ".join(run.name for run in found.runs[:9])),
         plotly=plotly_js(),
         headline=escape(found.headline),
         lines="".join(f"<p>{escape(line)}</p>" for line in found.lines),
         charts=charts,
-        tables="".join(
-            f"<h2>{name}</h2>{table_html(*table)}" for name, table in found.tables().items()
-        ),
+        tables=tables,
         samples=f"<h2>Samples</h2>{texts}" if texts else "",
         settings=settings,
         date=time.strftime("%Y-%m-%d %H:%M"),

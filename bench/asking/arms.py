@@ -24,37 +24,14 @@ from deskgpt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every run has these, so that it ends at its last step and sends nothing. A commit may lack some.
-TO_THE_END: dict[str, Any] = {
-    "max_minutes": 0.0,
-    "max_hours": 0.0,
-    "patience": 0,
-    "eval_only": False,
-    "dry_run": False,
-}
-TO_THE_END |= {"wandb_log": False, "sample_interval": 0}
+TO_THE_END = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "sample_interval": 0}
+TO_THE_END |= dict.fromkeys(("eval_only", "dry_run", "wandb_log"), False)
 # The question gives these to each run, so an arm cannot have them.
-GIVEN = {
-    *TO_THE_END,
-    "seed",
-    "out_dir",
-    "dataset",
-    "init_from",
-    "device",
-    "eval_interval",
-    "eval_iters",
-    "eval_tokens",
-}
-NOT_CODE = ("docs/", "tests/", "bench/", "config/")  # a run uses nothing in them but settings
+GIVEN = {"seed", "out_dir", "dataset", "init_from", "device"}
+GIVEN |= {"eval_interval", "eval_iters", "eval_tokens", *TO_THE_END}
+NOT_CODE = (":!docs", ":!tests", ":!bench", ":!config")  # a run uses only settings of these
 # Without hooks, and also if the user has no name.
-GIT = [
-    "git",
-    "-c",
-    "user.name=bench/ask.py",
-    "-c",
-    "user.email=ask@localhost",
-    "-c",
-    f"core.hooksPath={os.devnull}",
-]
+GIT = f"git -c user.name=ask.py -c user.email=ask@localhost -c core.hooksPath={os.devnull}".split()
 
 READ_SETTINGS = """
 import json, sys
@@ -71,32 +48,17 @@ class Arm:
     """One of the two ways to train that are compared. Its label is a or b."""
 
     label: str
-    text: str  # as the user wrote it; empty for the config as it is
+    text: str  # as the user wrote it
     folder: Path  # the worktree that it runs in
     code: str  # digest of the code there
     settings: dict[str, Any]  # all of them, as that code reads them
-
-    @property
-    def name(self) -> str:
-        return self.text or "the config as it is"
-
-    @property
-    def steps(self) -> int:
-        return int(self.settings["max_iters"])
-
-    def give(self, **given: Any) -> None:
-        """Change the settings that the arm's code has."""
-        self.settings |= {name: value for name, value in given.items() if name in self.settings}
 
     def identity(self) -> list[Any]:
         """Return code and settings: all that its results depend on, besides data, seed and
         machine.
         """
-        others = ("dataset", "seed", "out_dir")
-        return [
-            self.code,
-            {name: value for name, value in self.settings.items() if name not in others},
-        ]
+        others = dict.fromkeys(("dataset", "seed", "out_dir"))
+        return [self.code, self.settings | others]
 
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
@@ -111,7 +73,7 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
         raise ConfigError(f"{what}: a quotation mark has no second one") from None
     arguments = list(common)
     patches = []
-    commit = None
+    commit = ""
     for word in words:
         if word.removeprefix("--").partition("=")[0] in GIVEN:
             raise ConfigError(f"{what}: bench/ask.py sets this itself; leave {word} out")
@@ -123,14 +85,16 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
             patches.append(word)
     folder = below / label
     code = check_out(folder, commit, patches)
+    # Settings are read by the code in the worktree, from its own configs, or from others' by path.
     command = [sys.executable, "-c", READ_SETTINGS]
-    for word in arguments:  # settings are read by the code in the worktree, from its own configs
+    for word in arguments:
         is_there = word.startswith("-") or (folder / word).exists()
         command.append(word if is_there else os.path.abspath(word))
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"{what}: {last_line(done.stderr)}")
-    return Arm(label, text, folder, code, json.loads(last_line(done.stdout)))
+    settings = json.loads(last_line(done.stdout))
+    return Arm(label, text or "the config as it is", folder, code, settings)
 
 
 # ---- worktrees -----------------------------------------------------------------------------------
@@ -148,37 +112,31 @@ def folder_for_worktrees(below: Path) -> Iterator[Path]:
         git("worktree", "prune")
 
 
-def check_out(folder: Path, commit: str | None, patches: list[str]) -> str:
-    """Make a worktree of a commit, or of this checkout with its changes, and apply patches.
+def check_out(folder: Path, commit: str, patches: list[str]) -> str:
+    """Make a worktree of a commit, or if "" of this checkout with its changes, and apply patches.
 
     Return the code's digest.
 
     New files count from `git add` on. Raises ConfigError if git cannot do it.
     """
     # What the user wrote is a revision or an error: git never reads it as an option.
-    revision = (
-        "rev-parse",
-        "--verify",
-        "--quiet",
-        "--end-of-options",
-        f"{commit or 'HEAD'}^{{commit}}",
-    )
-    sha = git(*revision, what=f"commit:{commit or 'HEAD'} is not a commit of this checkout")
-    if commit is None:
+    what = f"commit:{commit} is not a commit of this checkout"
+    revision = f"{commit or 'HEAD'}^{{commit}}"
+    sha = git("rev-parse", "--verify", "--quiet", "--end-of-options", revision, what=what)
+    if not commit:
         # Refreshes git's index: without, `stash create` fails if a file was only touched.
         git("status")
         # A commit of the changes, which stay as they are; "" without changes.
         sha = git("stash", "create") or sha
     git("worktree", "add", "--detach", str(folder), sha)
     for patch in patches:
-        path = os.path.abspath(patch)
         what = (
             f"{patch} does not apply; an arm has settings (--name=value), paths of "
             "patches and commit:REV"
         )
+        path = os.path.abspath(patch)
         git("apply", "--index", "--whitespace=nowarn", path, cwd=folder, what=what)
-    files = git("ls-files", "--stage", cwd=folder).splitlines()
-    return digest([line for line in files if not line.partition("\t")[2].startswith(NOT_CODE)])
+    return digest(git("ls-files", "--stage", "--", *NOT_CODE, cwd=folder))
 
 
 def git(
@@ -202,9 +160,5 @@ def last_line(text: str) -> str:
     """Return the last line of an output, without git's "error: " and the class of our own errors
     before it.
     """
-    lines = text.strip().splitlines()
-    return (
-        lines[-1].removeprefix("error: ").removeprefix("deskgpt.errors.ConfigError: ")
-        if lines
-        else ""
-    )
+    line = text.strip().rpartition("\n")[2]
+    return line.removeprefix("error: ").removeprefix("deskgpt.errors.ConfigError: ")

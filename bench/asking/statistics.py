@@ -35,13 +35,12 @@ user has looked.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-Values = Sequence[float] | np.ndarray  # of the runs of an arm
+Values = Sequence[float] | np.ndarray  # losses of the runs of an arm
 
 ALPHA = 0.05
 POWER = 0.8  # share of questions for which a cost is enough
@@ -50,7 +49,6 @@ LEAST = 4  # runs of each arm before anything is decided
 PILOT = 3  # runs of each arm, after which the cost is estimated
 LOWEST_SHARE = 0.3  # so that a cost is enough in a POWER of simulated questions (docs/asking.md)
 MOST = 1000  # runs of each arm; costs go no further
-CHECKED = 200  # numbers of runs between which a cost is found
 TINY = 1e-30  # variance of runs that do not differ
 
 
@@ -67,78 +65,67 @@ class Estimate:
 
     @property
     def known(self) -> bool:
-        """Return whether there is an interval."""
+        """Return True if there is an interval."""
         return math.isfinite(self.high - self.low)
 
 
 # ---- the interval --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Means and variances of the first n runs of each arm, for several n: arrays of the shape (...,
-    checks).
+def moments(a: Values, b: Values, first: int = LEAST) -> tuple[np.ndarray, ...]:
+    """Return n, and after n runs of each arm the mean of a less that of b, and the variances of the
+    paired differences, of a and of b: arrays (..., checks), a check for each n from `first` on.
+
+    a, b: losses by run, (..., runs). Runs that all end at one loss, as diverged ones do, are taken
+    to scatter as the other arm's.
     """
+    x = np.asarray(a, float)
+    y = np.asarray(b, float)
+    n = np.arange(first, x.shape[-1] + 1)
+    gap, var_gap = running_moments(x - y, n)
+    _, var_a = running_moments(x, n)
+    _, var_b = running_moments(y, n)
+    scatter_a = np.where(var_a == TINY, var_b, var_a)
+    scatter_b = np.where(var_b == TINY, var_a, var_b)
+    return n, gap, var_gap, scatter_a, scatter_b
 
-    n: np.ndarray  # (checks,) runs of each arm
-    gap: np.ndarray  # mean of a less mean of b
-    var_gap: np.ndarray  # of the paired differences
-    var_a: np.ndarray
-    var_b: np.ndarray
 
-    @classmethod
-    def of(cls, a: np.ndarray, b: np.ndarray, n: np.ndarray | None = None) -> Moments:
-        """Return the moments of losses by run, (..., runs), after n runs of each arm; by default
-        after each from LEAST.
+def log_e(
+    distance: np.ndarray, n: np.ndarray, var_gap: np.ndarray, var_a: np.ndarray, var_b: np.ndarray
+) -> np.ndarray:
+    """Return the logarithm of E at each check, for a true difference that lies `distance` from the
+    one that was found.
+    """
+    square = np.square(distance)
+    paired = log_bayes_factor(n * square / var_gap, n, n - 1)
+    unpaired = log_bayes_factor(n / 2 * square / np.maximum(var_a, var_b), n / 2, 2 * n - 2)
+    log_sd_ratio = np.abs(np.log(var_a / var_b)) / 2
+    return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
 
-        Runs that all end at one loss, as diverged ones do, are taken to scatter as the other arm's.
-        """
-        n = np.arange(LEAST, a.shape[-1] + 1) if n is None else n
-        gap, var_gap = running_moments(a - b, n)
-        _, var_a = running_moments(a, n)
-        _, var_b = running_moments(b, n)
-        return cls(
-            n,
-            gap,
-            var_gap,
-            np.where(var_a == TINY, var_b, var_a),
-            np.where(var_b == TINY, var_a, var_b),
-        )
 
-    def log_e(self, distance: np.ndarray) -> np.ndarray:
-        """Return the logarithm of E at each check, for a true difference that lies `distance` from
-        `gap`.
-        """
-        square = np.square(distance)
-        paired = log_bayes_factor(self.n * square / self.var_gap, self.n, self.n - 1)
-        larger = np.maximum(self.var_a, self.var_b)
-        unpaired = log_bayes_factor(self.n / 2 * square / larger, self.n / 2, 2 * self.n - 2)
-        log_sd_ratio = np.abs(np.log(self.var_a / self.var_b)) / 2
-        return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
+def half_width(n: np.ndarray, *variances: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+    """Return half the width of each check's interval; infinite if no difference could be excluded.
 
-    def half(self, alpha: float) -> np.ndarray:
-        """Return half the width of each check's interval; infinite if no difference could be
-        excluded.
-        """
-        goal = math.log(1 / alpha)
-        high = 1e6 * np.sqrt(self.var_gap) + np.sqrt(TINY)
-        low = np.zeros_like(high)
-        is_finite = self.log_e(high) > goal
-        for _ in range(40):
-            middle = (low + high) / 2
-            is_excluded = self.log_e(middle) > goal
-            high = np.where(is_excluded, middle, high)
-            low = np.where(is_excluded, low, middle)
-        return np.where(is_finite, high, np.inf)
+    variances: as log_e takes them.
+    """
+    goal = math.log(1 / alpha)
+    high = 1e6 * np.sqrt(variances[0]) + np.sqrt(TINY)
+    low = 0 * high
+    is_finite = log_e(high, n, *variances) > goal
+    for _ in range(40):  # bisect: E grows with the distance
+        middle = (low + high) / 2
+        is_excluded = log_e(middle, n, *variances) > goal
+        high = np.where(is_excluded, middle, high)
+        low = np.where(is_excluded, low, middle)
+    return np.where(is_finite, high, np.inf)
 
 
 def running_moments(x: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (mean, variance) of the first n of x along the last axis, for each n."""
-    centre = x[..., :1]
-    sums = np.cumsum(x - centre, -1)[..., n - 1]
-    squares = np.cumsum((x - centre) ** 2, -1)[..., n - 1]
-    mean = sums / n
-    return mean + centre, np.maximum((squares - n * mean**2) / (n - 1), TINY)
+    first = x[..., :1]  # without it, squares of losses that hardly differ would cancel
+    mean = np.cumsum(x - first, -1)[..., n - 1] / n
+    squares = np.cumsum((x - first) ** 2, -1)[..., n - 1]
+    return mean + first, np.maximum((squares - n * mean**2) / (n - 1), TINY)
 
 
 def log_bayes_factor(t_square: np.ndarray, k: np.ndarray, nu: np.ndarray) -> np.ndarray:
@@ -152,16 +139,14 @@ def log_bayes_factor(t_square: np.ndarray, k: np.ndarray, nu: np.ndarray) -> np.
 
 def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
     """Return the difference of two arms; a[i] and b[i] have the same seed."""
-    x = np.array(a, float)
-    y = np.array(b, float)
-    n = len(x)
-    d = float((x - y).mean())
+    n = len(a)
+    d = float(np.subtract(a, b).mean())
     if n < LEAST:
         return Estimate(d, -math.inf, math.inf, n)
-    moments = Moments.of(x, y)
-    half = moments.half(alpha)
-    low = np.maximum.accumulate(moments.gap - half)
-    high = np.minimum.accumulate(moments.gap + half)
+    checks, gap, *variances = moments(a, b)
+    half = half_width(checks, *variances, alpha=alpha)
+    low = np.maximum.accumulate(gap - half)
+    high = np.minimum.accumulate(gap + half)
     last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
     return Estimate(d, float(low[last]), float(high[last]), n)
 
@@ -178,17 +163,15 @@ def decide(e: Estimate, min_effect: float) -> str:
         return "same"
     if e.low > 0:
         return "better"
-    if e.high < 0:
-        return "worse"
-    return "open"
+    return "worse" if e.high < 0 else "open"
 
 
 # ---- the cost ------------------------------------------------------------------------------------
 
 
 def cost(a: Values, b: Values, effect: float) -> int | None:
-    """Return how many runs of each arm find a difference of `effect` in a POWER of questions; None
-    beyond MOST.
+    """Return the number of runs of each arm that finds a difference of `effect` in a POWER of
+    questions; None beyond MOST.
 
     a, b: the arms' runs so far with the same seeds, at least PILOT of each. Few runs say little of
     their scatter, so their variances are taken larger: as if they were the LOWEST_SHARE quantile of
@@ -197,49 +180,47 @@ def cost(a: Values, b: Values, effect: float) -> int | None:
     from scipy import stats
 
     so_far = len(a)
-    found = Moments.of(np.array(a, float), np.array(b, float), np.array([so_far]))
+    _, _, *found = moments(a, b, so_far)
     factor = (so_far - 1) / stats.chi2.ppf(LOWEST_SHARE, so_far - 1)
-    n = np.unique(np.geomspace(max(LEAST, so_far + 1), max(MOST, so_far + 1), CHECKED).astype(int))
-    var_gap, var_a, var_b = (
-        np.repeat(factor * var, len(n)) for var in (found.var_gap, found.var_a, found.var_b)
-    )
-    half = Moments(n, np.zeros(len(n)), var_gap, var_a, var_b).half(ALPHA)
-    misses = stats.norm.ppf(POWER) * np.sqrt(var_gap / n)  # of the mean difference, by chance
-    is_enough = half + misses <= effect
-    return int(n[is_enough.argmax()]) if is_enough.any() else None
+    variances = [factor * variance for variance in found]
+    n = np.arange(max(LEAST, so_far + 1), MOST + 1)
+    # What the mean difference misses by chance
+    misses = stats.norm.ppf(POWER) * np.sqrt(variances[0] / n)
+    enough = n[half_width(n, *variances) + misses <= effect]
+    return int(enough[0]) if len(enough) else None
 
 
 # ---- ordinary intervals --------------------------------------------------------------------------
 
 
 def interval(values: Values) -> tuple[float, float | None]:
-    """Return (mean, half the width of its 95% interval); the half width is None for a single
-    value.
+    """Return (mean, half the width of its 95% interval, Student's); the half width is None for a
+    single value.
     """
     from scipy import stats
 
-    mean = statistics.fmean(values)
+    mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None
-    t = stats.t.isf(ALPHA / 2, len(values) - 1)
-    return mean, float(t) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, float(stats.t.isf(ALPHA / 2, len(values) - 1) * stats.sem(values))
 
 
 def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:
     """Return (mean of b - mean of a, half the width of its 1 - error interval), of arms whose
     variances may differ.
 
-    The half width is None if an arm has a single run. Welch, Biometrika 34 (1947).
+    The half width is None if an arm has a single run. Welch, Biometrika 34 (1947); a fraction of a
+    degree of freedom does not count.
     """
     from scipy import stats
 
-    gap = statistics.fmean(b) - statistics.fmean(a)
-    if len(a) < 2 or len(b) < 2:
+    gap = float(np.mean(b) - np.mean(a))
+    if min(len(a), len(b)) < 2:
         return gap, None
-    variance_a = statistics.variance(a) / len(a)  # of a's mean
-    variance_b = statistics.variance(b) / len(b)
-    variance = variance_a + variance_b
-    if variance == 0:
+    var_a = stats.sem(a) ** 2  # of a's mean
+    var_b = stats.sem(b) ** 2
+    var = var_a + var_b
+    if var == 0:
         return gap, 0.0
-    exact = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
-    return gap, float(stats.t.isf(error / 2, max(1, int(exact)))) * math.sqrt(variance)
+    freedom = var**2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
+    return gap, float(stats.t.isf(error / 2, max(1, int(freedom))) * math.sqrt(var))
