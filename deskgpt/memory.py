@@ -397,7 +397,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         dist.print0("time: n/a, because no peak in this dtype is known")
         return True
     low, high, basis = usual_mfu(card, device_type)
-    flops = GPT.without_storage(model_config).estimate_flops() * batching.tokens_per_step
+    flops: float = GPT.without_storage(model_config).estimate_flops() * batching.tokens_per_step
     if config.activation_checkpoint == "full":
         flops *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
     fastest_s, slowest_s = (flops / (peak * ranks * mfu) for mfu in (high, low))

@@ -208,14 +208,14 @@ def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
     """Rows as a card would have them: a CPU's profile has none."""
     rows = EventList()
     for name, device, is_annotation, us in (
-        ("gemm", DeviceType.CUDA, False, 600),
-        ("flash", DeviceType.CUDA, False, 1500),
+        ("gemm", DeviceType.CUDA, False, 600.0),
+        ("flash", DeviceType.CUDA, False, 1500.0),
         ("record_function", DeviceType.CUDA, True, 9e9),
         ("cudaLaunchKernel", DeviceType.CPU, False, 9e9),
     ):
         row = FunctionEventAvg()
         row.key, row.device_type, row.is_user_annotation = name, device, is_annotation
-        row.count, row.self_device_time_total, row.use_device = 6, us, "cuda"
+        row.count, row.self_device_time_total, row.use_device = 6, round(us), "cuda"
         rows.append(row)
     profiler = SimpleNamespace(key_averages=lambda: rows)
     monkeypatch.setattr(lab, "profile", lambda activities: nullcontext(profiler))
