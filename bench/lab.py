@@ -74,9 +74,8 @@ class Contestant:
 
     name: str
     run: MicroBatch
-    # ms by round: "wall", "queueing", "alone"
+    # ms by round: "wall", "queueing", "alone"; of a profile "busy", and the number of "kernels"
     times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    profile: dict[str, float] = field(default_factory=dict)
 
     def measure(self, device: torch.device, passes: int) -> None:
         """Add the times of a round."""
@@ -98,8 +97,8 @@ class Contestant:
     def figures(self) -> str:
         """Return the line of this contestant."""
         found = {name: statistics.median(ms) for name, ms in self.times.items()}
-        if self.profile:
-            found |= self.profile | {"gaps": found["wall"] - self.profile["busy"]}
+        if "busy" in found:
+            found["gaps"] = found["wall"] - found["busy"]
         return f"{self.name}: {', '.join(f'{name} {x:.4g}' for name, x in found.items())}"
 
 
@@ -154,22 +153,19 @@ def refuse(why: str) -> NoReturn:
     raise RuntimeError(why)
 
 
-def profiled(run: MicroBatch, device: torch.device) -> dict[str, float]:
-    """Print the kernels of some micro-batches. Return the ms in which they run, and their number,
-    for one.
+def add_profile(x: Contestant, device: torch.device) -> None:
+    """Print the kernels of some micro-batches. Add the ms in which they run, and their number, of
+    one.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
-            run()
+            x.run()
         synchronize(device)
     found = profiler.key_averages()
     print(found.table("self_cuda_time_total", ROWS_OF_PROFILE, max_name_column_width=80))
     kernels = [e for e in found if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    busy_us = sum(e.self_device_time_total for e in kernels)
-    return {
-        "busy": busy_us / 1e3 / PROFILED,
-        "kernels": sum(e.count for e in kernels) / PROFILED,
-    }
+    x.times["busy"].append(sum(e.self_device_time_total for e in kernels) / 1e3 / PROFILED)
+    x.times["kernels"].append(sum(e.count for e in kernels) / PROFILED)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -215,7 +211,7 @@ def main() -> None:
     if ProfilerActivity.CUDA in supported_activities():
         for x in running:
             with caught(x.name, failed):
-                x.profile = profiled(x.run, device)
+                add_profile(x, device)
                 print(x.figures(), flush=True)
     sys.exit(bool(failed))
 

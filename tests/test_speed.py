@@ -185,7 +185,7 @@ def test_page_has_what_a_stage_printed_last_beside_what_was_predicted_and_what_e
     ours.times |= {"wall": [25.0], "queueing": [0.1]}
     text = f"ours: bfloat16, compiled, loss 10.5\n{ours.figures()}\n"
     ours.times["wall"] += [27.0, 29.0]
-    ours.profile = {"busy": 24.5, "kernels": 512.0}
+    ours.times |= {"busy": [24.5], "kernels": [512.0]}
     text += f"ours: wall 1.00x\nhours: wall 1\n{ours.figures()}\nround 2\n"
     text += "ours + graph: loss 10.25\nours + graph: wall 20\nnanoGPT: wall 30, busy 26, gaps 4\n"
     files = {name: tmp_path / name for name in qualify.stages(qualify.Session(CPU))}
@@ -219,8 +219,10 @@ def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
         rows.append(row)
     profiler = SimpleNamespace(key_averages=lambda: rows)
     monkeypatch.setattr(lab, "profile", lambda activities: nullcontext(profiler))
-    found = lab.profiled(lambda: torch.zeros(()), CPU)
-    assert found == pytest.approx({"busy": 0.7, "kernels": 4})
+    x = lab.Contestant("ours", lambda: torch.zeros(()))
+    x.times["wall"] = [1.0]
+    lab.add_profile(x, CPU)
+    assert x.figures() == "ours: wall 1, busy 0.7, kernels 4, gaps 0.3"
     assert "gemm" in capsys.readouterr().out
 
 
