@@ -182,6 +182,9 @@ def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
     return capsys.readouterr().out
 
 
+HERE: dict[str, Any] = {"plan_for": "", "dry_run": True, "device": "cpu", "dtype": "float32"}
+
+
 def numbers(pattern: str, out: str) -> list[float]:
     """Return the numbers of the groups of a pattern."""
     found = re.search(pattern, out, re.M)
@@ -250,7 +253,7 @@ def test_plan_rests_on_runs_of_its_kind_of_device(card, named, not_named, within
 
 def test_time_says_the_mfu_that_it_rests_on_and_that_nothing_was_measured_here(capsys, tmp_path):
     """A CPU's small models reach 7%, its large ones 85%: ours are in docs/figures.md."""
-    out = plan(capsys, plan_for="", dry_run=True, device="cpu", dataset=str(tmp_path))
+    out = plan(capsys, **HERE, dataset=str(tmp_path))
     assert re.search(
         r"^at an MFU of 7% to 85% \(known runs on CPUs; not measured here\b", out, re.M
     )
@@ -271,19 +274,15 @@ def test_known_speeds_are_those_of_the_page_and_named_for_the_same_model_only():
     assert {name: (min(speeds), max(speeds)) for name, speeds in of_page.items()} == {
         name: (speeds[0], speeds[-1]) for name, speeds in REPORTED.items()
     }
-    assert reported_speed(REPORTED_MODEL, "NVIDIA GeForce RTX 4070") == "56,100"
-    assert (
-        reported_speed(replace(REPORTED_MODEL, vocab_size=50257), "NVIDIA H200")
-        == "469,355 to 599,844"
-    )
+    gpt2 = REPORTED_MODEL
+    assert reported_speed(gpt2, "NVIDIA GeForce RTX 4070") == "56,100"
+    unpadded = replace(gpt2, vocab_size=50257)
+    assert reported_speed(unpadded, "NVIDIA H200") == "469,355 to 599,844"
     for other in ({"n_layer": 6}, {"vocab_size": 65}, MODERN_SETTINGS, {"dropout": 0.1}):
-        assert reported_speed(replace(REPORTED_MODEL, **other), "H200") == ""
-    assert reported_speed(REPORTED_MODEL, "H200", "float32") == reported_speed(
-        REPORTED_MODEL, "H200", recompute="full"
-    )
-    assert (
-        reported_speed(REPORTED_MODEL, "T4") == reported_speed(REPORTED_MODEL, "H200 + H100") == ""
-    )
+        assert reported_speed(replace(gpt2, **other), "H200") == ""
+    assert reported_speed(gpt2, "H200", "float32") == ""
+    assert reported_speed(gpt2, "H200", recompute="full") == ""
+    assert reported_speed(gpt2, "T4") == reported_speed(gpt2, "H200 + H100") == ""
 
 
 def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):
@@ -291,13 +290,7 @@ def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):
         return numbers(r": (\S+) to \S+s per step", plan(capsys, **settings))[0]
 
     on_card = step_s(plan_for="H200", activation_checkpoint="full") / step_s(plan_for="H200")
-    here = {
-        "plan_for": "",
-        "dry_run": True,
-        "device": "cpu",
-        "dtype": "float32",
-        "dataset": str(tmp_path),
-    }
+    here = HERE | {"dataset": str(tmp_path)}
     assert on_card == pytest.approx(1.69, rel=1e-2)
     assert step_s(**here, activation_checkpoint="full") / step_s(**here) == pytest.approx(
         1.26, rel=1e-2
