@@ -404,10 +404,11 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     steps = config.max_iters
     sending = ", and without what ranks send each other" if ranks > 1 else ""
     dist.print0(
-        f"at an MFU of {low:.0%} to {high:.0%} ({basis}; not measured here: a run's first steps say) of "
-        f"{ranks} x {peak / 1e12:.2f} TFLOP/s ({source}): {fastest_s:.4g} to {slowest_s:.4g}s per "
-        f"step, {clock(steps * fastest_s)} to {clock(steps * slowest_s)} for {steps:,} steps of "
-        f"{steps * batching.tokens_per_step:.3g} tokens, without evaluation{sending}"
+        f"at an MFU of {low:.0%} to {high:.0%} ({basis}; not measured here: a run's first steps "
+        f"say) of {ranks} x {peak / 1e12:.2f} TFLOP/s ({source}): {fastest_s:.4g} to "
+        f"{slowest_s:.4g}s per step, {clock(steps * fastest_s)} to {clock(steps * slowest_s)} for "
+        f"{steps:,} steps of {steps * batching.tokens_per_step:.3g} tokens, without evaluation"
+        f"{sending}"
     )
     return True
 
