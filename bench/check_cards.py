@@ -17,36 +17,23 @@ adds to gradients. An operator counts as one launch, and what the card waits for
 the time.
 """
 
-# ruff: noqa: E402 (torch comes after the card that it is to see)
-
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import math
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
-from collections import defaultdict
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the repository; Python adds only this folder
-
-from bench import pretend_card
-
-IS_CHILD = __name__ == "__main__" and sys.argv[1:2] == ["--one"]
-if IS_CHILD:
-    pretend_card.pretend(backend="inductor")  # before torch is imported
+# The repository; Python adds only this folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
@@ -56,17 +43,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import train
+from bench import pretend_card
+from bench.lab import nanogpt, our_model
 from bench.output import markdown_table
-from bench.speed import nanogpts_model
-from configurator import build, read_settings
+from bench.speed import ROOT, nanogpt_checkout, vocab_size_of
+from configurator import configure
 from deskgpt import peaks
-from deskgpt.compute import ComputeMode, apply_compute, autocast, default_dtype
-from deskgpt.distributed import gradient_norms
-from deskgpt.errors import ConfigError, OneLineParser, in_gib, one_line_errors
+from deskgpt.compute import autocast
+from deskgpt.distributed import DistContext, gradient_norms
+from deskgpt.errors import OneLineParser, in_gib, one_line_errors
 from deskgpt.files import cache_folder
-from deskgpt.memory import StepShape, is_geforce, step_memory
+from deskgpt.memory import StepShape, step_memory
 from deskgpt.optim import step_if_finite
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 CONFIGS = ("train_shakespeare_char", "train_fineweb_125m", "train_fineweb_125m_fast")
 BESIDE_PEER = ("train_fineweb_125m --batch_size=16", "train_shakespeare_char")
@@ -81,76 +70,41 @@ OF_FLOPS_GEFORCE = 0.8
 OF_MEMORY = 0.92
 FEW = 16  # bytes of spilled registers, which cost nothing that shows
 
-# Operators that move nothing; that write their first tensor and do not read it; and that read or
-# write a part of it.
-WITHOUT_WORK: tuple[str, ...] = (
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "device",
-)
-WITHOUT_WORK += ("is_same_size",)
-OVERWRITES = (
-    "copy_",
-    "_foreach_copy_",
-    "fill_",
-    "zero_",
-    "_foreach_zero_",
-    "normal_",
-    "scatter_",
-    "index_put_",
-)
-READS_PART = ("embedding", "index", "gather")
-WRITES_PART = ("scatter_", "scatter_add_", "index_put_", "index_add_")
-
-# What does nothing while the CPU's work is timed.
-IDLE: tuple[str, ...] = (
-    "mm.default",
-    "mm.out",
-    "addmm.out",
-    "bmm.out",
-    "copy_.default",
-    "add_.Tensor",
-    "mul_.Tensor",
-    "zero_.default",
-)
-IDLE += (
-    "fill_.Scalar",
-    "gather.default",
-    "scatter_.src",
-    "_foreach_norm.Scalar",
-    "_foreach_mul_.Tensor",
-)
-IDLE += ("_fused_adamw_.default", "_scaled_dot_product_flash_attention.default")
-IDLE += ("_scaled_dot_product_flash_attention_backward.default",)
-ROUNDS = 40
+# Operators that move nothing, and that write their first tensor and do not read it.
+WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "_unsafe_view")
+OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "scatter_", "zeros_like", "ones_like")
 
 # ---- in a process that pretends a card -----------------------------------------------------------
+
+CHILD = """
+from bench import pretend_card
+pretend_card.pretend(backend="inductor")
+from bench import check_cards
+check_cards.check()
+"""
 
 
 class Kernels:
     """The Triton kernels that inductor writes for a card.
 
-    They compile, but do not run: `run` is called instead.
+    They compile, but do not run: `launch` is called instead.
     """
 
-    def __init__(self, card: pretend_card.Card) -> None:
+    def __init__(self, card: pretend_card.Card, launch: Any) -> None:
+        """launch takes the bytes that a kernel moves, once for each launch."""
         from triton.backends.compiler import GPUTarget
 
         self.card = card
-        self.target = GPUTarget("cuda", 10 * card.capability[0] + card.capability[1], 32)
+        self.launch = launch
+        self.target = GPUTarget("cuda", 10 * card.major + card.minor, 32)
         self.sources: dict[str, str] = {}  # source -> name
-        self.run: Any = None  # takes the bytes that a kernel moves, once for each launch
 
     def collect(self, compiler: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
         """Take a kernel in place of AsyncCompile.triton; return what the graph calls."""
         self.sources[source] = name
         found = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
         size = round(1e9 * float(found[1])) if found else 0
-        return SimpleNamespace(run=lambda *args, **kwargs: self.run(size))
+        return SimpleNamespace(run=lambda *args, **kwargs: self.launch(size))
 
     def compile(self) -> dict[str, Any]:
         """Return the number of kernels, of cubins and of failures, and a line for each failure."""
@@ -165,10 +119,7 @@ class Kernels:
                 try:
                     of_config, shared = self.memory_of(kernel, config)
                 except Exception as e:  # of no common class
-                    failed.append(
-                        f"{name} {config.kwargs}: "
-                        f"{' '.join(f'{type(e).__name__}: {e}'.split())[:200]}"
-                    )
+                    failed.append(f"{name} {config.kwargs}: {type(e).__name__}: {e}"[:300])
                     continue
                 cubins += 1
                 spilled.append(of_config)
@@ -215,8 +166,8 @@ class Kernels:
         inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
         # What graphs call in C++, which wants real tensors.
         guards: Any = torch._C._dynamo.guards
-        guards._empty_strided_cuda = lambda *args: torch.empty_strided(
-            *args[:2], dtype=args[2], device="cuda"
+        guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
+            size, stride, dtype=dtype, device="cuda"
         )
         guards._reinterpret_tensor = lambda t, size, stride, n=0: t.as_strided(
             size, stride, t.storage_offset() + n
@@ -242,8 +193,8 @@ class Work(TorchDispatchMode):
         """
         return True
 
-    def run(self, size: int) -> None:
-        """Count a kernel of inductor's and its bytes."""
+    def launch(self, size: int) -> None:
+        """Count a kernel and the bytes that it moves."""
         self.launches += 1
         self.moved += size
 
@@ -260,15 +211,15 @@ class Work(TorchDispatchMode):
             if isinstance(t, Tensor):
                 self._note(t.untyped_storage())
         operator = func._overloadpacket
-        if func.is_view or operator.__name__ in WITHOUT_WORK:
+        name = operator.__name__
+        if func.namespace != "aten" or func.is_view or name in WITHOUT_WORK:
             return out
         if operator in flop_registry:
             flops = flop_registry[operator](*args, **kwargs, out_val=out)
-            # Which is causal
-            self.flops += flops // 2 if "attention" in operator.__name__ else flops
-            self.run(0)
+            self.flops += flops // 2 if "attention" in name else flops  # which is causal
+            self.launch(0)
         else:
-            self.run(bytes_moved(func, args, kwargs, out))
+            self.launch(bytes_moved(func, args, kwargs, out))
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -285,252 +236,148 @@ class Work(TorchDispatchMode):
 
 
 def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that an operator reads and writes, each number once."""
+    """Return the bytes that an operator of a step reads and writes, each number once."""
     name = func._overloadpacket.__name__
+    arguments = func._schema.arguments
+    given = dict(zip([x.name for x in arguments], args, strict=False)) | kwargs
     moved = 0 if func._schema.is_mutable else size_of(out)  # else it returns what it has written
-    for i, argument in enumerate(func._schema.arguments):
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
-        size = size_of(given)
+    for i, argument in enumerate(arguments):
+        value = given.get(argument.name)
+        size = size_of(value)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         is_read = not (is_written and argument.kwarg_only)  # as `out`
-        if i == 0 and name in READS_PART:
-            size = size_of(out)
-        if i == 0 and name in WRITES_PART:  # as many numbers as it has positions or values
-            size = given.element_size() * max(
-                t.numel() for t in tree_leaves(args[1:]) if isinstance(t, Tensor)
-            )
-        if i == 0 and (name in OVERWRITES or name.endswith("_like") or name.startswith("new_")):
-            is_read = name == "index_put_" and args[3:] == (True,)  # which adds
+        if i == 0 and name in OVERWRITES:
+            is_read = False
+        if i == 0 and name == "scatter_":  # only as many numbers as it has positions
+            size = value.element_size() * given["index"].numel()
         if argument.name == "grads":  # a fused optimizer's, which it scales
-            is_written = kwargs.get("grad_scale") is not None
+            is_written = given.get("grad_scale") is not None
         moved += size * (is_read + is_written)
     return moved
 
 
 def size_of(value: Any) -> int:
     """Return the bytes of the tensors in a value. A number that is expanded counts once."""
-    size = 0
-    for t in tree_leaves(value):
-        if isinstance(t, Tensor):
-            size += t.element_size() * math.prod(
-                n for n, step in zip(t.shape, t.stride(), strict=True) if step
-            )
-    return size
+    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)
 
 
 def card_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Any = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,
+    **as_in_training: Any,
 ) -> Tensor:
-    """Compute F.scaled_dot_product_attention by the card's operator: torch's own choice would be
-    the CPU's.
+    """Compute causal F.scaled_dot_product_attention by the card's operator: torch's own choice
+    would be the CPU's.
     """
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
-    if (
-        torch.cuda.get_device_capability() >= (8, 0)
-        and q.dtype != torch.float32
-        and attn_mask is None
-    ):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, attn_mask, True, dropout_p, is_causal
-    )[0]
+    aten = torch.ops.aten
+    if torch.cuda.get_device_capability() >= (8, 0) and q.itemsize == 2:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, True)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, True)[0]
 
 
-class Program:
-    """What takes steps on the card: deskGPT, or an unmodified nanoGPT, each as its train.py
-    does.
+def check() -> None:
+    """Print, as JSON, all that is found of the config that sys.argv names, computed by deskGPT or
+    by an unmodified nanoGPT, each as its train.py does.
     """
-
-    def __init__(self, config_name: str, peer: str) -> None:
-        """Set it up. peer: nanoGPT's folder, or nothing for ours."""
-        name, *flags = config_name.split()
-        c = build(
-            train.TrainConfig, read_settings(train.TrainConfig, [f"config/{name}.py", *flags])
-        )
-        self.config = GPTConfig.from_settings(c, 65 if "_char" in name else 50304)
-        dtype = default_dtype(torch.device("cuda"))
-        residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-        self.variant = ComputeMode(dtype, compiled=True, residual_dtype=residual_dtype)
-        self.scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
-        self.is_ours = not peer
-        self.model: Any
-        self.network: Any  # the model, maybe compiled
-        self.idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
-        if self.is_ours:
-            self.network = self.model = GPT(self.config)
-            apply_compute(self.model, self.variant)
-            self.optimizer = train.build_optimizer(c, self.model, dtype=dtype)
-        else:
-            self.model = nanogpts_model(Path(peer), self.config)
-            self.network = torch.compile(self.model)
-            betas = (c.beta1, c.beta2)
-            self.optimizer = self.model.configure_optimizers(
-                c.weight_decay, c.learning_rate, betas, "cuda"
-            )
-
-    def forward(self) -> None:
-        """Compute the loss, and keep what the model returns until the next pass, as both loops
-        do.
-        """
-        with autocast(self.idx.device, self.variant.dtype):
-            self.out = self.network(self.idx, self.idx)
-
-    def micro_batch(self) -> None:
-        """Add the gradients of a micro-batch to those before."""
-        self.forward()
-        self.scaler.scale(self.out[1] / 2).backward()
-
-    def step(self) -> None:
-        """Clip the gradients and take an optimizer step."""
-        parameters = [*self.model.parameters()]
-        self.scaler.unscale_(self.optimizer)
-        if self.is_ours:
-            norm = torch.linalg.vector_norm(gradient_norms(parameters))
-            torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-            step_if_finite(self.optimizer, self.scaler, norm)
-        else:
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def check(kernels: Kernels, config_name: str, peer: str) -> dict[str, Any]:
-    """Return all that is found of one config on one card."""
+    peer, config_name, *flags = sys.argv[1:]
     work = Work()
-    kernels.run = work.run
+    kernels = Kernels(pretend_card.CARDS[os.environ[pretend_card.CARD]], work.launch)
+    kernels.prepare_inductor()
+    torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
+    c = configure(train.TrainConfig, [f"config/{config_name}.py", *flags])
+    config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
+    device = torch.device("cuda")
     found: dict[str, Any] = {"compiled": "n/a", "failed": [], "predicted_bytes": None}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), work:
-        program = Program(config_name, peer)
+    with FakeTensorMode(allow_non_fake_inputs=True), device, work:
+        model: Any
+        if peer:
+            model, variant = nanogpt(Path(peer), config, device)
+            betas = (c.beta1, c.beta2)
+            optimizer = model.configure_optimizers(
+                c.weight_decay, c.learning_rate, betas, device.type
+            )
+        else:
+            model, variant = our_model(c, config, DistContext(device))
+            optimizer = train.build_optimizer(c, model, dtype=variant.dtype)
+        scaler = torch.amp.GradScaler("cuda", enabled=variant.dtype == "float16")
+        idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         for _ in range(2):  # the second step has the optimizer's states
             work.peak = work.alive
             for _ in range(2):  # the second micro-batch adds to gradients
                 work.take()
-                program.micro_batch()
+                train.forward_backward(model, scaler, variant, idx, idx, 0.5)
             found["micro_batch"] = work.take()
-            program.step()
+            optimizer_step(model, optimizer, scaler, is_ours=not peer)
             found["optimizer_step"] = work.take()
-        found |= {
-            "dtype": program.variant.dtype,
-            "tokens": program.idx.numel(),
-            "peak_bytes": work.peak,
-        }
-        if peer:
-            return found
-        program.model.eval()
-        with torch.no_grad():
-            program.forward()
-    step = StepShape(program.config, len(program.idx), program.variant, "cuda")
-    return found | {"predicted_bytes": sum(step_memory(step).values())} | kernels.compile()
+        found |= {"dtype": variant.dtype, "tokens": idx.numel(), "peak_bytes": work.peak}
+        if not peer:
+            model.eval()
+            with torch.no_grad(), autocast(device, variant.dtype):
+                model(idx, idx)
+    if not peer:
+        step = StepShape(config, c.batch_size, variant, device.type)
+        found["predicted_bytes"] = sum(step_memory(step).values())
+        found |= kernels.compile()
+    print("\n" + json.dumps(found))
 
 
-def idle(operator: Any) -> Any:
-    """Return a function in place of an operator's kernel, which only allocates what the operator
-    returns.
-    """
-    if not operator._schema.is_mutable:
-        return operator.py_kernels[torch._C.DispatchKey.Meta]
-    if not operator._schema.returns:
-        return lambda *args, **kwargs: None
-    return lambda first, *args, out=None, **kwargs: first if out is None else out
-
-
-def cpu_time(kernels: Kernels, config_name: str, peer: str) -> list[float]:
-    """Return the CPU's milliseconds for a micro-batch and an optimizer step whose kernels do
-    nothing: medians.
-    """
-    with torch.device("cuda"):
-        program = Program(config_name, peer)
-    kernels.run = lambda size: None
-    library = torch.library.Library("aten", "IMPL")
-    for name in IDLE:
-        operator = attrgetter(name)(torch.ops.aten)
-        library.impl(operator, idle(operator), "CUDA")
-    torch.set_num_threads(1)
-    parts = {"micro_batch": [program.micro_batch] * 4, "optimizer_step": [program.step]}
-    times_ms = defaultdict(list)
-    for _ in range(ROUNDS):
-        for part, functions in parts.items():
-            for function in functions:
-                t0 = time.process_time()
-                function()
-                times_ms[part].append(1e3 * (time.process_time() - t0))
-    return [statistics.median(times) for times in times_ms.values()]
+def optimizer_step(model: Any, optimizer: Any, scaler: Any, is_ours: bool) -> None:
+    """Clip the gradients and take a step, as one of both programs does."""
+    parameters = [*model.parameters()]
+    scaler.unscale_(optimizer)
+    if is_ours:
+        norm = torch.linalg.vector_norm(gradient_norms(parameters))
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        step_if_finite(optimizer, scaler, norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def triton_folder() -> str:
+def triton_folder() -> Path:
     """Return where triton is.
 
     In the environment itself it would change what torch.compile does on a CPU.
     """
     folder = cache_folder() / TRITON
     if not (folder / "triton").exists():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            f"--target={folder}",
-            TRITON,
-        ]
-        subprocess.run(pip, check=True)
-    return str(folder)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", TRITON]
+        subprocess.run([*pip, f"--target={folder}"], check=True)
+    return folder
 
 
-def checked(function: str, card: str, *arguments: str) -> Any:
-    """Return what `check` or `cpu_time` finds in a process of its own.
+def checked(card: str, config: str, peer: str) -> Any:
+    """Return what `check` finds in a process of its own.
 
     Raises SystemExit if it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
-            name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+            pretend_card.CARD: card,
+            "PYTHONPATH": os.pathsep.join([str(triton_folder()), os.environ.get("PYTHONPATH", "")]),
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         }
-        env |= {pretend_card.CARD: card}
-        env |= {"PYTHONPATH": os.pathsep.join([triton_folder(), os.environ.get("PYTHONPATH", "")])}
-        env |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        command = [sys.executable, __file__, "--one", function, card, *arguments]
+        command = [sys.executable, "-c", CHILD, peer, *config.split()]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: {arguments[0]} cannot be checked for {card}:\n{done.stderr[-3000:]}")
+        sys.exit(f"error: {config} cannot be checked for {card}:\n{done.stderr[-3000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    is_ours = not any(arguments[1:])
-    if function == "check" and is_ours:  # its users would see these warnings
+    if not peer:  # our users would see these warnings
         found["failed"] += re.findall(r"^W\d{4} .*$", done.stderr, re.M)
     return found
-
-
-class Predicted(NamedTuple):
-    """The milliseconds that a card is expected to take, if it never waits for the CPU."""
-
-    micro_batch: float
-    optimizer_step: float
-
-
-def predict(name: str, found: dict[str, Any]) -> Predicted:
-    """Return a roofline for one of pretend_card.py's cards of what `check` has counted."""
-    known = peaks.find_card(name)
-    flops_per_ms = (
-        known.flops[found["dtype"]] / 1e3 * (OF_FLOPS_GEFORCE if is_geforce(known) else OF_FLOPS)
-    )
-    bytes_per_ms = pretend_card.CARDS[name].gb_per_s * 1e6 * OF_MEMORY
-    return Predicted(
-        *(
-            found[part]["flops"] / flops_per_ms + found[part]["bytes"] / bytes_per_ms
-            for part in Predicted._fields
-        )
-    )
 
 
 HEAD = [
@@ -541,23 +388,34 @@ HEAD = [
     "GB moved",
     "ms",
     "tokens/s",
+    "optimizer's step: launches, GB, ms",
+    "GiB counted, predicted",
 ]
-HEAD += ["optimizer's step: launches, GB, ms", "GiB counted, predicted"]
+
+
+def expected_ms(card: str, dtype: str, part: dict[str, int]) -> float:
+    """Return a roofline for what was counted on one of pretend_card.py's cards: ms, if it never
+    waits for the CPU.
+    """
+    known = peaks.find_card(card)
+    of_flops = OF_FLOPS_GEFORCE if "GeForce" in known.name else OF_FLOPS
+    bytes_per_s = 1e9 * pretend_card.CARDS[card].gb_per_s * OF_MEMORY
+    return 1e3 * (part["flops"] / known.flops[dtype] / of_flops + part["bytes"] / bytes_per_s)
 
 
 def row_of(card: str, program: str, found: dict[str, Any]) -> list[str]:
     """Return a row of the table."""
-    ms = predict(card, found)
     micro_batch, step = found["micro_batch"], found["optimizer_step"]
+    ms, step_ms = (expected_ms(card, found["dtype"], part) for part in (micro_batch, step))
     return [
         f"{card}, {found['dtype']}, {program}",
         found["compiled"],
         str(micro_batch["launches"]),
         f"{micro_batch['flops'] / 1e12:.2f}",
         f"{micro_batch['bytes'] / 1e9:.1f}",
-        f"{ms.micro_batch:.1f}",
-        f"{found['tokens'] / ms.micro_batch * 1e3:,.0f}",
-        f"{step['launches']}, {step['bytes'] / 1e9:.1f}, {ms.optimizer_step:.1f}",
+        f"{ms:.1f}",
+        f"{found['tokens'] / ms * 1e3:,.0f}",
+        f"{step['launches']}, {step['bytes'] / 1e9:.1f}, {step_ms:.1f}",
         f"{in_gib(found['peak_bytes'])}, {in_gib(found['predicted_bytes'])}",
     ]
 
@@ -571,43 +429,24 @@ def main() -> None:
         "--configs", nargs="+", metavar="NAME", help="of config/NAME.py, with settings"
     )
     parser.add_argument("--peer", help="nanogpt:PATH, counted beside ours")
-    parser.add_argument("--cpu", action="store_true", help="time the CPU's work, in turns")
     a = parser.parse_args()
     programs = {"deskGPT": ""}
     if a.peer:
-        kind, _, path = a.peer.partition(":")
-        if kind != "nanogpt" or not Path(path, "model.py").exists():
-            raise ConfigError(f"--peer {a.peer}: not nanogpt:PATH with a model.py in PATH")
-        programs["nanoGPT"] = os.path.abspath(path)
+        programs["nanoGPT"] = str(nanogpt_checkout(a.peer, train.TrainConfig()))
     problems = []
     for config in a.configs or (BESIDE_PEER if a.peer else CONFIGS):
         rows = []
         for card in a.cards:
             for program, folder in programs.items():
-                found = checked("check", card, config, folder)
+                found = checked(card, config, folder)
                 rows.append(row_of(card, program, found))
                 problems += [f"{card}, {config}: {line}" for line in found["failed"]]
-        print(
-            f"\n## {config}: expected, not measured\n\n{markdown_table(HEAD, rows, 1)}\n",
-            flush=True,
-        )
-        for program in [*programs] * 3 * a.cpu:
-            cpu = checked("cpu_time", a.cards[0], config, programs[program])
-            print(
-                f"{program}, the CPU's ms of a micro-batch and an optimizer step: "
-                f"{cpu[0]:.2f}, {cpu[1]:.2f}",
-                flush=True,
-            )
+        table = markdown_table(HEAD, rows, 1)
+        print(f"\n## {config}: expected, not measured\n\n{table}\n", flush=True)
     if problems:
         sys.exit("\n".join(["", *problems]))
 
 
-if IS_CHILD:
-    function, card_name, *rest = sys.argv[2:]
-    kernels = Kernels(pretend_card.CARDS[card_name])
-    kernels.prepare_inductor()
-    torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
-    print("\n" + json.dumps({"check": check, "cpu_time": cpu_time}[function](kernels, *rest)))
-elif __name__ == "__main__":
+if __name__ == "__main__":
     with one_line_errors():
         main()

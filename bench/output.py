@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+
+def text_table(path: Path) -> list[list[str]]:
+    """Return the cells of a file's rows, which "|" separates; a line with "#" at its start is a
+    comment.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [
+        [cell.strip() for cell in line.split("|")] for line in lines if not line.startswith("#")
+    ]
 
 
 def markdown_table(
@@ -23,12 +34,9 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def about(*starts: dict[str, Any]) -> str:
-    """Return today's date, and device, versions and commit of the first of some runs, by its log's
-    start event.
-    """
-    first = starts[0]
+def about(start: dict[str, Any]) -> str:
+    """Return today's date, and device, versions and commit of a run, by its log's start event."""
     return (
-        f"{time.strftime('%Y-%m-%d')}, {first['device']}; {first['versions']}, commit "
-        f"{first['git_commit']}"
+        f"{time.strftime('%Y-%m-%d')}, {start['device']}; {start['versions']}, commit "
+        f"{start['git_commit']}"
     )

@@ -36,24 +36,26 @@ RNG_STATE_BYTES = 8192  # more than a state of torch's CPU generator
 
 class Card(NamedTuple):
     name: str  # as torch names it
-    capability: tuple[int, int]
+    major: int  # compute capability
+    minor: int
     sms: int
     threads: int  # of an SM
     gib: int
     shared_memory: int  # bytes that a block may have
-    gb_per_s: float  # of its memory, published
+    gb_per_s: int  # of its memory, published
 
 
-CARDS = {
-    "T4": Card("Tesla T4", (7, 5), 40, 1024, 15, 65536, 320),
-    "A100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 80, 166912, 2039),
-    "RTX 3060": Card("NVIDIA GeForce RTX 3060", (8, 6), 28, 1536, 12, 101376, 360),
-    "RTX 4070": Card("NVIDIA GeForce RTX 4070", (8, 9), 46, 1536, 12, 101376, 504),
-    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 2048, 80, 232448, 3350),
-    "H200": Card("NVIDIA H200", (9, 0), 132, 2048, 141, 232448, 4800),
-    "B200": Card("NVIDIA B200", (10, 0), 148, 2048, 180, 232448, 8000),
-    "RTX 5090": Card("NVIDIA GeForce RTX 5090", (12, 0), 170, 1536, 32, 101376, 1792),
-}
+def read_cards() -> dict[str, Card]:
+    """Return the cards of pretend_cards.txt by what people call them."""
+    cards = {}
+    for line in SOURCE.with_name("pretend_cards.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            key, name, *numbers = line.split(" | ")
+            cards[key] = Card(name, *map(int, numbers))
+    return cards
+
+
+CARDS = read_cards()
 # Loads the card into each Python that starts, before it imports torch.
 SITECUSTOMIZE = """
 import runpy
@@ -101,8 +103,8 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
     total = card.gib << 30
     properties = SimpleNamespace(
         name=card.name,
-        major=card.capability[0],
-        minor=card.capability[1],
+        major=card.major,
+        minor=card.minor,
         multi_processor_count=card.sms,
         total_memory=total,
         regs_per_multiprocessor=65536,
@@ -183,26 +185,27 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
             del below_autograd
 
     set_fraction(1.0)
+    constants = {
+        "is_available": True,
+        "is_initialized": True,
+        "_is_compiled": True,
+        "is_current_stream_capturing": False,
+        "current_device": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "device_count": 1,
+        "get_device_capability": (card.major, card.minor),
+        "get_device_name": card.name,
+        "get_device_properties": properties,
+        "set_sync_debug_mode": None,
+        "set_device": None,
+        "set_stream": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "_lazy_init": None,
+    }
     # A function for each name: torch.compile has other rules for each.
-    found = {name: always(True) for name in ("is_available", "is_initialized", "_is_compiled")}
-    found |= {
-        name: always(0) for name in ("current_device", "_exchange_device", "_maybe_exchange_device")
-    }
-    found |= {
-        name: always(None)
-        for name in (
-            "set_sync_debug_mode",
-            "set_device",
-            "set_stream",
-            "synchronize",
-            "empty_cache",
-            "_lazy_init",
-        )
-    }
-    for name in ("memory_allocated", "memory_reserved"):
-        found[name] = lambda device=None: library.card_allocated()
-        found[f"max_{name}"] = lambda device=None: library.card_peak()
-    return found | {
+    return {name: always(value) for name, value in constants.items()} | {
         "CUDAGraph": Graph,
         "graph": lambda graph, **kwargs: graph,
         "device": Within,
@@ -210,14 +213,11 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "Event": Event,
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
-        "device_count": always(1),
-        "is_bf16_supported": lambda including_emulation=True: (
-            card.capability >= (8, 0) or including_emulation
-        ),
-        "get_device_properties": always(properties),
-        "get_device_capability": always(card.capability),
-        "get_device_name": always(card.name),
-        "is_current_stream_capturing": always(False),
+        "is_bf16_supported": lambda including_emulation=True: card.major > 7 or including_emulation,
+        "memory_allocated": lambda device=None: library.card_allocated(),
+        "memory_reserved": lambda device=None: library.card_allocated(),
+        "max_memory_allocated": lambda device=None: library.card_peak(),
+        "max_memory_reserved": lambda device=None: library.card_peak(),
         "reset_peak_memory_stats": lambda device=None: library.card_reset_peak(),
         "mem_get_info": lambda device=None: (total - library.card_allocated(), total),
         "set_per_process_memory_fraction": set_fraction,
@@ -311,22 +311,9 @@ def build() -> Path:
     if library.exists():
         return library
     new = library.with_suffix(f".{os.getpid()}")
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-std=c++20",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        str(SOURCE),
-        "-o",
-        str(new),
-    ]
-    command += [
-        f"-I{torch / 'include'}",
-        f"-I{torch / 'include/torch/csrc/api/include'}",
-        f"-L{torch / 'lib'}",
-    ]
+    includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", *includes, f"-L{torch}/lib"]
+    command = [os.environ.get("CXX", "g++"), *options, str(SOURCE), "-o", str(new)]
     done = subprocess.run([*command, "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {SOURCE} does not compile with this torch: {done.stderr[-2000:]}")
@@ -345,10 +332,9 @@ def environment(card: str, folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, description=__doc__, formatter_class=formatter
     )
     parser.add_argument("--card", choices=CARDS, required=True)
     a, command = parser.parse_known_args()  # a script, or -m MODULE, with its arguments

@@ -15,8 +15,8 @@ so far. The first step is timed from the command on, with all imports, compiling
 of one batch; --start is for that: few steps, after a round that does not count, so that kernels are
 built. The peers:
 
-    nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, on CUDA in
-                          bfloat16 and compiled, as its README has it
+    nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, as its
+                          README has it; on CUDA compiled and in bfloat16, or float16 on older cards
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the last commit
 
@@ -53,7 +53,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from bench import output
-from configurator import build, read_settings
+from configurator import configure
+from deskgpt.compute import default_dtype
 from deskgpt.device import resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events
@@ -82,26 +83,18 @@ OURS = [
     "--init_from=scratch",
     "--auto_batch=False",
     "--eval_only=False",
+    "--dry_run=False",
+    "--plan_for=",
 ]
-OURS += ["--dry_run=False", "--plan_for="]
-# Settings that make the work the same, and that nanoGPT's train.py knows too.
-SIZES = (
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "dropout",
-    "bias",
-    "batch_size",
-    "block_size",
-    "gradient_accumulation_steps",
-)
-SHARED = (*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip")
 # What a grid cannot vary, because each run gets it from here.
-FIXED = {flag[2:].partition("=")[0] for flag in OURS} | {
-    "dataset",
-    "out_dir",
+FIXED = " ".join([*OURS, "--dataset= --out_dir= --gradient_accumulation_steps="])
+# Settings that make the work the same, and that nanoGPT's train.py knows too.
+SIZES = [
+    *(name for name in NANOGPT_ARGS if name != "vocab_size"),
+    "batch_size",
     "gradient_accumulation_steps",
-}
+]
+SHARED = [*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
 
 
 @dataclass
@@ -129,6 +122,43 @@ def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> 
     return BenchRun(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
 
 
+def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> BenchRun:
+    """Return the contestant that --peer names. Raises ConfigError."""
+    kind, _, what = text.partition(":")
+    if kind == "ours" and what:
+        return ours(what, [*given, *shlex.split(what)], folder)
+    if kind == "nanogpt":
+        return nanogpt(c, folder, nanogpt_checkout(text, c))
+    if kind != "checkout":
+        raise ConfigError(f"--peer {text}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
+    return ours(text, given, folder, checkout_of(text))
+
+
+def checkout_of(peer: str) -> Path:
+    """Return the folder of a program that --peer KIND:PATH names. Raises ConfigError."""
+    checkout = Path(peer.partition(":")[2]).expanduser().resolve()
+    if not (checkout / "train.py").is_file():
+        raise ConfigError(f"--peer {peer}: {checkout} holds no train.py")
+    return checkout
+
+
+# ---- nanoGPT -------------------------------------------------------------------------------------
+
+
+def nanogpt_checkout(peer: str, c: train.TrainConfig) -> Path:
+    """Return the folder that --peer nanogpt:PATH names. Raises ConfigError, also if c has what
+    nanoGPT lacks.
+    """
+    if not peer.startswith("nanogpt:"):
+        raise ConfigError(f"--peer {peer}: not nanogpt:PATH")
+    default = train.TrainConfig()
+    for name in (*MODERN_CHOICES, "optimizer"):
+        value = getattr(c, name)
+        if value not in (getattr(default, name), "gelu"):  # both GELUs pass as the same work
+            raise ConfigError(f"nanoGPT has no {name}={value}; leave out the peer, or this setting")
+    return checkout_of(peer)
+
+
 def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
     """Return the model of nanoGPT's model.py with these sizes.
 
@@ -140,37 +170,13 @@ def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
     return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
 
 
-def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> BenchRun:
-    """Return the contestant that --peer names. Raises ConfigError."""
-    kind, _, what = text.partition(":")
-    if kind == "ours" and what:
-        return ours(what, [*given, *shlex.split(what)], folder)
-    if kind not in ("nanogpt", "checkout"):
-        raise ConfigError(f"--peer {text}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
-    checkout = Path(what).expanduser().resolve()
-    if not (checkout / "train.py").is_file():
-        raise ConfigError(f"--peer {text}: {checkout} holds no train.py")
-    return (
-        nanogpt(c, folder, checkout) if kind == "nanogpt" else ours(text, given, folder, checkout)
-    )
-
-
 def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
-    """Return nanoGPT's train.py with the same work.
-
-    Raises ConfigError if c has what nanoGPT lacks.
-    """
-    default = train.TrainConfig()
-    for name in (*MODERN_CHOICES, "optimizer"):
-        value = getattr(c, name)
-        if value not in (getattr(default, name), "gelu"):  # both GELUs pass as the same work
-            raise ConfigError(f"nanoGPT has no {name}={value}; leave out the peer, or this setting")
+    """Return nanoGPT's train.py with the same work as ours with c."""
     device = resolve_device(c.device)
     on_cpu = device.type == "cpu"
-    known = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else "bfloat16"}
-    settings = {name: getattr(c, name) for name in SHARED}
-    settings |= {"device": device, "compile": known["compiled"], "dtype": known["dtype"]}
-    flags = [f"--{name}={value}" for name, value in settings.items()]
+    known = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else default_dtype(device)}
+    flags = [f"--{name}={getattr(c, name)}" for name in SHARED]
+    flags += [f"--device={device}", f"--compile={known['compiled']}", f"--dtype={known['dtype']}"]
     flags += [*ENDLESS, f"--dataset={folder}", f"--out_dir={folder}/nanogpt"]
     return BenchRun("nanoGPT", [*PYTHON, "train.py", *flags], checkout, start=known)
 
@@ -181,7 +187,7 @@ def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     Raises ConfigError.
     """
     name, _, listed = text.partition("=")
-    if name in FIXED:
+    if f"--{name}=" in FIXED:
         raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
     sequences = c.batch_size * c.gradient_accumulation_steps
     values = listed.split(",")
@@ -191,19 +197,23 @@ def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     runs = []
     for value in values:
         flags = [f"--{name}={value}"]
-        config = build(train.TrainConfig, read_settings(train.TrainConfig, [*given, *flags]))
+        batch_size = configure(train.TrainConfig, [*given, *flags]).batch_size
+        if sequences % batch_size:
+            raise ConfigError(
+                f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step"
+            )
         if name == "batch_size":
-            accumulation, rest = divmod(sequences, config.batch_size)
-            if rest:
-                raise ConfigError(
-                    f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step"
-                )
-            flags.append(f"--gradient_accumulation_steps={accumulation}")
+            flags.append(f"--gradient_accumulation_steps={sequences // batch_size}")
         runs.append(ours(" ".join(flags), [*given, *flags], folder))
     return runs
 
 
 # ---- runs ----------------------------------------------------------------------------------------
+
+
+def vocab_size_of(dataset: str) -> int:
+    """Return the usual vocabulary of a data set with this name."""
+    return 65 if dataset.endswith("_char") else 50304
 
 
 def write_data(folder: Path, vocab_size: int) -> None:
@@ -243,43 +253,25 @@ def run(x: BenchRun, steps: int) -> None:
     after `steps` steps.
 
     steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its
-    status says why. Of a round that Ctrl+C cuts, LEAST_STEPS are enough.
+    status says why.
     """
     lines: deque[str] = deque([""], maxlen=LINES_OF_FAILURE)
     instants = [time.perf_counter()]  # of the command, then of each step's line
-    enough = False
-    pipes: Any = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "errors": "replace",
-    }
-    with subprocess.Popen(x.command, cwd=x.cwd, **pipes) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(x.command, cwd=x.cwd, text=True, errors="replace", **pipes) as process:
         try:
-            for line in filter(str.strip, process.stdout or ()):
-                lines.append(line.strip())
+            for line in process.stdout or ():
+                lines.append(line.strip() or lines[-1])
                 if not ITER.search(line):
                     continue
                 instants.append(time.perf_counter())
-                n = len(instants) - 1
-                enough = (
-                    n >= steps
-                    if steps
-                    else n >= LEAST_STEPS and instants[-1] - instants[1] >= ROUND_S
-                )
-                if enough:
-                    break
-            else:
-                process.wait()  # for its own exit status, not the one that a kill would give it
-        except KeyboardInterrupt:
-            if len(instants) > LEAST_STEPS:
-                add_round(x, instants)
-            raise
+                is_long = instants[-1] - instants[1] >= ROUND_S
+                if len(instants) > (steps or LEAST_STEPS) and (steps or is_long):
+                    add_round(x, instants)
+                    return
+            process.wait()  # for its own exit status, not the one that a kill would give it
         finally:
             process.kill()
-    if enough:
-        add_round(x, instants)
-        return
     is_reason = lines[-1] and not ITER.search(lines[-1])
     x.status = f"failed: {lines[-1] if is_reason else f'exit status {process.returncode}'}"
     print(*lines, sep="\n    ", flush=True)
@@ -295,13 +287,25 @@ def add_round(x: BenchRun, instants: Sequence[float]) -> None:
     x.rounds_ms.append(times_ms[still_allocate:])
     if x.out_dir:
         events = read_events(x.out_dir / "log.jsonl")
-        # They name folders here
-        x.start = {name: value for name, value in events[0].items() if name != "settings"}
+        x.start = events[0]
         # The event of the last step may not be written yet; the peak was reached before it.
         x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
 
 
 # ---- figures -------------------------------------------------------------------------------------
+
+HEAD = [
+    "",
+    "dtype",
+    "compiled",
+    "tokens/step",
+    "ms/step (p10, p90)",
+    "tokens/s (rounds)",
+    "MFU",
+    "peak memory",
+    "first step after (rounds)",
+    "time per token / first",
+]
 
 
 def table(runs: Sequence[BenchRun]) -> str:
@@ -310,54 +314,38 @@ def table(runs: Sequence[BenchRun]) -> str:
     first = next((x for x in measured if "peak_flops" in x.start), None)  # a peer does not log it
     if first is None:
         raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status or 'not measured'}")
-    head = [
-        "",
-        "dtype",
-        "compiled",
-        "tokens/step",
-        "ms/step (p10, p90)",
-        "tokens/s (rounds)",
-        "MFU",
-        "peak memory",
-    ]
-    head += ["first step after (rounds)", "time per token / first"]
     rows = []
+    peaks = []
     for x in runs:
-        reason = x.status or ("" if x.rounds_ms else "not measured")
-        figures = [reason, *[""] * (len(head) - 2)] if reason else figures_of(x, first)
-        rows.append([x.name, *figures])
-    starts = [first.start | x.start for x in measured]
-    peaks = dict.fromkeys(
-        f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})" for start in starts
-    )
-    return (
-        f"{output.markdown_table(head, rows, left_columns=3)}\n\nMFU refers to "
-        f"{' and '.join(peaks)}."
-    )
+        if x not in measured:
+            rows.append([x.name, x.status or "not measured", *[""] * (len(HEAD) - 2)])
+            continue
+        start = first.start | x.start  # what a peer does not log is as in the first one
+        rows.append(figures_of(x, start, first))
+        peaks.append(f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})")
+    text = output.markdown_table(HEAD, rows, left_columns=3)
+    return f"{text}\n\nMFU refers to {' and '.join(dict.fromkeys(peaks))}."
 
 
-def figures_of(x: BenchRun, first: BenchRun) -> list[str]:
-    """Return the figures of a contestant, beside those of the first one, from rounds taken in
-    turns.
-
-    What a peer does not log is as in the first one.
-    """
-    start = first.start | x.start
+def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]:
+    """Return the row of a contestant, beside the first one, from rounds taken in turns."""
     tokens = start["tokens_per_step"]
-    times = sorted(ms for of_round in x.rounds_ms for ms in of_round)
+    times = sorted(itertools.chain(*x.rounds_ms))
     ms = statistics.median(times)
-    per_token = [statistics.median(of_round) / tokens for of_round in x.rounds_ms]
-    first_per_token = [
-        statistics.median(of_round) / first.start["tokens_per_step"] for of_round in first.rounds_ms
+    rounds = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
+    of_first = [
+        first.start["tokens_per_step"] / statistics.median(of_round) * 1e3
+        for of_round in first.rounds_ms
     ]
-    ratios = [a / b for a, b in zip(per_token, first_per_token, strict=False)]
+    ratios = [theirs / own for theirs, own in zip(of_first, rounds, strict=False)]
     mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
     return [
+        x.name,
         start.get("dtype") or "n/a",
         {None: "n/a", True: "yes", False: "no"}[start.get("compiled")],
         f"{tokens:,}",
         f"{ms:.4g} ({times[len(times) // 10]:.4g}, {times[len(times) * 9 // 10]:.4g})",
-        f"{tokens / ms * 1e3:,.0f} ({1e3 / max(per_token):,.0f} to {1e3 / min(per_token):,.0f})",
+        f"{tokens / ms * 1e3:,.0f} ({min(rounds):,.0f} to {max(rounds):,.0f})",
         f"{mfu:.1%}",
         f"{max(x.peak_bytes) / 1e9:.2f} GB" if x.peak_bytes else "n/a",
         f"{statistics.median(x.first_s):.2f} s ({min(x.first_s):.2f} to {max(x.first_s):.2f})",
@@ -365,11 +353,21 @@ def figures_of(x: BenchRun, first: BenchRun) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = OneLineParser(__doc__)
+def bench_parser(doc: str | None) -> OneLineParser:
+    """Return a parser with the options that speed.py and lab.py share."""
+    parser = OneLineParser(doc)
     parser.add_argument(
         "--peer", action="append", default=[], help="see above; may be given several times"
     )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50304"
+    )
+    return parser
+
+
+def main() -> None:
+    parser = bench_parser(__doc__)
     parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
     parser.add_argument(
         "--start", action="store_true", help="take few steps, for the time of the first one"
@@ -377,20 +375,16 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50257"
-    )
     a, given = parser.parse_known_args()
     if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
         raise ConfigError(
             f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps"
         )
-    c = build(train.TrainConfig, read_settings(train.TrainConfig, given))
+    c = configure(train.TrainConfig, given)
     # inductor's processes may still be ending when the folder is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         folder = Path(tmp) / "data"
-        write_data(folder, a.vocab_size or (65 if c.dataset.endswith("_char") else 50257))
+        write_data(folder, a.vocab_size or vocab_size_of(c.dataset))
         runs = grid_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
         if a.start:
@@ -398,18 +392,19 @@ def main() -> None:
             for x in runs:
                 x.first_s.clear()
                 x.rounds_ms.clear()
-        is_cut = False
         try:
             in_turns(runs, a.rounds, LEAST_STEPS if a.start else a.steps)
-        except KeyboardInterrupt:
-            is_cut = True
+        finally:  # Ctrl+C, too
+            print_page(runs, c, a.rounds)
+
+
+def print_page(runs: Sequence[BenchRun], c: train.TrainConfig, rounds: int) -> None:
+    """Print the table, and what it is of."""
     text = table(runs)
     starts = [x.start for x in runs if "device" in x.start]
     sizes = {name: getattr(c, name) for name in SIZES}
-    print(f"\n{output.about(*starts)}. {a.rounds} rounds.\n\n{sizes}\n")
+    print(f"\n{output.about(starts[0])}. {rounds} rounds.\n\n{sizes}\n")
     print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
-    if is_cut:
-        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -253,11 +253,6 @@ def in_gib(size: float | None) -> str:
     return "n/a" if size is None else f"{size / 2**30:.2f}"
 
 
-def in_tera(per_s: float | None) -> str:
-    """Return FLOP/s in TFLOP/s."""
-    return "n/a" if per_s is None else f"{per_s / 1e12:.4g}"
-
-
 def clock(seconds: float) -> str:
     """Return seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
     if seconds < 60:

@@ -16,6 +16,7 @@ The time is a range, from the device's peak (peaks.py) and the share of it that 
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,8 +171,8 @@ MIN_SHARE_OF_PREDICTION = 0.7  # of its predicted peak memory, which a step sure
 USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the allocator's gaps and what is not counted
 
 # What a micro-batch costs however few tokens it has, for auto_batch.
-# moved: 4.5 GB for GPT-2's 124M, by bench/check_cards.py at 4 and 8 x 1024
-FIXED_BYTES_PER_PARAMETER = 36
+# moved: 3.6 GB for GPT-2's 124M, by bench/check_cards.py: 11.8 GB at 8 x 1024, 20.0 at 16 x 1024
+FIXED_BYTES_PER_PARAMETER = 29
 # That a card multiplies while its memory moves one, at both peaks: 76 (RTX 3090) to 295 (H100)
 FLOPS_PER_BYTE = 200
 # In which the CPU queues the kernels of a layer, both passes: 19.2 ms for 12 on an H200.
@@ -272,33 +273,35 @@ def larger_batch(
     micro-batch is never made smaller.
     """
     model = GPT.without_storage(config)
-    sequence_flops = model.estimate_flops() * batching.block_size
     fixed_bytes = FIXED_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
     fixed_flops = fixed_bytes * FLOPS_PER_BYTE / TARGET_FIXED_SHARE
     peak, _ = peaks.peak_flops(device, variant.dtype)
     if peak > 0:  # not NaN
         fixed_flops = max(fixed_flops, QUEUEING_S_PER_LAYER * config.n_layer * peak)
+    enough = fixed_flops / model.estimate_flops() / batching.block_size
+    step = StepShape(config, batching.batch_size, variant, device.type, ddp=batching.world > 1)
     of_rank = batching.global_batch_size // batching.world
-    divisors = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
-    enough = next((n for n in divisors if n * sequence_flops >= fixed_flops), of_rank)
-    step = StepShape(config, enough, variant, device.type, ddp=batching.world > 1)
-    largest = largest_batch(step, of_rank, USABLE_SHARE * machine.memory_bytes(device))
-    return max(largest, batching.batch_size)
+    limit_bytes = USABLE_SHARE * machine.memory_bytes(device)
+    return max(largest_batch(step, of_rank, limit_bytes, enough), batching.batch_size)
 
 
-def largest_batch(step: StepShape, sequences: int, limit_bytes: float) -> int:
-    """Return the largest micro-batch up to step's that divides a rank's sequences and is predicted
-    to fit, or 0.
+def largest_batch(
+    step: StepShape, sequences: int, limit_bytes: float, enough: float = math.inf
+) -> int:
+    """Return the largest micro-batch that divides a rank's sequences and is predicted to fit, but
+    none beyond the first with `enough` sequences; 0 if none fits.
 
     It may need the loss in chunks: a larger micro-batch saves more than they cost.
     """
-    for n in range(step.batch_size, 0, -1):
-        if sequences % n:
+    largest = 0
+    for n in range(1, sequences + 1):
+        if largest >= enough or sequences % n:
             continue
         smallest = with_fewest_chunks(replace(step, batch_size=n), limit_bytes)
-        if sum(step_memory(smallest).values()) <= limit_bytes:
-            return n
-    return 0
+        if sum(step_memory(smallest).values()) > limit_bytes:
+            break
+        largest = n
+    return largest
 
 
 # ---- --dry_run and --plan_for --------------------------------------------------------------------
@@ -310,7 +313,7 @@ Config = Any
 # Tokens/s of one card that trains GPT-2's 124M at a context of 1,024 in 16 bits: the slowest and
 # the fastest known run, or the only one. docs/figures.md has the sources: others' reports, and on
 # the H200 our own runs.
-REPORTED = {
+REPORTED: dict[str, tuple[int, ...]] = {
     "GeForce RTX 4070": (56_100,),
     "GeForce RTX 4090": (106_000, 110_000),
     "A100-SXM4": (109_000, 230_000),
@@ -322,9 +325,10 @@ REPORTED_VOCABULARIES = (50257, 50304)  # GPT-2's, and padded
 # Cards of one kind have the same compute units, and memory in about the same proportion. Others are
 # each of their own.
 KINDS = {"GeForce": "GeForce", "H100": "Hopper", "H200": "Hopper", "GH200": "Hopper"}
-# MFU on two processors: 4 layers of 128, and 12 of 768 (bench/results/2026-11-25-cpu-kernels.md and
-# -speed-zen4.md).
-MFU_ON_CPU = (0.40, 0.85)
+# The least and the most MFU of known runs on CPUs, both of two cores: 4 layers of 128 with AMX,
+# whose 768 tokens took 22.6 ms (docs/figures.md) where matmuls reach 2.5 TFLOP/s
+# (bench/results/2026-11-26-speed-amx.md); and 12 of 768 (2026-11-25-speed-zen4.md).
+MFU_ON_CPU = (0.07, 0.85)
 # Of what a step takes on a CPU, oneDNN's workspaces and the allocator's gaps, by peaks of real
 # processes: 0.41 to 0.52 for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27),
 # more for a model of a few MB.
@@ -342,6 +346,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     """
     model_config = replace(model_config, block_size=config.block_size)
     dtype = config.dtype
+    ranks = dist.world
     card: peaks.Card | None
     if config.plan_for:
         ranks, planned, memory_gb = peaks.find_cards(config.plan_for)
@@ -349,55 +354,84 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
         name = planned.name
         device_type = "cuda"  # AMD's cards count as CUDA's
         dtype = planned.default_dtype() if dtype == "auto" else dtype
-        peak = planned.peak(dtype)
+        peak, source = planned.peak(dtype) or (math.nan, "")
         free_bytes = total_bytes = memory_gb * 2**30  # a maker's GB of memory is a GiB
     else:
-        ranks = dist.world
         card = peaks.card_of(dist.device)
         name = machine.device_name(dist.device)
         device_type = dist.device.type
         dtype = default_dtype(dist.device) if dtype == "auto" else dtype
-        peak = peaks.peak_flops(dist.device, dtype)
+        peak, source = peaks.peak_flops(dist.device, dtype)
         free_bytes = machine.usable_memory_bytes(dist.device)
         total_bytes = machine.memory_bytes(dist.device)
     batching = config.batch_split(world=ranks)
-    flops_per_step = print_size(config, model_config, batching, dist)
     # As choose_compute decides it for a long run.
     compiled = config.compile is not False and device_type == "cuda"
     residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
     variant = ComputeMode(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
-    step = StepShape(
-        model_config,
-        batching.batch_size,
-        variant,
-        device_type,
-        shards_of(config.dp_shard, ranks),
-        ranks > 1,
-    )
+    shards = shards_of(config.dp_shard, ranks)
+    step = StepShape(model_config, batching.batch_size, variant, device_type, shards, ddp=ranks > 1)
     step = with_fewest_chunks(step, USABLE_SHARE * total_bytes)
     parts = step_memory(step)
+    limit = free_bytes
     if device_type == "cpu":
         parts["workspaces"] = round(WORKSPACES_ON_CPU * sum(parts.values()))
         # Python, torch and what it has loaded.
         parts["process"] = psutil.Process().memory_info().rss
+    elif device_type == "cuda":
+        limit = int(USABLE_SHARE * free_bytes)
     total = sum(parts.values())
+
+    dist.print0(describe_step(config, model_config, batching))
     has = memory_in_words(free_bytes, total_bytes)
     dist.print0(f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of {has}")
     dist.print0("  " + ", ".join(f"{part} {in_gib(size)}" for part, size in parts.items()) + " GiB")
-    limit = free_bytes
     if device_type == "cuda":
-        limit = int(USABLE_SHARE * free_bytes)
-        sequences = batching.global_batch_size // ranks
-        largest = largest_batch(replace(step, batch_size=sequences), sequences, limit)
+        largest = largest_batch(step, batching.global_batch_size // ranks, limit)
         flags = batching.with_batch_size(largest).flags() if largest else "none"
         dist.print0(f"  largest micro-batch predicted to fit, at the same tokens per step: {flags}")
     if total > limit:
         dist.print0("time: n/a, because this micro-batch does not fit")
         return False
+    if not peak > 0:
+        dist.print0("time: n/a, because no peak in this dtype is known")
+        return True
+    low, high, basis = usual_mfu(card, device_type)
+    flops: float = GPT.without_storage(model_config).estimate_flops() * batching.tokens_per_step
     if config.activation_checkpoint == "full":
-        flops_per_step *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
-    print_time(config, batching, flops_per_step, peak, usual_mfu(card, device_type), dist)
+        flops *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
+    fastest_s, slowest_s = (flops / (peak * ranks * mfu) for mfu in (high, low))
+    steps = config.max_iters
+    sending = ", and without what ranks send each other" if ranks > 1 else ""
+    dist.print0(
+        f"at an MFU of {low:.0%} to {high:.0%} ({basis}; not measured here: a run's first steps "
+        f"say) of {ranks} x {peak / 1e12:.2f} TFLOP/s ({source}): {fastest_s:.4g} to "
+        f"{slowest_s:.4g}s per step, {clock(steps * fastest_s)} to {clock(steps * slowest_s)} for "
+        f"{steps:,} steps of {steps * batching.tokens_per_step:.3g} tokens, without evaluation"
+        f"{sending}"
+    )
     return True
+
+
+def describe_step(config: Config, model_config: GPTConfig, batching: BatchSplit) -> str:
+    """Return lines about the model's size and what a step of all ranks has."""
+    model = GPT.without_storage(model_config)
+    trained = model.num_params()
+    positions = sum(p.numel() for p in model.parameters()) - trained
+    b = batching
+    lines = [
+        f"number of parameters: {millions(trained)}, and {millions(positions)} of position "
+        f"embeddings; vocabulary of {model_config.vocab_size:,}",
+        f"tokens per step: {b.tokens_per_step:,} = {b.batch_size} x {b.grad_accum_steps} x "
+        f"{b.block_size}",
+        f"FLOPs per step, forward and backward: {model.estimate_flops() * b.tokens_per_step:.3e}",
+    ]
+    if b.world > 1:
+        lines.append(
+            f"{b.world:,} ranks{describe_shards(config.dp_shard, b.world)}; micro-batches of each "
+            f"rank and step: {b.micro_steps_per_rank}"
+        )
+    return "\n".join(lines)
 
 
 def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float, float, str]:
@@ -409,29 +443,22 @@ def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float,
     """
     if device_type == "cpu" and card is None:
         return (*MFU_ON_CPU, "known runs on CPUs")
-    known = [peaks.find_card(name) for name in REPORTED]
-    own = [each for each in known if each == card and len(REPORTED[each.name]) > 1]
-    alike = [each for each in known if card and kind_of(each) == kind_of(card)]
-    cards = own or alike or known
-    names = " and ".join(each.name for each in own or alike)
-    basis = f"known runs on {names or 'other kinds of cards, as none is known on this one'}"
     flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
-    shares = [
-        flops * speed / each.flops["float16"] for each in cards for speed in REPORTED[each.name]
-    ]
-    return min(shares), max(shares), basis
+    shares = {
+        name: [flops * speed / peaks.find_card(name).flops["float16"] for speed in speeds]
+        for name, speeds in REPORTED.items()
+    }
+    names = [name for name in shares if card and kind_of(name) == kind_of(card.name)]
+    if card and len(REPORTED.get(card.name, ())) > 1:
+        names = [card.name]
+    on = " and ".join(names) or "other kinds of cards, as none is known on this one"
+    known = [share for name in names or shares for share in shares[name]]
+    return min(known), max(known), f"known runs on {on}"
 
 
-def kind_of(card: peaks.Card) -> str:
+def kind_of(name: str) -> str:
     """Return a name for the cards that reach about the same share of their peaks."""
-    return KINDS.get(card.name.split()[0], card.name)
-
-
-def is_geforce(card: peaks.Card) -> bool:
-    """Return whether it is a GeForce card, which clocks above its rating and whose memory feeds it
-    well.
-    """
-    return kind_of(card) == "GeForce"
+    return KINDS.get(name.split()[0], name)
 
 
 def reported_speed(
@@ -442,65 +469,8 @@ def reported_speed(
     """
     model = replace(config, bias=False, vocab_size=REPORTED_MODEL.vocab_size)
     is_same = model == REPORTED_MODEL and config.vocab_size in REPORTED_VOCABULARIES
+    speeds: tuple[int, ...] = ()
     if is_same and dtype != "float32" and recompute == "none":
         with suppress(ValueError):
-            return " to ".join(
-                f"{speed:,}" for speed in REPORTED.get(peaks.find_card(device_name).name, ())
-            )
-    return ""
-
-
-def print_size(
-    config: Config, model_config: GPTConfig, batching: BatchSplit, dist: DistContext
-) -> float:
-    """Print the model's size and what a step has. Return the FLOPs of a step of all ranks."""
-    model = GPT.without_storage(model_config)
-    trained = model.num_params()
-    positions = sum(p.numel() for p in model.parameters()) - trained
-    flops = model.estimate_flops() * batching.tokens_per_step
-    dist.print0(
-        f"number of parameters: {millions(trained)}, and {millions(positions)} of position "
-        f"embeddings; vocabulary of {model_config.vocab_size:,}"
-    )
-    b = batching
-    dist.print0(
-        f"tokens per step: {b.tokens_per_step:,} = {b.batch_size} x {b.grad_accum_steps} x "
-        f"{b.block_size}"
-    )
-    dist.print0(f"FLOPs per step, forward and backward: {flops:.3e}")
-    if b.world > 1:
-        shards = describe_shards(config.dp_shard, b.world)
-        dist.print0(
-            f"{b.world:,} ranks{shards}; micro-batches of each rank and step: "
-            f"{b.micro_steps_per_rank}"
-        )
-    return flops
-
-
-def print_time(
-    config: Config,
-    batching: BatchSplit,
-    flops_per_step: float,
-    peak: tuple[float, str] | None,
-    shares: tuple[float, float, str],
-    dist: DistContext,
-) -> None:
-    """Print the range of times of a step and of all, from the peak FLOP/s and the shares of it that
-    runs reach.
-    """
-    if peak is None or not peak[0] > 0:
-        dist.print0("time: n/a, because no peak in this dtype is known")
-        return
-    flops, source = peak
-    low, high, basis = shares
-    world = batching.world
-    seconds = flops_per_step / (flops * world)
-    steps = config.max_iters
-    sending = ", and without what ranks send each other" if world > 1 else ""
-    dist.print0(
-        f"at {low:.0%} to {high:.0%} ({basis}) of {world} x {flops / 1e12:.2f} TFLOP/s "
-        f"({source}): {seconds / high:.4g} to {seconds / low:.4g}s per step, "
-        f"{clock(steps * seconds / high)} to {clock(steps * seconds / low)} for {steps:,} "
-        f"steps of {steps * batching.tokens_per_step:.3g} tokens, without "
-        f"evaluation{sending}"
-    )
+            speeds = REPORTED.get(peaks.find_card(device_name).name, ())
+    return " to ".join(f"{speed:,}" for speed in speeds)

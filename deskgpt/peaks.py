@@ -223,8 +223,8 @@ def is_possible(flops: Any) -> bool:
 
 
 def best_flops(device: torch.device) -> dict[str, float]:
-    """Return the best FLOP/s by dtype over square matmuls, in which the dtypes take turns; 0 if
-    none could run.
+    """Return the best FLOP/s by dtype over square matmuls, in which the dtypes take turns size by
+    size; 0 if none could run.
 
     On CUDA "float32" runs in TF32, as in train.py. On a CPU the clock is the thread's own time on a
     core, so other programs hardly matter.
@@ -240,21 +240,19 @@ def best_flops(device: torch.device) -> dict[str, float]:
     draw = torch.Generator(device).manual_seed(0)
     for n in MATMUL_SIZES[device.type]:
         flops = 2 * n**3
-        matrices = {}
         for name, dtype in DTYPES.items():
             if flops > LONGEST_MATMUL_S * (best[name] or math.inf):
                 continue
             # Out of memory, or the device has no matmul in this dtype.
             with suppress(RuntimeError, TypeError):
                 x = torch.rand(n, n, device=device, generator=draw).to(dtype)
-                matrices[name] = (x, x @ x)  # to warm up; the timed ones write into this result
-        for _ in range(REPEATS):
-            for name, (x, out) in matrices.items():
-                synchronize(device)
-                t0 = clock()
-                torch.mm(x, x, out=out)
-                synchronize(device)
-                best[name] = max(best[name], flops / max(clock() - t0, 1e-9))
+                out = x @ x  # to warm up; the timed ones write into this result
+                for _ in range(REPEATS):
+                    synchronize(device)
+                    t0 = clock()
+                    torch.mm(x, x, out=out)
+                    synchronize(device)
+                    best[name] = max(best[name], flops / max(clock() - t0, 1e-9))
     torch.set_float32_matmul_precision(precision)
     forget_peak(device)  # the matrices are not the run's memory
     return best

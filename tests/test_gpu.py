@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,31 +25,31 @@ from conftest import (
     TINY,
     TORCHRUN,
     assert_equal,
-    assert_one_line,
     events,
     flags,
     shell,
     tiny,
     weights,
 )
-from tiny_models import MODERN_SETTINGS, make, tokens
+from tiny_models import MODERN_SETTINGS, make, take_step, tokens
+from torch.nn.attention import sdpa_kernel
 
 import train
 from data.batches import Loader
 from deskgpt.check_model import check_model, distance
 from deskgpt.checkpoint import load_checkpoint
-from deskgpt.compute import ComputeMode, autocast
+from deskgpt.compute import ComputeMode, autocast, default_dtype
 from deskgpt.device import DTYPES, memory_bytes, usable_memory_bytes
 from deskgpt.distributed import gradient_norms
-from deskgpt.engine import InferenceEngine
+from deskgpt.engine import WITHOUT_CUDNN, InferenceEngine
 from deskgpt.errors import DataError
-from deskgpt.kernels import chunked_cross_entropy
+from deskgpt.kernels import causal_attention, chunked_cross_entropy
 from deskgpt.kv_cache import GraphedKVCache
 from deskgpt.logger import RunLogger, read_events
 from deskgpt.memory import StepShape, step_memory
 from deskgpt.optim import make_optimizer, step_if_finite
 from model import GPT, GPTConfig
-from train import main
+from train import main_that_fits
 
 DEVICE = torch.device(os.environ.get("DESKGPT_TEST_DEVICE", "cuda"))
 ON_CUDA = DEVICE.type == "cuda"
@@ -98,7 +99,7 @@ def losses(out_dir):
 
 def trained(data, out_dir, **settings):
     """Train, and return the losses by step."""
-    main(tiny(data, out_dir, **(RUN | settings)))
+    main_that_fits(tiny(data, out_dir, **(RUN | settings)))
     return losses(out_dir)
 
 
@@ -158,48 +159,20 @@ def test_every_variant_computes_what_eager_float32_does(compiled, dtype, setting
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_step_whose_gradients_are_not_finite_changes_nothing(name):
-    config = GPTConfig(**GPT2)
-    model = make(config).to(DEVICE)
+    model = make(GPTConfig(**GPT2)).to(DEVICE)
     optimizer = make_optimizer(model, name, 0.1, 1e-3, (0.9, 0.95), 0.95)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
     for bad in (False, True, False):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-        model(*batch(config))[1].backward()
+        model(*batch(model.config))[1].backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if bad:
             gradients[3].view(-1)[5] = math.nan
         step_if_finite(optimizer, scaler, torch.nn.utils.get_total_norm(gradients))
         optimizer.zero_grad(set_to_none=True)
+        assert torch.equal(before[0]["lm_head.weight"], model.lm_head.weight) == bad
         if bad:
             assert_equal(before, (model.state_dict(), optimizer.state_dict()["state"]))
-        else:
-            assert not torch.equal(before[0]["lm_head.weight"], model.lm_head.weight)
-
-
-@cuda_only
-def test_run_that_runs_out_of_memory_says_so_in_one_line_and_resumes_closely(
-    chars, tmp_path, monkeypatch, script, limited_memory
-):
-    steps, step = itertools.count(), Loader.step
-
-    def starved(loader):
-        if next(steps) == 4:  # as if another program had taken the card's memory
-            torch.cuda.empty_cache()
-            limited_memory(1e5)
-        yield from step(loader)
-
-    expected = trained(chars, tmp_path / "full", dtype="float16")
-    monkeypatch.setattr(Loader, "step", starved)
-    settings = flags(**RUN | {"dataset": chars, "out_dir": tmp_path / "halves", "dtype": "float16"})
-    done = script("train.py", *settings)
-    assert done.code == 1
-    assert_one_line(done.err, "out of memory", "--batch_size")
-    assert [*losses(tmp_path / "halves")] == [0, 1, 2, 3]
-    assert load_checkpoint(tmp_path / "halves").iter_num == 3
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    assert script("train.py", *settings, "--init_from=resume").code == 0
-    assert losses(tmp_path / "halves") == pytest.approx(expected, rel=1e-4)
-    assert load_checkpoint(tmp_path / "halves").scaler
 
 
 @cuda_only
@@ -252,17 +225,28 @@ def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order
     )
     with pytest.raises(DataError):
         trained(chars, tmp_path, log_interval=3, eval_interval=4)
-    order = [
-        ("bad_step", 0),
-        ("iter", 0),
-        ("bad_step", 1),
-        ("bad_step", 2),
-        ("bad_step", 3),
-        ("iter", 3),
-        ("eval", 4),
-    ]
-    order = [("start", 0), ("eval", 0), *order, ("bad_step", 4), ("end", 5)]  # and no save
-    assert [(e["event"], e["iter"]) for e in read_events(tmp_path / "log.jsonl")] == order
+    order = (
+        "start 0, eval 0, bad_step 0, iter 0, bad_step 1, bad_step 2, bad_step 3, iter 3, eval 4"
+    )
+    order += ", bad_step 4, end 5"  # and no save
+    found = [f"{e['event']} {e['iter']}" for e in read_events(tmp_path / "log.jsonl")]
+    assert ", ".join(found) == order
+
+
+@cuda_only
+def test_gradients_of_attention_over_many_tokens_are_those_without_cudnn():
+    """Others report NaN of cuDNN's from 65,536 tokens on, which auto_batch takes on large cards."""
+    rows = 1 if PRETENDED else 64
+    dtype = DTYPES[default_dtype(DEVICE)]
+    inputs = [torch.randn(rows, 12, 1024, 64, device=DEVICE, dtype=dtype) for _ in range(3)]
+    gradients = []
+    for without_cudnn in (nullcontext(), sdpa_kernel(WITHOUT_CUDNN)):
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        with without_cudnn:
+            causal_attention(q, k, v).float().square().mean().backward()
+        gradients.append([x.grad for x in (q, k, v)])
+    for found, expected in zip(*gradients, strict=True):
+        assert distance(found, expected) < 0.02
 
 
 @cuda_only
@@ -277,9 +261,8 @@ def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled):
     for chunks in (1, 64):
         with autocast(DEVICE, "bfloat16"):
             found = chunked_cross_entropy(head, x, targets, 8192, chunks, compiled)
-        assert found.item() == pytest.approx(exact.item(), rel=1e-3)
-        gradients = torch.autograd.grad(found, (x, head.weight))
-        errors.append([distance(a, b) for a, b in zip(gradients, expected, strict=True)])
+        torch.testing.assert_close(found, exact.float(), rtol=1e-3, atol=0)
+        errors.append([*map(distance, torch.autograd.grad(found, (x, head.weight)), expected)])
     assert max(errors[0]) < 0.02
     assert errors[1] == pytest.approx(errors[0], rel=0.2)
 
@@ -352,16 +335,10 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
     before = torch.cuda.memory_allocated()
     model = GPT(config).to(DEVICE)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    x, y = batch(config, rows=8)
-    for _ in range(2):  # the second step has AdamW's moments
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            with autocast(DEVICE, dtype):
-                total = model(x, y)[1]
-            total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    variant = ComputeMode(dtype)
+    take_step(model, optimizer, variant, batch(config, rows=8))  # makes AdamW's moments
+    torch.cuda.reset_peak_memory_stats()
+    take_step(model, optimizer, variant, batch(config, rows=8))
     allocated = torch.cuda.max_memory_allocated() - before
     assert 0.9 * allocated < predicted < 1.1 * allocated
 
@@ -385,13 +362,8 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(
         config = GPTConfig(**(GPT2 | {"vocab_size": 65}), bias=False)
         gc.collect()  # of earlier runs in this process
         torch.cuda.empty_cache()
-        limited_memory(
-            sum(step_memory(StepShape(config, 64, ComputeMode(), "cuda")).values()) + 100 * 2**20
-        )
-        with pytest.raises(
-            ValueError, match="--batch_size=.* --gradient_accumulation_steps=.* the same training"
-        ):
-            trained(chars, tmp_path / "a", batch_size=256, **settings)
+        fits = step_memory(StepShape(config, 64, ComputeMode(), "cuda"))
+        limited_memory(sum(fits.values()) + 100 * 2**20)
     else:
         monkeypatch.setattr(torch.Tensor, "backward", starved)
     found = trained(chars, tmp_path / "a", batch_size=256, auto_batch="auto", **settings)

@@ -196,14 +196,9 @@ def test_qualify_passes_its_stages_at_toy_sizes(on_card, tmp_path):
         [cell.strip() for cell in row]
         for row in re.findall(r"^" + r"\|([^|\n]*)" * 6 + r"\|$", said, re.M)[2:]
     ]
-    assert {(row[0], row[1], row[2]) for row in rows if row[3] == "n/a"} == {
-        (p.stage, p.line, p.figure)
-        for p in qualify.PREDICTED
-        if p.figure in ("busy", "gaps", "kernels")
-    }
-    assert re.search(r"^- 64x256: beside nanoGPT .* with one", said, re.M)
-    assert re.search(r"^- typed: a step is \d", said, re.M)
-    assert "WRONG" not in said
+    assert {row[2] for row in rows if row[3] == "n/a"} == {"busy", "gaps", "kernels"}
+    # A graph changes no loss.
+    assert len(re.findall(r"^\| (?:16x1024|64x\d+) \| .* \| 0 \|$", said, re.M)) == 3
 
 
 @pytest.mark.nightly
