@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import psutil
 import torch
@@ -307,8 +307,25 @@ def largest_batch(
 # ---- --dry_run and --plan_for --------------------------------------------------------------------
 
 
-# A TrainConfig of train.py, which is above this room: naming it here would be a circle.
-Config = Any
+class PlanSettings(Protocol):
+    """What a plan reads of train.py's settings."""
+
+    @property
+    def plan_for(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def compile(self) -> str | bool: ...
+    @property
+    def activation_checkpoint(self) -> str: ...
+    @property
+    def dp_shard(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_iters(self) -> int: ...
+    def batch_split(self, rank: int = 0, world: int = 1) -> BatchSplit: ...
+
 
 # Tokens/s of one card that trains GPT-2's 124M at a context of 1,024 in 16 bits: the slowest and
 # the fastest known run, or the only one. docs/figures.md has the sources: others' reports, and on
@@ -339,7 +356,7 @@ RECOMPUTING_ON_CPU = 1.26
 RECOMPUTING_ON_GPU = 1.69
 
 
-def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
+def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) -> bool:
     """Print what a run needs, here or on the cards that plan_for names.
 
     Return whether it fits into the memory.
@@ -413,7 +430,7 @@ def dry_run(config: Config, model_config: GPTConfig, dist: DistContext) -> bool:
     return True
 
 
-def describe_step(config: Config, model_config: GPTConfig, batching: BatchSplit) -> str:
+def describe_step(config: PlanSettings, model_config: GPTConfig, batching: BatchSplit) -> str:
     """Return lines about the model's size and what a step of all ranks has."""
     model = GPT.without_storage(model_config)
     trained = model.num_params()

@@ -66,6 +66,9 @@ class Facts:
             i: snapshot(value) for i, value in enumerate(self.values) if not is_stable(value)
         }
 
+    def _n_own(self) -> int:
+        return sum(is_own(key) for _, space in self.spaces for key in space)
+
     def _now(self) -> list[Any]:
         return [space.get(key) for space, key in self.places]
 
@@ -86,7 +89,10 @@ class Facts:
         if [tensor_state(tensor) for tensor in self.tensors] != self.tensor_states:
             return "the memory of a tensor, its hooks, or which tensors are trained"
         sizes = [len(space) for _, space in self.spaces]
-        if sizes != self.sizes:
+        # Python adds names of its own, such as __warningregistry__.
+        if sizes != self.sizes and self._n_own() == len(self.places):
+            self.sizes = sizes
+        elif sizes != self.sizes:
             prefix = next(
                 p
                 for (p, _), now, before in zip(self.spaces, sizes, self.sizes, strict=True)
