@@ -45,7 +45,7 @@ from deskgpt.device import DTYPES, device_name, git_commit, memory_bytes, resolv
 from deskgpt.errors import OneLineParser, in_gib, in_tera, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.limits import usable_cores
-from deskgpt.wheels import first_line_of
+from deskgpt.wheels import run_briefly
 from model import GPT, GPTConfig
 
 CONFIG = "config/train_fineweb_125m.py"
@@ -169,11 +169,11 @@ def facts(s: Session) -> None:
     if s.device.type == "cuda":
         print(torch.cuda.get_device_properties(s.device), f"cuDNN {torch.backends.cudnn.version()}")
         print(
-            first_line_of(
+            run_briefly(
                 "nvidia-smi",
                 "--query-gpu=driver_version,clocks.max.sm,power.limit",
                 "--format=csv,noheader",
-            )
+            )[1]
         )
     for name, dtype in DTYPES.items():
         # (B, H, T, D)

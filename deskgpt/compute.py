@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from deskgpt import cpu_kernels
+from deskgpt.compiling import compiling_switch
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import reason
@@ -139,6 +140,10 @@ def choose_compute(
     if compiles == "auto":
         compiles = earlier.get("compiled", device.type == "cuda" and has_triton(device))
         compiles = agree(dist, compiles)
+    switch = compiling_switch()
+    if compiles and not agree(dist, not switch):
+        dist.print0(f"NOT compiling: {switch or 'a variable on another host'} switches it off")
+        compiles = False
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in
     # float32.
     in_bfloat16 = device.type == "cuda" and compiles and dtype == "bfloat16"

@@ -81,22 +81,28 @@ def unserved_gpu(device: torch.device) -> str | None:
         return None
     except RuntimeError as e:
         name = torch.cuda.get_device_name(device)
-        return (
-            f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {wheels.remedy()}"
-        )
+        remedy = wheels.remedy(wheels.nvidia_gpu())
+        return f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {remedy}"
     return None
 
 
 def unused_gpu() -> str | None:
     """Return why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or
     there is none.
+
+    A driver that does not answer counts as a GPU: a run of a night must not be on the CPU unsaid.
     """
     from deskgpt import wheels
 
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
     gpu = wheels.nvidia_gpu()
-    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}" if gpu else None
+    if not isinstance(gpu, wheels.Gpu):
+        return gpu
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and torch.version.cuda:
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} leaves torch no GPU: unset it to use {gpu.name}"
+    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy(gpu)}"
 
 
 # ---- computing on it -----------------------------------------------------------------------------
@@ -300,18 +306,33 @@ def processor() -> str:
 # ---- what a run's figures come from --------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what a run's figures depend on."""
-    import torch
+# Names of environment variables that change how torch and its libraries compute, or how fast.
+VARIABLES = re.compile(
+    "TORCH_COMPILE|TORCHDYNAMO|TORCHINDUCTOR_(?!CACHE_DIR|COMPILE_THREADS)|ATEN_CPU|ONEDNN|DNNL"
+    "|MKL_(?!NUM_THREADS)|NVIDIA_TF32|CUDA_LAUNCH|PYTORCH_NO_CUDA"
+)
 
-    packages = {p: metadata.version(p) for p in ("numpy", "torch")}
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {
+
+def torch_variables() -> str:
+    """Return the variables that change how torch computes, such as " TORCHDYNAMO_DISABLE=1"; each
+    behind a space.
+    """
+    found = [name for name in sorted(os.environ) if VARIABLES.match(name)]
+    return "".join(f" {name}={os.environ[name]}" for name in found)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions and variables that a run's figures depend on."""
+    cuda = torch.version.cuda
+    found = {
         "python": platform.python_version(),
-        **packages,
-        **cuda,
+        "numpy": metadata.version("numpy"),
+        "torch": metadata.version("torch"),
+        "cuda": cuda or "",
         "platform": platform.platform(),
+        "variables": torch_variables().strip(),
     }
+    return {name: value for name, value in found.items() if value}
 
 
 def git_commit() -> str | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -64,11 +66,11 @@ def nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def answers(card: str, cuda: str, status: int = 0) -> None:
+    def answers(card: str, end: str = "exit 0", cuda: str = "12.8") -> None:
         program = tmp_path / "nvidia-smi"
         program.write_text(
             f'#!/bin/sh\ncase "$1" in\n--query-gpu*) echo "{card}";;\n'
-            f'*) echo "| Driver Version: 575.1   CUDA Version: {cuda} |";;\nesac\nexit {status}\n'
+            f'*) echo "| Driver Version: 575.1   CUDA Version: {cuda} |";;\nesac\n{end}\n'
         )
         program.chmod(0o755)
 
@@ -76,15 +78,51 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 @POSIX
-def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_smi):
-    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9\nTesla T4, 7.5", "12.8")
-    assert wheels.nvidia_gpu() == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
-    assert wheels.remedy().startswith(f'"{sys.executable}" -m pip install ')
-    nvidia_smi("Field compute_cap is not valid", "11.4")  # an old driver, which no build is for
-    assert wheels.nvidia_gpu() is None
-    nvidia_smi("NVIDIA-SMI has failed", "12.8", status=9)
-    assert wheels.nvidia_gpu() is None
-    assert_one_line(wheels.wheel_for(None, "linux")[1], "lists no card", "for the CPU")
+def test_driver_that_does_not_answer_is_named_with_its_words_and_a_card_with_what_to_type(
+    nvidia_smi, monkeypatch
+):
+    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9\nTesla T4, 7.5")
+    gpu = wheels.nvidia_gpu()
+    assert gpu == Gpu("NVIDIA GeForce RTX 4070", (12, 8), (8, 9))
+    assert wheels.remedy(gpu).startswith(f'"{sys.executable}" -m pip install ')
+    monkeypatch.setattr(wheels, "LIBRARY", "libnone.so")  # nor does the library
+    monkeypatch.setattr(wheels, "ANSWER_S", 1.0)
+    for words, end in (
+        ("Driver/library version mismatch", "exit 18"),  # updated, and not restarted
+        ("Field compute_cap is not valid", "exit 2"),  # older than all that torch has builds for
+        ("no answer in 1 s", "exec sleep 60 >&-"),
+    ):
+        nvidia_smi(words if end.startswith("exit") else "", end)
+        found = wheels.nvidia_gpu()
+        assert_one_line(wheels.remedy(found), words, "restart the machine")
+        assert_one_line(wheels.wheel_for(found, "linux")[1], words, "delete .venv", "for the CPU")
+    assert_one_line(wheels.wheel_for(None, "linux")[1], "lists a card", "for the CPU")
+
+
+# As the header of CUDA's driver declares them.
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return STATUS; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strcpy(name, "Tesla T4"); return 0; }
+int cuDeviceComputeCapability(int *major, int *minor, int device) { *minor = *major = 7; return 0; }
+"""
+
+
+@POSIX
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+@pytest.mark.parametrize(
+    ("status", "found"), [(0, Gpu("Tesla T4", (13, 0), (7, 7))), (100, None), (803, "error 803")]
+)
+def test_without_nvidia_smi_the_drivers_library_is_asked(status, found, tmp_path, monkeypatch):
+    library = tmp_path / "libcuda.so"
+    source = DRIVER.replace("STATUS", str(status))
+    command = ["cc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(wheels, "LIBRARY", str(library))
+    gpu = wheels.nvidia_gpu()
+    assert gpu == found or (isinstance(gpu, str) and str(found) in gpu)
 
 
 @POSIX
@@ -92,7 +130,7 @@ def test_nvidia_smi_of_any_age_is_understood_and_a_remedy_can_be_typed(nvidia_sm
 def test_scripts_print_that_torch_does_not_see_the_gpu(
     nvidia_smi, chars, tmp_path, script, monkeypatch
 ):
-    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", "13.0")
+    nvidia_smi("NVIDIA GeForce RTX 4070, 8.9", cuda="13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     settings = flags(**TINY | {"dataset": chars, "out_dir": tmp_path, "device": "auto"})
