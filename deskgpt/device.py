@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from deskgpt.errors import reason
+from deskgpt.errors import ROOT, reason
 from deskgpt.limits import memory_limits, usable_cores
 
 # ---- choosing a device ---------------------------------------------------------------------------
@@ -218,15 +218,15 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, whose getrusage would count the process that started this one
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.M)
-        return int(found[1]) * 1024 if found else None
     if sys.platform == "darwin":
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
-    return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    # Linux, whose getrusage would count the process that started this one
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return int(found[1]) * 1024 if found else None
 
 
 def forget_peak(device: torch.device) -> None:
@@ -339,31 +339,22 @@ def git_commit() -> str | None:
     """Return the commit of the code, with "+changes" if files differ; outside a git checkout,
     DESKGPT_COMMIT.
     """
-    elsewhere = os.environ.get("DESKGPT_COMMIT")
+    # A hook of git sets GIT_DIR and others, which would name another repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # --exclude=* leaves tags out: the commit itself, not a distance to some tag
+    words = ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"]
     try:
-        describe = [
-            "git",
-            "-C",
-            os.path.dirname(os.path.abspath(__file__)),
-            "describe",
-            "--always",
-            "--abbrev=12",
-        ]
-        # --exclude=* leaves tags out: the commit itself, not a distance to some tag
-        describe += ["--dirty=+changes", "--exclude=*"]
-        # A hook of git sets GIT_DIR and others, which would name another repository.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        out = subprocess.run(describe, capture_output=True, text=True, timeout=10, env=env)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, env=env, cwd=ROOT)
+        commit = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        return elsewhere
-    return out.stdout.strip() or elsewhere
+        commit = ""
+    return commit or os.environ.get("DESKGPT_COMMIT")
 
 
 def code_versions(variant: Any, device: Any) -> dict[str, Any]:
     """Return commit, versions, device and variant, for checkpoints: a resumed run prints a change
     and continues.
     """
-
     on_cpu = device.type == "cpu"  # whose full name has the number of threads, which ranks share
     name = processor() if on_cpu else device_name(device)
     return {"code": git_commit(), "versions": versions(), "device": name, "variant": str(variant)}

@@ -25,7 +25,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from warm_python import warm_python
 
 from data.text.prepare import prepare
 from deskgpt import cpu_kernels
@@ -319,12 +318,9 @@ def vector(out_dir: Path) -> torch.Tensor:
     return torch.cat([w.flatten() for w in weights(out_dir).values()])
 
 
-@pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Python that starts in a moment; see warm_python.py."""
-    program = tmp_path_factory.mktemp("python") / "python"
-    with warm_python(program):
-        yield program
+@pytest.fixture
+def python() -> Path:
+    return Path(sys.executable)
 
 
 @pytest.fixture(scope="session")

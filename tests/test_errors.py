@@ -9,10 +9,15 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
+from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, events, flags, shell
+from conftest import ROOT, TINY, assert_one_line, events, flags, raises_one_line, shell, tiny
+from gloo import forked
 
+import train
+from deskgpt.distributed import init_distributed
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import cache_path, read_cache, write_cache
 
@@ -176,6 +181,39 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
 
 
 @POSIX
+def test_of_ranks_the_models_words_are_seen_and_ddps_warning_is_not(chars, tmp_path, capfd):
+    """DDP says for each run that all parameters have gradients, from C++, which no filter stops."""
+    settings = tiny(chars, tmp_path, max_iters=2, gradient_accumulation_steps=2)
+    logits = train.GPT.logits
+
+    def loud(*args: Any) -> Any:
+        os.write(2, b"loud ")
+        return logits(*args)
+
+    def train_loudly(rank: int) -> None:
+        setattr(train.GPT, "logits", loud)  # noqa: B010
+        train.main(settings)
+
+    forked(1, train_loudly)
+    said = capfd.readouterr().err
+    assert "loud" in said
+    assert not re.sub("loud |evaluating.*", "", said).strip()
+
+
+@POSIX
+def test_host_without_an_address_is_named_while_torch_waits(monkeypatch, capsys):
+    waits = mock.Mock(side_effect=RuntimeError("timed out"))
+    monkeypatch.setattr("torch.distributed.init_process_group", waits)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with raises_one_line("no-such-host.invalid", "--local-addr", "timed out", kind=OSError):
+        init_distributed("cpu", "auto", 600.0)
+    assert_one_line(capsys.readouterr().err, "waiting", "600 s", "no-such-host.invalid")
+
+
+@POSIX
 def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_folder(
     tmp_path, monkeypatch
 ):
@@ -188,6 +226,10 @@ def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_
     write_cache("x", "b", 2)
     cache_path("x").chmod(0o666)  # others may have written it
     assert read_cache("x") == {}
+    for ignored in ("~/cache", "cache"):  # of the folder that a run is started in
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert cache_path("x").parent == tmp_path / "home" / ".cache" / "deskgpt"
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     write_cache("x", "c", 3)

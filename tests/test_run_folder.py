@@ -8,6 +8,7 @@ import errno
 import itertools
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -36,12 +37,14 @@ from tiny_models import state_of
 from deskgpt.checkpoint import (
     CKPT,
     CKPT_BEST,
+    CKPT_FORMAT,
     clean_out_dir,
     is_checkpoint,
     list_checkpoints,
     load_checkpoint,
     load_to_resume,
     save_checkpoint,
+    write_ckpt_file,
 )
 from deskgpt.files import TEMPORARY, lock_out_dir
 from deskgpt.logger import RunLog, read_events
@@ -67,18 +70,15 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
             saver.save(state, best=True)
     assert saver.is_best(2.5, step=5)  # the files have 3.0
     assert saver.saved_step == 1
-    assert (
-        load_checkpoint(tmp_path).iter_num
-        == load_checkpoint(tmp_path / "ckpt_best.pt").iter_num
-        == 1
-    )
+    assert load_checkpoint(tmp_path).iter_num == 1
+    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 1
     for line, named in zip(lines, ("weights", "NaN", "free some disk space"), strict=True):
-        assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
+        assert_one_line(line, tmp_path / CKPT, named, "the run continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
     saver.raise_if_last_failed()
-    assert load_checkpoint(tmp_path / "ckpt_best.pt").iter_num == 5
+    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 5
     assert not list(tmp_path.glob("*.tmp"))
     # The disk fills after the best one is written and before the last one is.
     monkeypatch.setattr(
@@ -87,8 +87,23 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     )
     saver.save(state_of(6, 0.5), best=True)
     assert [saver.is_best(loss, step=7) for loss in (0.4, 0.6)] == [True, False]
-    assert load_checkpoint(tmp_path / "ckpt_best.pt").best_val_loss == 0.5
+    assert load_checkpoint(tmp_path / CKPT_BEST).best_val_loss == 0.5
     assert load_to_resume(tmp_path).iter_num == 5
+
+
+def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(tmp_path):
+    save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
+    # Damage of a file that one resumes, and a run that goes back to its best model.
+    for n, (step, number, named) in enumerate([(5, torch.nan, "NaN"), (8, 0.0, "step 8")], 1):
+        state = state_of(step)
+        state.model["lm_head.weight"][0, 0] = number
+        write_ckpt_file(vars(state) | {"format": CKPT_FORMAT}, tmp_path / CKPT)
+        before = (tmp_path / CKPT).read_bytes()
+        lines: list[str] = []
+        Checkpointer(tmp_path, lines.append, 3.0, saved_step=5).save(state_of(6), best=False)
+        assert_one_line(*lines, tmp_path / CKPT, named, f"previous-{n}")
+        assert contents(tmp_path / f"previous-{n}") == {CKPT: before}
+        assert load_checkpoint(tmp_path).iter_num == 6
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -142,9 +157,9 @@ def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list
     """Check that what a kill leaves is what docs/reliability.md promises, and that a run resumes
     from there.
     """
-    losses = {step: loss for step, best, loss in SAVES if best} | (
-        {} if before == "nothing" else {0: 4.0}
-    )
+    losses = {step: loss for step, best, loss in SAVES if best}
+    if before != "nothing":
+        losses[0] = 4.0
     if before == "nothing" and not done and not list_checkpoints(out_dir):
         return
     last = load_to_resume(out_dir)
@@ -211,31 +226,21 @@ def written(path: Path) -> list[tuple[str, int]]:
 
 
 @POSIX
-def test_log_continues_after_a_torn_line_and_if_it_was_moved_away(tmp_path):
-    path = tmp_path / "out" / "log.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"event": "iter", "iter": 2}\n{"event": "it')
-    log = RunLog(path)
-    log.write("start", iter=3)
-    assert path.read_text().splitlines()[1] == '{"event": "it'
-    assert written(path) == [("iter", 2), ("start", 3)]
-    os.rename(tmp_path / "out", tmp_path / "moved")
-    log.write("iter", iter=3)
-    assert written(path) == [("iter", 3)]
-
-
-@POSIX
-def test_log_continues_after_a_full_disk_and_has_complete_lines_only(tmp_path, capsys):
+def test_log_continues_after_a_torn_line_and_a_full_disk_and_if_it_was_moved_away(tmp_path, capsys):
     path = tmp_path / "log.jsonl"
+    path.write_text('{"event": "it')
     log = RunLog(path)
     log.write("start", iter=0, note="x" * 970)
     with files_of_at_most(kib=1):  # room for a part of a line
         for step in range(3):
             log.write("iter", iter=step)
     log.write("iter", iter=3)
-    assert path.read_text().count("\n") == 2
+    assert path.read_text().count("\n") == 3
     assert written(path) == [("start", 0), ("iter", 3)]
     assert_one_line(capsys.readouterr().err, path, "File too large", "the run continues")
+    path.rename(tmp_path / "moved")
+    log.write("iter", iter=4)
+    assert written(path) == [("iter", 4)]
 
 
 @POSIX
@@ -301,6 +306,24 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     assert done.code == 1
     assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
     assert contents(out_dir) == {}
+
+
+@POSIX
+@pytest.mark.parametrize("remove", [shutil.rmtree, lambda path: path.rename(f"{path}-old")])
+def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(remove, tmp_path):
+    out_dir = tmp_path / "out"
+    with lock_out_dir(out_dir):
+        log = RunLog(out_dir / "log.jsonl")
+        saver = Checkpointer(out_dir, print, best_val_loss=9.0)
+        remove(out_dir)
+        for _ in range(2):
+            with raises_one_line(out_dir, "removed or renamed"):
+                log.write("iter", iter=1)
+            with raises_one_line(out_dir, "removed or renamed"):
+                saver.save(state_of(), best=True)
+            out_dir.mkdir(exist_ok=True)  # which may get the number of the one that was removed
+            (out_dir / ".lock").touch()
+    assert contents(out_dir) == {".lock": b""}
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
