@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -115,9 +114,7 @@ with safe_output(ignore_write_errors=True):
 """
     env = os.environ | {"PYTHON": sys.executable, "CODE": code, "X": str(tmp_path / "x")}
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
-        subprocess.run(
-            ["bash", "-c", f'"$PYTHON" -c "$CODE" {closed}'], cwd=ROOT, check=True, env=env
-        )
+        shell("bash", "-c", f'"$PYTHON" -c "$CODE" {closed}', check=True, env=env)
         assert (tmp_path / "x").read_bytes() == b""
 
 
@@ -129,22 +126,10 @@ def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(chars, tmp_
 
     for action, status in (("ignore", 0), ("default", 128 + 1)):
         out_dir = tmp_path / action
-        settings = TINY | {
-            "dataset": chars,
-            "out_dir": out_dir,
-            "max_iters": 400,
-            "eval_interval": 400,
-        }
+        settings = TINY | {"max_iters": 400, "eval_interval": 400}
         # setsid --ctty makes the terminal the run's own, so that its end is announced by SIGHUP.
-        command = [
-            "setsid",
-            "--ctty",
-            "env",
-            f"--{action}-signal=HUP",
-            sys.executable,
-            "train.py",
-            *flags(**settings),
-        ]
+        own_terminal = ["setsid", "--ctty", "env", f"--{action}-signal=HUP", sys.executable]
+        command = [*own_terminal, "train.py", *flags(**settings, dataset=chars, out_dir=out_dir)]
         ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 80))  # tqdm is silent in a width of 0
         process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -171,12 +156,10 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
         ["train.py", "--init_from=resume", out_dir, "--max_iters=8", "--lr_decay_iters=6"],
         ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=2", "--device=cpu"],
     ]
-    # One after the other in one process, which imports torch once.
-    code = "import json, runpy, sys\nfor sys.argv in json.loads(sys.argv[1]):\n"
-    code += "    runpy.run_path(sys.argv[0], run_name='__main__')"
     env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    done = shell("python", "-c", code, json.dumps(commands, ensure_ascii=False), env=env)
-    assert (done.returncode, done.stderr) == (0, "")
+    for command in commands:
+        done = shell("python", *command, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
     assert [e["iter"] for e in events(tmp_path / "öut", "iter")] == list(range(8))
 
 
