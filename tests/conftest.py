@@ -287,14 +287,15 @@ def assert_equal(a: Any, b: Any) -> None:
 
 def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
     """What a run computed, by event and step; times left out, steps computed twice must agree."""
+    names = {
+        "iter": ("loss", "lr", "grad_norm", "tokens"),
+        "eval": ("train_loss", "val_loss", "lr"),
+    }
     out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
-    for kind, names in (
-        ("iter", ("loss", "lr", "grad_norm", "tokens")),
-        ("eval", ("train_loss", "val_loss", "lr")),
-    ):
+    for kind, steps in out.items():
         for e in events(out_dir, kind):
-            values = {name: e[name] for name in names}
-            assert out[kind].setdefault(e["iter"], values) == values
+            values = {name: e[name] for name in names[kind]}
+            assert steps.setdefault(e["iter"], values) == values
     return out
 
 
@@ -366,14 +367,11 @@ def corrupted(content: bytes, draw: random.Random) -> bytes:
     """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or
     cut short there.
     """
-    out = content
-    while out == content:
-        at = draw.randrange(len(content))
-        piece = content[at : at + draw.choice((1, 2, 8, 512))]
-        flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
-        new = draw.choice(
-            (flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece)))
-        )
-        rest = content[at + len(piece) :] if draw.randrange(5) else b""
-        out = content[:at] + new + rest
-    return out
+    at = draw.randrange(len(content))
+    piece = content[at : at + draw.choice((1, 2, 8, 512))]
+    flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
+    n = len(piece)
+    new = draw.choice((flipped, flipped, b"", piece * 2, bytes(n), draw.randbytes(n)))
+    rest = content[at + n :] if draw.randrange(5) else b""
+    out = content[:at] + new + rest
+    return out if out != content else corrupted(content, draw)
