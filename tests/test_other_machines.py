@@ -217,7 +217,7 @@ def test_lesser_processor_learns_as_float32_does_here(machine, variant, chars, t
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
     lesser |= dict(word.split("=") for word in MACHINES[machine].split())
-    steps = []
+    steps: list[list[float]] = []
     for own, env in ((settings | plain, os.environ), (settings, lesser)):
         out_dir = tmp_path / str(len(steps))
         words = flags(**SIZES | own | {"dataset": chars, "out_dir": out_dir})
