@@ -224,9 +224,10 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
-    # Linux, whose getrusage would count the process that started this one
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    return int(found[1]) * 1024 if found else None
+    with suppress(OSError):  # Linux, whose getrusage would count the process that started this one
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+        return int(found[1]) * 1024 if found else None
+    return None
 
 
 def forget_peak(device: torch.device) -> None:

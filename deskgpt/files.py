@@ -353,10 +353,11 @@ def read_cache(name: str) -> dict[str, Any]:
     user's.
     """
     path = cache_path(name)
-    entries = None
     with suppress(OSError, ValueError, RecursionError):
         entries = json.loads(path.read_bytes()) if is_trusted(path) else None
-    return entries if isinstance(entries, dict) else {}
+        if isinstance(entries, dict):
+            return entries
+    return {}
 
 
 def write_cache(name: str, key: str, value: Any) -> None:

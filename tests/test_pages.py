@@ -387,5 +387,5 @@ def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path,
     assert re.search(r"\bstep \d+: train loss", printed["train"]), printed["train"]
     assert (folder / "out-notebook" / "ckpt.pt").is_file()
     assert "'image/png': 'iVBOR" in printed["plot"]  # how PNG begins in base64
-    written = re.findall(r"==== temperature \S+ndef (.{400,}?)-{15}", printed["sample"])
-    assert len(written) == 2, printed["sample"]
+    said = "".join(output.text for output in cells["sample"].outputs)
+    assert len(re.findall(r"(?s)==== temperature \S+\ndef (.{400,}?)\n-{15}", said)) == 2, said
