@@ -45,20 +45,23 @@ def test_ranks_never_share_a_gpu(monkeypatch):
 # ---- which build of torch ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("capability", "cuda", "wheel", "named"),
-    [
-        ((8, 9), (13, 0), "cu130", "13.0"),
-        ((6, 1), (13, 0), "cu126", "2.14"),  # Pascal: torch 2.14 is the last with a build
-        ((8, 9), (12, 2), "cu126", "12.6"),  # a driver below 580
-        ((12, 0), (12, 8), "cpu", "580"),  # Blackwell needs one
-        ((6, 1), (11, 4), "cpu", "525"),
-    ],
-)
-def test_build_of_torch_follows_from_the_card_and_its_driver(capability, cuda, wheel, named):
-    found, why = wheels.wheel_for(Gpu("a card", cuda, capability), "linux")
-    assert found == wheel
-    assert_one_line(why, "a card", named)
+# Compute capability, the driver's CUDA, the build, and what its line names.
+BUILDS = """
+8.9 13.0 cu130 13.0
+6.1 13.0 cu126 2.14     Pascal: torch 2.14 is the last with a build
+8.9 12.2 cu126 12.6     a driver below 580
+12.0 12.8 cpu 580       Blackwell needs one
+6.1 11.4 cpu 525
+"""
+
+
+def test_build_of_torch_follows_from_the_card_and_its_driver():
+    for row in BUILDS.strip().splitlines():
+        capability, cuda, wheel, named = row.split()[:4]
+        numbers = [tuple(map(int, version.split("."))) for version in (cuda, capability)]
+        found, why = wheels.wheel_for(Gpu("a card", *numbers), "linux")  # type: ignore[arg-type]
+        assert found == wheel
+        assert_one_line(why, "a card", named)
 
 
 @pytest.fixture
@@ -250,32 +253,25 @@ def test_name_that_only_looks_like_a_card_is_none():
             peaks.find_cards(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "measured", "peak", "printed"),
-    [
-        # The published peak stays if a faster matmul was measured.
-        (
-            "NVIDIA H200",
-            "bfloat16",
-            1100e12,
-            989e12,
-            "NVIDIA data sheet, bfloat16; measured here 1100 TFLOP/s (111%)",
-        ),
-        # float32 is TF32 on NVIDIA's GPUs that have it. ROCm's float32 is float32.
-        ("NVIDIA H200", "float32", 400e12, 494.5e12, "TF32"),
-        ("AMD Instinct MI300X", "float32", 100e12, 163.4e12, "float32"),
-        # What the table does not have is measured.
-        ("Tesla T4", "bfloat16", 1.5e12, 1.5e12, "measured bfloat16 matmul"),
-    ],
-)
-def test_gpu_has_its_published_peak_or_the_measured_one(
-    name, dtype, measured, peak, printed, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(peaks, "measured_matmul_flops", lambda device, dtype: measured)
-    flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
-    assert flops == peak
-    assert printed in source
+# A card, a dtype, the FLOP/s of a matmul and of the peak, and what is printed of its source.
+PEAKS = """
+NVIDIA H200|bfloat16|1100e12|989e12|NVIDIA data sheet, bfloat16; measured here 1100 TFLOP/s (111%)
+NVIDIA H200|float32|400e12|494.5e12|TF32
+AMD Instinct MI300X|float32|100e12|163.4e12|float32
+Tesla T4|bfloat16|1.5e12|1.5e12|measured bfloat16 matmul
+"""
+
+
+def test_gpu_has_its_published_peak_or_the_measured_one(monkeypatch):
+    """The published one stays if a faster matmul was measured. ROCm's float32 is float32."""
+    for row in PEAKS.strip().splitlines():
+        name, dtype, measured, peak, printed = row.split("|")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = float(measured)
+        monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_, found=found: found)
+        flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
+        assert flops == float(peak)
+        assert printed in source
 
 
 def test_variables_that_change_how_torch_computes_are_printed_and_logged(
