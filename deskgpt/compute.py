@@ -23,7 +23,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from deskgpt import cpu_kernels
-from deskgpt.compiling import compiling_switch
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import reason
@@ -111,6 +110,8 @@ def choose_compute(
     bit. Raises ValueError if what a setting names cannot be had, and if some ranks have a GPU and
     others have not.
     """
+    from deskgpt.compiling import compiling_switch
+
     dtype = config.dtype
     kernels = config.cpu_kernels
     compiles = config.compile
