@@ -70,8 +70,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--to", type=absolute, default="", help="also export the model, as export.py --to does"
     )
-    parser.add_argument("--out", default="out-first", help="the folder where the run is saved")
-    parser.add_argument("--venv", default=".venv", help="the folder of the environment")
+    home = os.path.expanduser  # a variable of the environment may hold "~"
+    parser.add_argument("--out", type=home, default="out-first", help="where the run is saved")
+    parser.add_argument("--venv", type=home, default=".venv", help="the environment's folder")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
     if args.text and not (os.path.isfile(args.text) and os.path.getsize(args.text)):
@@ -85,9 +86,8 @@ def main(argv: list[str]) -> None:
         except ValueError as e:
             sys.exit(f"error: {e}")
     os.chdir(ROOT)
-    python = install(
-        ROOT / args.venv, "requirements.txt" if args.task == "train" else "requirements-dev.txt"
-    )
+    requirements = "requirements.txt" if args.task == "train" else "requirements-dev.txt"
+    python = install(ROOT / args.venv, requirements)
     if args.task == "train":
         train(python, args.text, args.out, args.to, extra)
         return
@@ -116,11 +116,10 @@ SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
 # What other programs compute too. On a CPU the loss is about 0.05 higher
 # (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
-MATMULS = "from deskgpt import compute, device as d, peaks; d.limit_threads(); "
-MATMULS += "device = d.resolve_device('auto'); "
-MATMULS += (
-    "print(device.type, max(0.0, peaks.measured_matmul_flops(device, "
-    "compute.default_dtype(device)) / 1e12))"
+MATMULS = (
+    "from deskgpt import compute, device as d, peaks; d.limit_threads(); "
+    "device = d.resolve_device('auto'); dtype = compute.default_dtype(device); "
+    "print(device.type, max(0.0, peaks.measured_matmul_flops(device, dtype) / 1e12))"
 )
 
 
@@ -214,16 +213,19 @@ def install(venv: Path, requirements: str) -> Path:
         if python.exists() and done.exists() and done.read_text() == wanted:
             return python
     again = f"delete {venv} and start again, or name another folder: make VENV=.venv-2"
+    os.environ["PIP_USER"] = "0"  # which pip.conf of a shared machine may have, for its own Python
+    for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):  # the environment is the place
+        os.environ.pop(name, None)
     if not python.exists() and call(sys.executable, "-m", "venv", venv):
         sys.exit(f"error: {sys.executable} could not make an environment, see above; then {again}")
+    pip = [str(python), "-m", "pip"]
+    listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
+    if listed.returncode and call(python, "-m", "ensurepip"):  # an environment of uv has no pip
+        sys.exit(f"error: {venv} has no pip, see above: {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
     print0(f"{why}. Installing {requirements} into {venv.name}")
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements]
-    listed = subprocess.run(
-        [str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True
-    )
-    if "index" not in listed.stdout and sys.platform != "darwin":
-        # Unless the user has chosen one
+    command = [*pip, "install", "--disable-pip-version-check", "-r", requirements]
+    if "index" not in listed.stdout and sys.platform != "darwin":  # unless the user has chosen one
         command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]
     if call(*command, "-c", "constraints.txt"):
         sys.exit(

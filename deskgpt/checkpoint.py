@@ -124,10 +124,16 @@ def sum_of_max_abs(value: Any) -> float:
     return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
 
 
-def clean_out_dir(out_dir: Path, print0: Callable[[str], None], has_best: bool = True) -> None:
+def clean_out_dir(
+    out_dir: Path,
+    print0: Callable[[str], None],
+    has_best: bool = True,
+    first_step: int = MOST_STEPS,
+) -> None:
     """Tidy what earlier runs left, before a run's first save. Raises OSError.
 
-    Temporary files are removed, damaged checkpoints are moved aside. A ckpt.pt whose val loss is
+    Temporary files are removed, damaged checkpoints are moved aside, and so is a ckpt.pt later than
+    first_step, to which this run goes back: it would be overwritten. A ckpt.pt whose val loss is
     known is copied to ckpt_best.pt if there is none: the next one may be worse. has_best: the run's
     losses can be compared with theirs; otherwise ckpt_best.pt is moved aside, unless it is the only
     checkpoint.
@@ -135,7 +141,9 @@ def clean_out_dir(out_dir: Path, print0: Callable[[str], None], has_best: bool =
     remove_leftovers(out_dir, CKPT, CKPT_BEST)
     for path in list_checkpoints(out_dir):
         try:
-            read_checkpoint(path, numbers=False)
+            step = read_checkpoint(path, mapped=True).iter_num
+            if path.name == CKPT and step > first_step:
+                raise ValueError(f"is of step {step}, and this run goes back to step {first_step}")
         except ValueError as e:
             print0(f"{path} {e}: it is now in {archive_previous_run(out_dir, (path.name,))}")
     last = out_dir / CKPT
@@ -320,15 +328,18 @@ CKPT_FIELDS |= {
 }
 
 
-def read_checkpoint(path: Path, checksums: bool = True, numbers: bool = True) -> Checkpoint:
+def read_checkpoint(
+    path: Path, checksums: bool = True, numbers: bool = True, mapped: bool = False
+) -> Checkpoint:
     """Return a checkpoint, its tensors on the CPU.
 
     checksums: whether to compare those of files, and to look for numbers that are not finite.
-    numbers: False leaves tensors with their shapes alone. Raises ValueError with words that follow
+    numbers: False leaves tensors with their shapes alone. mapped: leave them in the file, since
+    there may be no memory for another copy. Raises ValueError with words that follow
     the path.
     """
     try:
-        found = read_ckpt_file(path, checksums, numbers)
+        found = read_ckpt_file(path, checksums, numbers, mapped)
     except (OSError, ValueError) as e:
         raise ValueError(
             f"is not a readable checkpoint ({getattr(e, 'strerror', None) or e})"
@@ -447,14 +458,16 @@ def check_dense_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
             )
 
 
-def read_ckpt_file(path: Path, checksums: bool = True, numbers: bool = True) -> Any:
+def read_ckpt_file(
+    path: Path, checksums: bool = True, numbers: bool = True, mapped: bool = False
+) -> Any:
     """Return what a file holds, its tensors on the CPU.
 
     Raises ValueError with the reason if it is damaged; OSError.
 
     checksums: whether to compare the file's checksum. Its structure is always checked. numbers:
     False leaves tensors with their shapes alone, except single numbers, which takes no time and no
-    memory.
+    memory. mapped: leave the numbers in the file, whose pages the system reads when they are used.
     """
     # Opening a pipe would wait, and a device might never end.
     if not stat.S_ISREG(path.stat().st_mode):
@@ -466,7 +479,10 @@ def read_ckpt_file(path: Path, checksums: bool = True, numbers: bool = True) -> 
         try:
             with torch.serialization.safe_globals(NUMPY_CLASSES):
                 found = torch.load(
-                    file, map_location="cpu" if numbers else "meta", weights_only=True
+                    path if mapped else file,
+                    map_location="cpu" if numbers else "meta",
+                    weights_only=True,
+                    mmap=mapped,
                 )
             check_dense_tensors(found, PLAIN_CLASSES)
             if not numbers:

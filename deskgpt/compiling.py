@@ -27,6 +27,14 @@ NO_COMPILER = "No working C++ compiler"
 VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 
 
+def compiling_switch() -> str:
+    """Return the environment variable that switches torch.compile off; "" if none does."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if os.environ.get(name) == "1":
+            return f"{name}=1"
+    return ""
+
+
 def set_up_compiler(device: torch.device) -> None:
     """Set up what torch.compile needs, before anything is compiled.
 
@@ -39,6 +47,8 @@ def set_up_compiler(device: torch.device) -> None:
     # A change of model.py may have a graph for each layer; after torch's limit, 8, it would
     # silently go on uncompiled.
     torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+    # TORCHDYNAMO_SUPPRESS_ERRORS would leave a block uncompiled that cannot be.
+    torch._dynamo.config.suppress_errors = False
     # A model that counts its passes would be compiled again at each of them.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     if device.type != "cpu":

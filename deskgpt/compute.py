@@ -110,6 +110,8 @@ def choose_compute(
     bit. Raises ValueError if what a setting names cannot be had, and if some ranks have a GPU and
     others have not.
     """
+    from deskgpt.compiling import compiling_switch
+
     dtype = config.dtype
     kernels = config.cpu_kernels
     compiles = config.compile
@@ -139,6 +141,10 @@ def choose_compute(
     if compiles == "auto":
         compiles = earlier.get("compiled", device.type == "cuda" and has_triton(device))
         compiles = agree(dist, compiles)
+    switch = compiling_switch()
+    if compiles and not agree(dist, not switch):
+        dist.print0(f"NOT compiling: {switch or 'a variable on another host'} switches it off")
+        compiles = False
     # The sums and norms of the residual stream, and their gradients, move up to twice the bytes in
     # float32.
     in_bfloat16 = device.type == "cuda" and compiles and dtype == "bfloat16"

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from deskgpt.errors import reason
+from deskgpt.errors import ROOT, reason
 from deskgpt.limits import memory_limits, usable_cores
 
 # ---- choosing a device ---------------------------------------------------------------------------
@@ -81,22 +81,28 @@ def unserved_gpu(device: torch.device) -> str | None:
         return None
     except RuntimeError as e:
         name = torch.cuda.get_device_name(device)
-        return (
-            f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {wheels.remedy()}"
-        )
+        remedy = wheels.remedy(wheels.nvidia_gpu())
+        return f"torch {torch.__version__} cannot compute on {name} ({reason(e)}): {remedy}"
     return None
 
 
 def unused_gpu() -> str | None:
     """Return why torch does not use this machine's NVIDIA GPU, and the remedy; None if it does, or
     there is none.
+
+    A driver that does not answer counts as a GPU: a run of a night must not be on the CPU unsaid.
     """
     from deskgpt import wheels
 
     if torch.cuda.is_available():
         return unserved_gpu(torch.device("cuda", 0))
     gpu = wheels.nvidia_gpu()
-    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy()}" if gpu else None
+    if not isinstance(gpu, wheels.Gpu):
+        return gpu
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and torch.version.cuda:
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} leaves torch no GPU: unset it to use {gpu.name}"
+    return f"torch {torch.__version__} cannot use {gpu.name}: {wheels.remedy(gpu)}"
 
 
 # ---- computing on it -----------------------------------------------------------------------------
@@ -212,15 +218,16 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, whose getrusage would count the process that started this one
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.M)
-        return int(found[1]) * 1024 if found else None
     if sys.platform == "darwin":
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS gives bytes
-    return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    with suppress(OSError):  # Linux, whose getrusage would count the process that started this one
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+        return int(found[1]) * 1024 if found else None
+    return None
 
 
 def forget_peak(device: torch.device) -> None:
@@ -300,49 +307,55 @@ def processor() -> str:
 # ---- what a run's figures come from --------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what a run's figures depend on."""
-    import torch
+# Names of environment variables that change how torch and its libraries compute, or how fast.
+VARIABLES = re.compile(
+    "TORCH_COMPILE|TORCHDYNAMO|TORCHINDUCTOR_(?!CACHE_DIR|COMPILE_THREADS)|ATEN_CPU|ONEDNN|DNNL"
+    "|MKL_(?!NUM_THREADS)|NVIDIA_TF32|CUDA_LAUNCH|PYTORCH_NO_CUDA"
+)
 
-    packages = {p: metadata.version(p) for p in ("numpy", "torch")}
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {
+
+def torch_variables() -> str:
+    """Return the variables that change how torch computes, such as " TORCHDYNAMO_DISABLE=1"; each
+    behind a space.
+    """
+    found = [name for name in sorted(os.environ) if VARIABLES.match(name)]
+    return "".join(f" {name}={os.environ[name]}" for name in found)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions and variables that a run's figures depend on."""
+    cuda = torch.version.cuda
+    found = {
         "python": platform.python_version(),
-        **packages,
-        **cuda,
+        "numpy": metadata.version("numpy"),
+        "torch": metadata.version("torch"),
+        "cuda": cuda or "",
         "platform": platform.platform(),
+        "variables": torch_variables().strip(),
     }
+    return {name: value for name, value in found.items() if value}
 
 
 def git_commit() -> str | None:
     """Return the commit of the code, with "+changes" if files differ; outside a git checkout,
     DESKGPT_COMMIT.
     """
-    elsewhere = os.environ.get("DESKGPT_COMMIT")
+    # A hook of git sets GIT_DIR and others, which would name another repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # --exclude=* leaves tags out: the commit itself, not a distance to some tag
+    words = ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"]
     try:
-        describe = [
-            "git",
-            "-C",
-            os.path.dirname(os.path.abspath(__file__)),
-            "describe",
-            "--always",
-            "--abbrev=12",
-        ]
-        # --exclude=* leaves tags out: the commit itself, not a distance to some tag
-        describe += ["--dirty=+changes", "--exclude=*"]
-        # A hook of git sets GIT_DIR and others, which would name another repository.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        out = subprocess.run(describe, capture_output=True, text=True, timeout=10, env=env)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, env=env, cwd=ROOT)
+        commit = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        return elsewhere
-    return out.stdout.strip() or elsewhere
+        commit = ""
+    return commit or os.environ.get("DESKGPT_COMMIT")
 
 
 def code_versions(variant: Any, device: Any) -> dict[str, Any]:
     """Return commit, versions, device and variant, for checkpoints: a resumed run prints a change
     and continues.
     """
-
     on_cpu = device.type == "cpu"  # whose full name has the number of threads, which ranks share
     name = processor() if on_cpu else device_name(device)
     return {"code": git_commit(), "versions": versions(), "device": name, "variant": str(variant)}

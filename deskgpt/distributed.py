@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -120,13 +122,16 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         address = (
             f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
         )
+        hint = address_hint(os.environ["MASTER_ADDR"])
+        if hint and env.local_rank == 0:  # torch waits in silence, since it may get an address
+            print(f"waiting up to {timeout_s:g} s for the other ranks{hint}", file=sys.stderr)
         try:
             torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:
             # The port is taken, the host is unknown, or a rank has not come in time.
             why = str(e).splitlines()[0]
             raise OSError(
-                f"cannot meet the other {env.world - 1} ranks at {address}: {why}; to "
+                f"cannot meet the other {env.world - 1} ranks at {address}: {why}{hint}; to "
                 "train alone, unset RANK and WORLD_SIZE"
             ) from None
     if device_name == "auto" and device.type == "cpu" and dist.is_first:
@@ -134,6 +139,18 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         if reason:
             dist.print0(f"{reason}; training on the CPU")
     return dist
+
+
+def address_hint(host: str) -> str:
+    """Return what to type if the ranks' meeting place has no address here; "" if it has one."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return (
+            f"; MASTER_ADDR={host} has no address here: add --local-addr=127.0.0.1 to torchrun if "
+            "all ranks are on this host, or an address that the others reach"
+        )
+    return ""
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -150,9 +167,8 @@ def wrap_ddp(model: nn.Module, dist: DistContext) -> nn.Module:
     device_ids = [dist.device.index] if dist.device.type == "cuda" else None
     # Which parameters get a gradient may depend on the text, as with experts. Without
     # find_unused_parameters, a run would end at the first step in which one of them has none.
-    ddp_model = DDP(model, device_ids=device_ids, find_unused_parameters=True)
-    mute_ddp_warning(ddp_model)
-    return ddp_model
+    use_up_ddp_warning()
+    return DDP(model, device_ids=device_ids, find_unused_parameters=True)
 
 
 def shutdown_distributed(ddp_model: nn.Module, dist: DistContext) -> None:
@@ -170,27 +186,21 @@ def shutdown_distributed(ddp_model: nn.Module, dist: DistContext) -> None:
         torch.distributed.destroy_process_group()
 
 
-def mute_ddp_warning(ddp_model: nn.Module) -> None:
-    """Drop what the first forward pass writes to stderr: DDP warns there that all parameters have
-    gradients.
+def use_up_ddp_warning() -> None:
+    """Make DDP say here, unseen, that all parameters have gradients: it does once in a process.
+
+    It writes to stderr from C++, and what a user's model prints beside it must be seen.
     """
+    some = DDP(nn.LayerNorm(1), find_unused_parameters=True)  # which draws no random numbers
     kept = os.dup(2)
-
-    def begin(*_: Any) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-        os.close(null)
-
-    def end(*_: Any) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        some(torch.ones(1, 1))
+    finally:
         os.dup2(kept, 2)
         os.close(kept)
-        for handle in handles:
-            handle.remove()
-
-    handles = [
-        ddp_model.register_forward_pre_hook(begin),
-        ddp_model.register_forward_hook(end, always_call=True),
-    ]
+        os.close(null)
 
 
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:

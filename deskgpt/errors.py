@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import platform
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,9 +28,8 @@ OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough "
     "memory|_ALLOC_FAILED|_ALLOCATION_FAILED|Failed to CUDA calloc"
 )
-# Recognise gloo's errors by their text, others by class.
-LOST_RANK = re.compile("gloo/transport|Application timeout caused pair closure")
-LOST_RANK_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+# In an error's class and text: NCCL's and the store's have their own classes, gloo's have not.
+LOST_RANK = re.compile("^Dist[A-Z]|gloo/transport|Application timeout caused pair closure")
 
 
 class ConfigError(ValueError):
@@ -69,11 +69,9 @@ class OneLineParser(argparse.ArgumentParser):
         after "--to=".
         """
         home = os.path.expanduser("~")
-        words = [str(word) for word in (sys.argv[1:] if args is None else args)]
-        words = [
-            re.sub(r"^(--[\w-]+=|)~(?=/|$)", lambda found: found[1] + home, word) for word in words
-        ]
-        return super().parse_args(words, namespace)
+        words = sys.argv[1:] if args is None else map(str, args)
+        at_home = [re.sub(r"^(--[\w-]+=|)~(?=/|$)", rf"\g<1>{home}", word) for word in words]
+        return super().parse_args(at_home, namespace)
 
 
 @contextmanager
@@ -86,9 +84,6 @@ def one_line_errors(
     The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. if_out_of_memory: the
     remedy to print when memory runs out. output_lasts: continue when nothing can be printed.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Characters that the terminal's encoding lacks become "?"
-        sys.stdout.reconfigure(errors="replace")
     try:
         if sys.stdout is None and not output_lasts:
             raise OSError("standard output is closed: print to a file, or to /dev/null")
@@ -106,7 +101,9 @@ def one_line_errors(
         with suppress(OSError):  # the terminal may be gone
             # A path or a value in it may hold line ends, or escape sequences.
             line = escape_control_chars(" ".join(message.split()))
-            sys.stderr.write(f"error: {line}\n")  # in one piece: other ranks write there, too
+            rank = os.environ.get("RANK")
+            where = f" (rank {rank} on {platform.node()})" if rank else ""
+            sys.stderr.write(f"error: {line}{where}\n")  # in one piece: ranks share it
         raise SystemExit(2 if isinstance(e, ConfigError) else 1) from None
 
 
@@ -119,15 +116,11 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     """
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
-    if isinstance(e, RuntimeError) and (
-        LOST_RANK.search(str(e)) or type(e).__name__ in LOST_RANK_ERRORS
-    ):
-        # Without gloo's source file
-        why = re.sub(r"^\[.*?\.cc:\d+\] ", "", str(e).splitlines()[0].partition(". ")[0])
+    if isinstance(e, RuntimeError) and LOST_RANK.search(f"{type(e).__name__} {e}"):
+        why = re.sub(r"^\[\S+\] |\. .*", "", reason(e))  # without gloo's source file and advice
         return (
             f"lost the other ranks ({why}); the line of the one that ended first says why, "
-            "and one without a line hangs; start the same command again, with "
-            "--init_from=auto"
+            "and one without a line hangs; start the same command again, with --init_from=auto"
         )
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else e.strerror or str(e)
@@ -189,8 +182,10 @@ def open_standard_files() -> None:
 
 
 class Output:
-    """A text stream that spells out control characters; with `ignore_write_errors`, what it cannot
-    write goes to the null device.
+    """A text stream that spells out control characters.
+
+    What it cannot write goes to the null device from then on: without an error if
+    ignore_write_errors, as a run of days needs it.
     """
 
     def __init__(self, stream: Any, ignore_write_errors: bool) -> None:
@@ -198,15 +193,18 @@ class Output:
         self.ignore_write_errors = ignore_write_errors
 
     def write(self, text: str) -> int:
-        self._try(self.stream.write, escape_control_chars(text))
+        with self._surviving():
+            self.stream.write(escape_control_chars(text))
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
+        with self._surviving():
+            self.stream.flush()
 
-    def _try(self, operation: Callable[..., Any], *args: str) -> None:
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
         try:
-            operation(*args)
+            yield
         except OSError:
             # EPIPE: its reader has ended; EIO: the terminal is gone; ENOSPC: the disk is full.
             null = os.open(os.devnull, os.O_WRONLY)
@@ -223,9 +221,10 @@ class Output:
 def safe_output(ignore_write_errors: bool = False) -> Iterator[None]:
     """Wrap sys.stdout and sys.stderr in Output until the block ends, then flush them.
 
-    ignore_write_errors: output that cannot be written is lost without an error, as a run of days
-    needs it. Raises OSError otherwise.
+    Raises OSError unless ignore_write_errors.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks become "?"
+        sys.stdout.reconfigure(errors="replace")
     stdout: Any = Output(sys.stdout, ignore_write_errors)
     stderr: Any = Output(sys.stderr, ignore_write_errors)
     with redirect_stdout(stdout), redirect_stderr(stderr):

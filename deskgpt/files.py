@@ -248,6 +248,9 @@ def locked_folder(folder: Path, in_use: str, name: str = "", wait_s: float = 0.0
             note_once(
                 f"the file system of {folder} has no locks: see to it that only one run is there"
             )
+        if hasattr(os, "O_DIRECTORY"):  # Windows moves no folder in which a file is open
+            # While it is open, no other folder gets its number.
+            _locked[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except Timeout:
         raise ValueError(in_use) from None
     except OSError as e:
@@ -255,9 +258,35 @@ def locked_folder(folder: Path, in_use: str, name: str = "", wait_s: float = 0.0
     try:
         yield
     finally:
-        with suppress(OSError):  # the folder may have gone; Windows removes no open file
+        with suppress(OSError, ValueError):  # Windows removes no open file
+            check_not_replaced(folder)
             os.unlink(lock.lock_file)
         lock.release()
+        if folder in _locked:
+            os.close(_locked.pop(folder))
+
+
+_locked: dict[Path, int] = {}  # open folders of this process's locks
+
+
+def check_not_replaced(folder: Path) -> None:
+    """Raise ValueError if a folder that this process has locked was removed or renamed.
+
+    Another run may have begun in its place: call this before writing there.
+    """
+    if folder not in _locked:
+        return
+    try:
+        is_there = os.path.samestat(os.fstat(_locked[folder]), folder.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
+    except OSError:  # a file server does not answer; writing will say so
+        return
+    if not is_there:
+        raise ValueError(
+            f"{folder} was removed or renamed while this run was in it: the run ends, and nothing "
+            "more is written; to go on from its last checkpoint, resume it where that is now"
+        )
 
 
 def has_locks(folder: Path) -> bool:
@@ -282,11 +311,14 @@ def has_locks(folder: Path) -> bool:
 def cache_folder() -> Path:
     """Return the folder of all these files, made if need be: in the temporary folder if the home
     cannot be used.
+
+    A path that is not absolute, such as "~/cache", is ignored, as XDG's specification asks.
     """
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deskgpt"
+        path = (caches if caches.is_absolute() else Path.home() / ".cache") / "deskgpt"
         path.mkdir(parents=True, exist_ok=True)
-        if os.access(path, os.W_OK):
+        if path.is_absolute() and os.access(path, os.W_OK):
             return path
     path = (
         Path(tempfile.gettempdir()) / f"deskgpt-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
@@ -321,10 +353,11 @@ def read_cache(name: str) -> dict[str, Any]:
     user's.
     """
     path = cache_path(name)
-    entries = None
     with suppress(OSError, ValueError, RecursionError):
         entries = json.loads(path.read_bytes()) if is_trusted(path) else None
-    return entries if isinstance(entries, dict) else {}
+        if isinstance(entries, dict):
+            return entries
+    return {}
 
 
 def write_cache(name: str, key: str, value: Any) -> None:

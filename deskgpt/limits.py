@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -25,7 +26,8 @@ def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Itera
     """Yield what the files of each control group of this process hold, from its own group upwards.
 
     The second version has one tree for all controllers, the first one tree for "memory" and one for
-    "cpu". In a container, the path may be the host's: then only the root exists.
+    "cpu", whose folder may name its controllers in another order than /proc does: cpuacct,cpu on
+    hosts of RHEL 7. In a container, the path may be the host's: then only the root exists.
     """
     lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
     for line in lines:
@@ -33,12 +35,11 @@ def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Itera
         if controllers and controller not in controllers.split(","):
             continue
         own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):
-            for names in versions:
-                with suppress(OSError):  # no such group, or another version
-                    yield "\n".join(
-                        (CONTROL_GROUPS / controllers / group / name).read_text() for name in names
-                    )
+        folders = {controllers, controllers and controller}  # a link to the tree has its own name
+        for folder, group, names in product(folders, (own, *own.parents), versions):
+            with suppress(OSError):  # no such group, or another version
+                files = [CONTROL_GROUPS / folder / group / name for name in names]
+                yield "\n".join(file.read_text() for file in files)
 
 
 def memory_limits() -> list[int]:

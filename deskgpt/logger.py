@@ -34,7 +34,13 @@ from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
 from deskgpt.distributed import unsharded
 from deskgpt.errors import clock, in_gib, millions, reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.files import cache_path, note_once, read_small, untrusted_settings
+from deskgpt.files import (
+    cache_path,
+    check_not_replaced,
+    note_once,
+    read_small,
+    untrusted_settings,
+)
 from deskgpt.stopping import LogWindow, StepTimer
 from deskgpt.train_state import TrainState
 
@@ -133,6 +139,8 @@ class RunLogger:
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = describe_shards(self.config.dp_shard, self.dist.world)
         self.print0(f"device: {self.dist.world} x {self.device}, {variant}{shards}")
+        if variables := machine.torch_variables():
+            self.print0(f"variables that change how torch computes:{variables}")
         self.warm_up_s = time.perf_counter() - started
         limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
         self._ends_at = started + min(filter(None, limits_s), default=math.inf)
@@ -518,10 +526,10 @@ class RunLog:
     def _append(self, line: bytes) -> None:
         """Also ends a line that a crash left torn.
 
-        Raises OSError, with the file as it was before.
+        Raises OSError, with the file as it was before; ValueError if its folder is another one now.
         """
         assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_not_replaced(self.path.parent)
         with open(
             self.path,
             "a+b",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import os
 import re
 import time
 from contextlib import suppress
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from deskgpt.device import DTYPES, device_name, forget_peak, synchronize
+from deskgpt.device import DTYPES, device_name, forget_peak, synchronize, torch_variables
 from deskgpt.files import read_cache, write_cache
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -64,9 +65,10 @@ class Card:
     def peak(self, dtype: str) -> tuple[float, str] | None:
         """Return (dense peak FLOP/s, its source) as train.py computes; None if the table has none.
 
-        float32 is TF32 on a card that has it.
+        float32 is TF32 on a card that has it, unless NVIDIA's variable forbids it.
         """
-        if dtype == "float32" and "tf32" in self.flops:
+        may_use_tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+        if dtype == "float32" and "tf32" in self.flops and may_use_tf32:
             return self.flops["tf32"], f"{self.source}, TF32"
         return (self.flops[dtype], f"{self.source}, {dtype}") if dtype in self.flops else None
 
@@ -196,7 +198,7 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     On a busy machine threads wait for each other up to ten times as long, in one dtype more than in
     the other, so with all threads a busy moment would decide which dtype is faster.
     """
-    key = f"{device_name(device)}, torch {torch.__version__}, by dtype"
+    key = f"{device_name(device)}, torch {torch.__version__}, by dtype{torch_variables()}"
     known = read_cache("peaks").get(key)
     if (
         isinstance(known, dict)

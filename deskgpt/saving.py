@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from deskgpt.checkpoint import Checkpoint, clean_out_dir, run_folder, save_checkpoint, step_of_best
 from deskgpt.distributed import DistContext, is_dtensor, is_sharded, local, unsharded
 from deskgpt.evaluation import Evaluation
+from deskgpt.files import check_not_replaced
 from deskgpt.logger import RunLogger
 from deskgpt.resume import Start
 from deskgpt.train_state import TrainState
@@ -130,16 +131,19 @@ class Checkpointer:
     def save(self, checkpoint: Checkpoint, best: bool) -> None:
         """Write a checkpoint.
 
-        One that cannot be written is printed, and its step is tried again.
+        One that cannot be written is printed, and its step is tried again. Raises ValueError if
+        out_dir is another folder now.
         """
         self.error = None
         if self.shard_ranks:
             checkpoint = gathered_on_first(checkpoint)
             if not self.shard_ranks.is_first:
                 return
+        check_not_replaced(self.out_dir)
         try:
             if not self.is_out_dir_clean:
-                clean_out_dir(self.out_dir, self.print0, has_best=math.isfinite(self.best_val_loss))
+                has_best = math.isfinite(self.best_val_loss)
+                clean_out_dir(self.out_dir, self.print0, has_best, self.saved_step or 0)
                 self.is_out_dir_clean = True
             save_checkpoint(checkpoint, self.out_dir, best)
             self.saved_step = checkpoint.iter_num

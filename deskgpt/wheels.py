@@ -7,6 +7,8 @@ python -m deskgpt.wheels      # what this machine needs, in one line
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -14,67 +16,109 @@ from typing import NamedTuple
 
 INDEX = "https://download.pytorch.org/whl"
 TOO_NEW = "2.16"  # as in requirements.txt
-NVIDIA_SMI_TIMEOUT_S = 10.0  # it takes seconds if no process keeps the driver loaded
+ANSWER_S = 10.0  # how long a driver may take; seconds if no process keeps it loaded
+# The driver's own library.
+LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+NO_CARD = (34, 100)  # what it returns without a card: a stub of a build machine, and the real one
 
 
 class Gpu(NamedTuple):
-    """An NVIDIA card by nvidia-smi."""
+    """An NVIDIA card by its driver."""
 
     name: str
     cuda: tuple[int, int]  # the newest CUDA that its driver offers
     capability: tuple[int, int]  # compute capability
 
 
-def nvidia_gpu() -> Gpu | None:
-    """Return the first NVIDIA card that nvidia-smi lists; None if there is none, or its driver does
-    not describe it.
+def nvidia_gpu() -> Gpu | str | None:
+    """Return the first NVIDIA card; or why its driver does not answer, and the remedy; or None.
+
+    nvidia-smi is asked first. It fails after an update of the driver, hangs, or is not in the PATH:
+    then the driver's library is asked, in a process of its own, which may hang too.
     """
-    listed = first_line_of("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
-    card = re.match(r"(.+), (\d+)\.(\d+)", listed)
-    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+)\.(\d+)", first_line_of("nvidia-smi"))
-    if card is None or cuda is None:
+    is_listed, said = run_briefly(
+        "nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"
+    )
+    version = run_briefly("nvidia-smi")[1] if is_listed else ""
+    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", version)
+    found = f"{said.partition(chr(10))[0]}, {cuda[1]}" if cuda else ""
+    if not CARD.fullmatch(found):
+        is_answer, found = run_briefly(sys.executable, __file__, LIBRARY)
+        said = said or (found if is_answer else "")
+    card = CARD.fullmatch(found)
+    if card:
+        return Gpu(card[1], (int(card[4]), int(card[5])), (int(card[2]), int(card[3])))
+    if not said:
         return None
-    return Gpu(card[1], (int(cuda[1]), int(cuda[2])), (int(card[2]), int(card[3])))
+    words = " ".join(said.partition("\n")[0].split())
+    return f"the NVIDIA driver does not answer ({words}): restart the machine, or update the driver"
 
 
-def first_line_of(*command: str) -> str:
-    """Return what a command prints; nothing if it fails."""
+CARD = re.compile(r"(.+), (\d+)\.(\d+), (\d+)\.(\d+)")  # its name, compute capability and CUDA
+
+
+def run_briefly(*command: str) -> tuple[bool, str]:
+    """Return whether a command ended well, and what it printed or why it printed nothing."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+    except OSError:  # there is no such command
+        return False, ""
+    try:
+        printed, _ = process.communicate(timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not wait: in a driver that hangs, it cannot be killed
+        return False, f"{command[0]}: no answer in {ANSWER_S:g} s"
+    return process.returncode == 0, printed.strip()
+
+
+def describe_by(path: str) -> str:
+    """Return the first card as CARD has it, by a driver's library; or the number of its error; ""
+    without library or card.
+    """
+    try:
+        library = ctypes.CDLL(path)
+    except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    error = library.cuInit(0)
+    if error:
+        return "" if error in NO_CARD else f"{path}: error {error}"
+    name = ctypes.create_string_buffer(256)
+    library.cuDeviceGetName(name, 256, 0)
+    cuda, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(cuda))
+    library.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), 0)
+    version = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
+    return f"{name.value.decode()}, {major.value}.{minor.value}, {version}"
 
 
-def wheel_for(gpu: Gpu | None, platform: str = sys.platform) -> tuple[str, str]:
-    """Return (the build's folder below INDEX, why in one line) for a card, or for none (torch 2.13:
-    RELEASE.md).
+def wheel_for(gpu: Gpu | str | None, platform: str = sys.platform) -> tuple[str, str]:
+    """Return (the build's folder below INDEX, why in one line) for what nvidia_gpu has found (torch
+    2.13: RELEASE.md).
     """
     if platform == "darwin":
         return "cpu", "macOS: torch's only build, which computes on Apple's GPU too"
     if gpu is None:
-        return (
-            "cpu",
-            "nvidia-smi lists no card: torch's build for the CPU (AMD: "
-            "PIP_EXTRA_INDEX_URL=ROCm's index)",
-        )
+        why = "no NVIDIA driver lists a card: torch's build for the CPU"
+        return "cpu", f"{why} (AMD: PIP_EXTRA_INDEX_URL=ROCm's index)"
+    if isinstance(gpu, str):
+        return "cpu", f"{gpu}, delete .venv, start again; until then torch's build for the CPU"
     card = f"{gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
     if gpu.cuda >= (13, 0) and gpu.capability >= (7, 5):  # GTX 16, RTX 20 and newer
         return "cu130", f"{card}: torch's build for CUDA 13.0"
     # It runs on every driver for CUDA 12.
     if gpu.cuda >= (12, 0) and (5, 0) <= gpu.capability <= (9, 0):
         return "cu126", f"{card}: torch's build for CUDA 12.6; torch 2.14 is the last with it"
-    needed = "580" if gpu.capability >= (7, 5) else "525"
-    return (
-        "cpu",
-        f"{card}: no build of torch serves it; install driver {needed} or newer, delete "
-        ".venv, start again",
-    )
+    needed = f"install driver {'580' if gpu.capability >= (7, 5) else '525'} or newer"
+    return "cpu", f"{card}: no build of torch serves it; {needed}, delete .venv, start again"
 
 
-def remedy() -> str:
+def remedy(gpu: Gpu | str | None) -> str:
     """Return what to type, or to install first, so that torch uses this machine's card."""
-    wheel, why = wheel_for(nvidia_gpu())
+    if isinstance(gpu, str):
+        return gpu
+    wheel, why = wheel_for(gpu)
     if wheel == "cpu":
         return why
     packages = f'"torch<{TOO_NEW}" --index-url {INDEX}/{wheel}'
@@ -82,4 +126,4 @@ def remedy() -> str:
 
 
 if __name__ == "__main__":
-    print(wheel_for(nvidia_gpu())[1])
+    print(describe_by(sys.argv[1]) if sys.argv[1:] else wheel_for(nvidia_gpu())[1])

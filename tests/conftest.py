@@ -25,7 +25,6 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from warm_python import warm_python
 
 from data.text.prepare import prepare
 from deskgpt import cpu_kernels
@@ -288,14 +287,15 @@ def assert_equal(a: Any, b: Any) -> None:
 
 def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
     """What a run computed, by event and step; times left out, steps computed twice must agree."""
+    names = {
+        "iter": ("loss", "lr", "grad_norm", "tokens"),
+        "eval": ("train_loss", "val_loss", "lr"),
+    }
     out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
-    for kind, names in (
-        ("iter", ("loss", "lr", "grad_norm", "tokens")),
-        ("eval", ("train_loss", "val_loss", "lr")),
-    ):
+    for kind, steps in out.items():
         for e in events(out_dir, kind):
-            values = {name: e[name] for name in names}
-            assert out[kind].setdefault(e["iter"], values) == values
+            values = {name: e[name] for name in names[kind]}
+            assert steps.setdefault(e["iter"], values) == values
     return out
 
 
@@ -319,12 +319,9 @@ def vector(out_dir: Path) -> torch.Tensor:
     return torch.cat([w.flatten() for w in weights(out_dir).values()])
 
 
-@pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Python that starts in a moment; see warm_python.py."""
-    program = tmp_path_factory.mktemp("python") / "python"
-    with warm_python(program):
-        yield program
+@pytest.fixture
+def python() -> Path:
+    return Path(sys.executable)
 
 
 @pytest.fixture(scope="session")
@@ -370,14 +367,11 @@ def corrupted(content: bytes, draw: random.Random) -> bytes:
     """Other bytes: with a flipped bit, or a piece that is missing, twice there, zero or noise; or
     cut short there.
     """
-    out = content
-    while out == content:
-        at = draw.randrange(len(content))
-        piece = content[at : at + draw.choice((1, 2, 8, 512))]
-        flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
-        new = draw.choice(
-            (flipped, flipped, b"", piece * 2, bytes(len(piece)), draw.randbytes(len(piece)))
-        )
-        rest = content[at + len(piece) :] if draw.randrange(5) else b""
-        out = content[:at] + new + rest
-    return out
+    at = draw.randrange(len(content))
+    piece = content[at : at + draw.choice((1, 2, 8, 512))]
+    flipped = bytes([piece[0] ^ 1 << draw.randrange(8)]) + piece[1:]
+    n = len(piece)
+    new = draw.choice((flipped, flipped, b"", piece * 2, bytes(n), draw.randbytes(n)))
+    rest = content[at + n :] if draw.randrange(5) else b""
+    out = content[:at] + new + rest
+    return out if out != content else corrupted(content, draw)

@@ -4,15 +4,19 @@ it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
+from typing import Any
+from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, events, flags, shell
+from conftest import ROOT, TINY, assert_one_line, events, flags, raises_one_line, shell, tiny
+from gloo import forked
 
+import train
+from deskgpt.distributed import init_distributed
 from deskgpt.errors import ConfigError, one_line_errors
 from deskgpt.files import cache_path, read_cache, write_cache
 
@@ -110,9 +114,7 @@ with safe_output(ignore_write_errors=True):
 """
     env = os.environ | {"PYTHON": sys.executable, "CODE": code, "X": str(tmp_path / "x")}
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
-        subprocess.run(
-            ["bash", "-c", f'"$PYTHON" -c "$CODE" {closed}'], cwd=ROOT, check=True, env=env
-        )
+        shell("bash", "-c", f'"$PYTHON" -c "$CODE" {closed}', check=True, env=env)
         assert (tmp_path / "x").read_bytes() == b""
 
 
@@ -124,22 +126,10 @@ def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(chars, tmp_
 
     for action, status in (("ignore", 0), ("default", 128 + 1)):
         out_dir = tmp_path / action
-        settings = TINY | {
-            "dataset": chars,
-            "out_dir": out_dir,
-            "max_iters": 400,
-            "eval_interval": 400,
-        }
+        settings = TINY | {"max_iters": 400, "eval_interval": 400}
         # setsid --ctty makes the terminal the run's own, so that its end is announced by SIGHUP.
-        command = [
-            "setsid",
-            "--ctty",
-            "env",
-            f"--{action}-signal=HUP",
-            sys.executable,
-            "train.py",
-            *flags(**settings),
-        ]
+        own_terminal = ["setsid", "--ctty", "env", f"--{action}-signal=HUP", sys.executable]
+        command = [*own_terminal, "train.py", *flags(**settings, dataset=chars, out_dir=out_dir)]
         ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 80))  # tqdm is silent in a width of 0
         process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -166,13 +156,44 @@ def test_names_that_the_locale_does_not_know_train_resume_and_sample(chars, tmp_
         ["train.py", "--init_from=resume", out_dir, "--max_iters=8", "--lr_decay_iters=6"],
         ["sample.py", out_dir, "--num_samples=1", "--max_new_tokens=2", "--device=cpu"],
     ]
-    # One after the other in one process, which imports torch once.
-    code = "import json, runpy, sys\nfor sys.argv in json.loads(sys.argv[1]):\n"
-    code += "    runpy.run_path(sys.argv[0], run_name='__main__')"
     env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    done = shell("python", "-c", code, json.dumps(commands, ensure_ascii=False), env=env)
-    assert (done.returncode, done.stderr) == (0, "")
+    for command in commands:
+        done = shell("python", *command, env=env)
+        assert (done.returncode, done.stderr) == (0, "")
     assert [e["iter"] for e in events(tmp_path / "öut", "iter")] == list(range(8))
+
+
+@POSIX
+def test_of_ranks_the_models_words_are_seen_and_ddps_warning_is_not(chars, tmp_path, capfd):
+    """DDP says for each run that all parameters have gradients, from C++, which no filter stops."""
+    settings = tiny(chars, tmp_path, max_iters=2, gradient_accumulation_steps=2)
+    logits = train.GPT.logits
+
+    def loud(*args: Any) -> Any:
+        os.write(2, b"loud ")
+        return logits(*args)
+
+    def train_loudly(rank: int) -> None:
+        setattr(train.GPT, "logits", loud)  # noqa: B010
+        train.main(settings)
+
+    forked(1, train_loudly)
+    said = capfd.readouterr().err
+    assert "loud" in said
+    assert not re.sub("loud |evaluating.*", "", said).strip()
+
+
+@POSIX
+def test_host_without_an_address_is_named_while_torch_waits(monkeypatch, capsys):
+    waits = mock.Mock(side_effect=RuntimeError("timed out"))
+    monkeypatch.setattr("torch.distributed.init_process_group", waits)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with raises_one_line("no-such-host.invalid", "--local-addr", "timed out", kind=OSError):
+        init_distributed("cpu", "auto", 600.0)
+    assert_one_line(capsys.readouterr().err, "waiting", "600 s", "no-such-host.invalid")
 
 
 @POSIX
@@ -188,6 +209,10 @@ def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_
     write_cache("x", "b", 2)
     cache_path("x").chmod(0o666)  # others may have written it
     assert read_cache("x") == {}
+    for ignored in ("~/cache", "cache"):  # of the folder that a run is started in
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert cache_path("x").parent == tmp_path / "home" / ".cache" / "deskgpt"
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     write_cache("x", "c", 3)

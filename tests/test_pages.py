@@ -4,13 +4,12 @@ figures are as stored.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import sys
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT, copy_of_repository, needs_bpe
-from warm_python import warm_python, write_program
 
 from bench.asking.statistics import ALPHA, difference, interval
 from train import TrainConfig
@@ -31,8 +29,13 @@ PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in P
 RESULTS = ROOT / "bench" / "results"
 
 
+def read(path: str | Path) -> str:
+    """Return a file's text; its path may be relative to the repository."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def blocks_of(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.M | re.S)
 
 
 def commands_of(page: Path) -> list[str]:
@@ -46,23 +49,24 @@ def commands_of(page: Path) -> list[str]:
 
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 # Beginnings of commands that other tests run, or that need what is not here.
-NOT_RUN = (
-    *(
-        "make train",
-        "make test",
-        "make qualify",
-        "python bench/qualify.py",
-        "python bench/ask.py",
-        "python -m bench",
-    ),
-    *("sbatch", "torchrun --nnodes=2", "curl", "llama-server", "git clone", "hf download"),
-    *(
-        "python bench/speed.py config/train_shakespeare_char_cpu.py --grid",
-        "python bench/lab.py",
-        "python bench/check_cards.py",
-    ),
-    *("python sample.py --serve", "lm_eval --model hf"),
-)
+NOT_RUN = """\
+make train
+make test
+make qualify
+python bench/qualify.py
+python bench/ask.py
+python bench/speed.py config/train_shakespeare_char_cpu.py --grid
+python bench/lab.py
+python bench/check_cards.py
+python -m bench
+python sample.py --serve
+sbatch
+torchrun --nnodes=2
+curl
+llama-server
+git clone
+hf download
+lm_eval --model hf"""
 # Compiling takes longer than the steps of these runs.
 PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
 # In Hugging Face's format, instead of OpenAI's, which would have to be downloaded.
@@ -73,8 +77,13 @@ SHORT = (
 )
 
 
+DIALOGUE = """{"messages": [{"role": "user", "content": "Who is there?"}, \
+{"role": "assistant", "content": "It is me."}]}
+"""
+
+
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, text) -> Iterator[Path]:
+def clone(tmp_path_factory, text) -> Path:
     """Make a copy of the repository with texts to train on and a .venv of this Python."""
     from transformers import (  # takes seconds, which the quick tests do without
         GPT2Config,
@@ -88,16 +97,10 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     (folder / "prompt.txt").write_text("the ")
     (folder / "documents").mkdir()
     for i in range(2):
-        documents = [
-            dict.fromkeys(("text", "body"), text[n : n + 2000])
-            for n in range(i * 2000, 100_000, 4000)
-        ]
-        (folder / "documents" / f"{i}.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    turns = [
-        {"role": "user", "content": "Who is there?"},
-        {"role": "assistant", "content": "It is me."},
-    ]
-    (folder / "dialogues.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+        parts = [text[n : n + 2000] for n in range(i * 2000, 100_000, 4000)]
+        lines = [json.dumps({"text": part, "body": part}) for part in parts]
+        (folder / "documents" / f"{i}.jsonl").write_text("\n".join(lines))
+    (folder / "dialogues.jsonl").write_text(DIALOGUE * 20)
     header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
     ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
     for name in ("val_000000", "train_000001"):  # as hf download brings them
@@ -108,16 +111,14 @@ def clone(tmp_path_factory, text) -> Iterator[Path]:
     )
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    write_program(programs / "torchrun", str(programs / "python"), "-m", "torch.distributed.run")
-    with warm_python(programs / "python"):
-        make_train = (
-            "tasks.train(Path('.venv/bin/python').absolute(), '', 'out-first', "
-            f"'first.gguf', {SHORT.split()})"
-        )
-        run(folder, f'python -c "import tasks; from pathlib import Path; {make_train}"')
-        assert (folder / "first.gguf").exists()
-        assert (folder / "out-first" / "report.html").exists()
-        yield folder
+    for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (programs / name).chmod(0o755)
+    settings = f"'', 'out-first', 'first.gguf', {SHORT.split()}"
+    run(folder, f'python -c "import sys, tasks; tasks.train(sys.executable, {settings})"')
+    assert (folder / "first.gguf").exists()
+    assert (folder / "out-first" / "report.html").exists()
+    return folder
 
 
 def run(clone: Path, command: str) -> str:
@@ -176,7 +177,7 @@ def training_flags(command: str) -> str:
 @pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
 def test_commands_of_the_pages_run(clone):
     for command in COMMANDS:
-        if command.startswith(NOT_RUN):
+        if command.startswith(tuple(NOT_RUN.splitlines())):
             continue
         out = run(clone, shortened(command))
         if "train.py" in command and not any(
@@ -192,19 +193,17 @@ def test_commands_of_the_pages_run(clone):
     "page", [*PAGES, *sorted((ROOT / "bench").glob("*/*.md"))], ids=lambda page: page.name
 )
 def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         target = page.parent / name if name else page
         assert target.exists(), f"{page.name} links to {name}"
         if anchor:  # of a heading, as GitHub makes them
-            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8").lower(), re.M)
+            headings = re.findall(r"^#+ (.+)$", read(target).lower(), re.M)
             anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
             assert anchor in anchors, f"{page.name} links to {name}#{anchor}"
-    if page in PAGES:
-        for name in re.findall(
-            r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`", text
-        ):
-            assert (ROOT / name).exists(), f"{page.name} names {name}"
+    named = r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`"
+    for name in re.findall(named, text) if page in PAGES else []:
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
     for block in blocks_of(page, "python"):
         compile(block, page.name, "exec")
 
@@ -213,19 +212,10 @@ NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
 UNIT = r"(?= ?%| (?:ms|s|us|GiB|GB|MB|nats)\b)"
 MEASURED = rf"(?<![\w.,/^=-])(?:{NUMBER}{UNIT}|\d[\d,]*\.\d+(?:e-?\d+)?(?![\d.]))"
 # Papers, versions of programs, what others report, arithmetic: they stand beside their source.
-OF_OTHERS = {
-    "2302.06675",
-    "2305.13245",
-    "2204.02311",
-    "12.6",
-    "2.11",
-    "2.14",
-    "2.15",
-    "4.57",
-    "2026.10",
-    "8.9",
-}
-OF_OTHERS |= {"7.5", "12.1", "13.0", "1.4697", "1.47", "9.3", "0.3256", "0.0065", "10.8"}
+OF_OTHERS = """
+2302.06675 2305.13245 2204.02311 12.6 2.11 2.14 2.15 4.57 2026.10 8.9
+7.5 12.1 13.0 1.4697 1.47 9.3 0.3256 0.0065 10.8
+"""
 
 
 def numbers_in(text: str) -> set[float]:
@@ -247,21 +237,18 @@ def parts_of(text: str) -> list[str]:
 def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
     """Other tests measure the tables again. Cards' figures have their commands on their page."""
     tables = r"(?s)<!-- (?:false answers|cost|beliefs|recipes) -->.*?\n\n"
-    texts = {
-        page.name: page.read_text(encoding="utf-8").partition("## A new card")[0] for page in PAGES
-    }
-    measured_again = numbers_in(
-        "".join(itertools.chain(*(re.findall(tables, text) for text in texts.values())))
-    )
-    results = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md")}
-    places = [
-        numbers_in(part) | measured_again for text in results.values() for part in parts_of(text)
-    ]
+    texts = {page.name: read(page).partition("## A new card")[0] for page in PAGES}
+    all_tables = re.findall(tables, "\n\n".join(texts.values()))
+    measured_again = numbers_in("".join(all_tables))
+    results = {path.name: read(path) for path in RESULTS.glob("*.md")}
+    parts = parts_of("\n\n".join(results.values()))
+    places = [numbers_in(part) | measured_again for part in parts]
     for name, text in texts.items():
         for part in parts_of(re.sub(tables, "", text)):
             cited = re.findall(r"results/([\w-]+\.md)", part)
             in_cited = measured_again.union(*(numbers_in(results[page]) for page in cited))
-            figures = {*re.findall(MEASURED, re.sub(r"`[^`]*`|\]\([^)]*\)", "", part))} - OF_OTHERS
+            figures = {*re.findall(MEASURED, re.sub(r"`[^`]*`|\]\([^)]*\)", "", part))}
+            figures -= {*OF_OTHERS.split()}
             found = (
                 all(is_in(x, place, bool(cited)) for x in figures)
                 for place in ([in_cited] if cited else places)
@@ -272,14 +259,14 @@ def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
 @pytest.mark.parametrize("page", sorted(RESULTS.glob("2*.md")), ids=lambda page: page.name)
 def test_commands_of_results_run_at_this_commit_or_are_history(page):
     scripts = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("data/*/prepare.py")]
-    code = "".join(path.read_text(encoding="utf-8") for path in scripts)
+    code = "".join(read(path) for path in scripts)
     options = (
         {f.name for f in fields(TrainConfig)}
         | {*TrainConfig.retired}
         | {*re.findall(r'add_argument\(\s*"--(\w+)"', code)}
     )
     commands = "".join([*blocks_of(page, "sh"), *blocks_of(page, "python")])
-    if "\nHistory: " not in page.read_text(encoding="utf-8"):
+    if "\nHistory: " not in read(page):
         assert commands
         assert all((ROOT / name).exists() for name in re.findall(r"python ([\w/]+\.py)", commands))
         assert {*re.findall(r"--(\w+)", commands)} <= options
@@ -287,7 +274,7 @@ def test_commands_of_results_run_at_this_commit_or_are_history(page):
 
 def assert_line_with(page: str, *values: Any) -> None:
     """A line of a page has all of these."""
-    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    lines = read(f"docs/{page}").splitlines()
     assert any(all(str(value) in line for value in filter(None, values)) for line in lines), values
 
 
@@ -309,7 +296,7 @@ def with_interval(
 
 
 def test_speeds_and_losses_are_those_of_the_stored_runs():
-    figures = json.loads((ROOT / "bench/results/figures.json").read_text(encoding="utf-8"))
+    figures = json.loads(read("bench/results/figures.json"))
     for r in figures["speed"]:
         assert_line_with("figures.md", *r.values())
     for r in figures["loss"]:
@@ -317,7 +304,7 @@ def test_speeds_and_losses_are_those_of_the_stored_runs():
         found = f"{mean:.4f} ± {half:.4f}" if half else f"{mean:.4f}"
         others = [value for name, value in r.items() if name != "losses"]
         assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *others)
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    readme = " ".join(read("README.md").split())
     for machine in ("with AMX", "Zen 4", "Zen 5", "without fast bfloat16"):
         rows = [
             r
@@ -330,8 +317,8 @@ def test_speeds_and_losses_are_those_of_the_stored_runs():
 
 
 def test_answers_are_those_of_the_stored_runs():
-    answers = (ROOT / "docs" / "answers.md").read_text(encoding="utf-8")
-    stored_answers = json.loads((ROOT / "bench/answers.json").read_text(encoding="utf-8"))
+    answers = read("docs/answers.md")
+    stored_answers = json.loads(read("bench/answers.json"))
     for stored in stored_answers["questions"]:
         is_percent = stored["figure"] != "val_loss"
         pairs = [*itertools.combinations(stored["arms"], 2)]
@@ -354,7 +341,7 @@ def test_answers_are_those_of_the_stored_runs():
         line.count("**") // 2 for line in answers.splitlines() if line.startswith("| `--momentum=")
     )
     assert f"exclude 0 in {n_bold} of 12 cells" in answers
-    decisions = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").replace("\n", " ")
+    decisions = read("docs/decisions.md").replace("\n", " ")
     cited = re.findall(r"[+-]\d\.\d{3} \([^)]* to [^)]*\)", decisions)
     assert all(f"**{interval}**" in answers for interval in cited)
 
@@ -388,33 +375,17 @@ def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path,
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("MPLBACKEND", raising=False)
     book, cells = notebook()
-    (parameters,) = (
-        cell for cell in cells.values() if "parameters" in cell.metadata.get("tags", [])
-    )
     settings = "--n_layer=1 --n_head=1 --n_embd=16 --batch_size=4 --eval_tokens=512 --compile=False"
+    (parameters,) = [cell for cell in cells.values() if cell.metadata.get("tags") == ["parameters"]]
     parameters.source += f"\nMINUTES = 0.05\nSETTINGS = {settings!r}"
-    client = NotebookClient(
-        book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
+    resources = {"metadata": {"path": str(folder)}}
     with suppress(CellExecutionError):  # the cell's own output says more
-        client.execute()
-    printed = {}
-    for name, cell in cells.items():
-        texts = [
-            output.get("text", "") + "\n".join(output.get("traceback", []))
-            for output in cell.outputs
-        ]
-        printed[name] = "".join(texts)
+        NotebookClient(book, timeout=120, kernel_name="python3", resources=resources).execute()
 
+    printed = {name: str(cell.outputs) for name, cell in cells.items()}
     assert "No Shakespeare: training on the source code" in printed["data"]
-    assert re.search(r"^step \d+: train loss", printed["train"], re.M)
+    assert re.search(r"\bstep \d+: train loss", printed["train"]), printed["train"]
     assert (folder / "out-notebook" / "ckpt.pt").is_file()
-    (picture,) = [
-        o.data["image/png"] for o in cells["plot"].outputs if o.output_type == "display_data"
-    ]
-    assert base64.b64decode(picture).startswith(b"\x89PNG")
-    written = re.findall(
-        r"^==== temperature \S+\ndef (.{400,})\n-{15}$", printed["sample"], re.M | re.S
-    )
-    assert len(written) == 1  # from the first temperature to the second one's end
-    assert printed["sample"].count("---------------") == 2
+    assert "'image/png': 'iVBOR" in printed["plot"]  # how PNG begins in base64
+    said = "".join(output.text for output in cells["sample"].outputs)
+    assert len(re.findall(r"(?s)==== temperature \S+\ndef (.{400,}?)\n-{15}", said)) == 2, said

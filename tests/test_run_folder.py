@@ -8,11 +8,12 @@ import errno
 import itertools
 import math
 import os
+import re
+import shutil
 import signal
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
@@ -36,12 +37,14 @@ from tiny_models import state_of
 from deskgpt.checkpoint import (
     CKPT,
     CKPT_BEST,
+    CKPT_FORMAT,
     clean_out_dir,
     is_checkpoint,
     list_checkpoints,
     load_checkpoint,
     load_to_resume,
     save_checkpoint,
+    write_ckpt_file,
 )
 from deskgpt.files import TEMPORARY, lock_out_dir
 from deskgpt.logger import RunLog, read_events
@@ -67,44 +70,45 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
             saver.save(state, best=True)
     assert saver.is_best(2.5, step=5)  # the files have 3.0
     assert saver.saved_step == 1
-    assert (
-        load_checkpoint(tmp_path).iter_num
-        == load_checkpoint(tmp_path / "ckpt_best.pt").iter_num
-        == 1
-    )
+    assert load_checkpoint(tmp_path).iter_num == 1
+    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 1
     for line, named in zip(lines, ("weights", "NaN", "free some disk space"), strict=True):
-        assert_one_line(line, tmp_path / "ckpt.pt", named, "the run continues")
+        assert_one_line(line, tmp_path / CKPT, named, "the run continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
     saver.raise_if_last_failed()
-    assert load_checkpoint(tmp_path / "ckpt_best.pt").iter_num == 5
+    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 5
     assert not list(tmp_path.glob("*.tmp"))
     # The disk fills after the best one is written and before the last one is.
-    monkeypatch.setattr(
-        "deskgpt.checkpoint.copy_file",
-        mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")),
-    )
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("deskgpt.checkpoint.copy_file", full)
     saver.save(state_of(6, 0.5), best=True)
     assert [saver.is_best(loss, step=7) for loss in (0.4, 0.6)] == [True, False]
-    assert load_checkpoint(tmp_path / "ckpt_best.pt").best_val_loss == 0.5
+    assert load_checkpoint(tmp_path / CKPT_BEST).best_val_loss == 0.5
     assert load_to_resume(tmp_path).iter_num == 5
+
+
+def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(tmp_path):
+    save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
+    # Damage of a file that one resumes, and a run that goes back to its best model.
+    for n, (step, number, named) in enumerate([(5, torch.nan, "NaN"), (8, 0.0, "step 8")], 1):
+        state = state_of(step)
+        state.model["lm_head.weight"][0, 0] = number
+        write_ckpt_file(vars(state) | {"format": CKPT_FORMAT}, tmp_path / CKPT)
+        before = (tmp_path / CKPT).read_bytes()
+        lines: list[str] = []
+        Checkpointer(tmp_path, lines.append, 3.0, saved_step=5).save(state_of(6), best=False)
+        assert_one_line(*lines, tmp_path / CKPT, named, f"previous-{n}")
+        assert contents(tmp_path / f"previous-{n}") == {CKPT: before}
+        assert load_checkpoint(tmp_path).iter_num == 6
 
 
 # ---- kills ---------------------------------------------------------------------------------------
 
 # Python's audit events of calls that change files. Writes within a file are not among them, so a
 # file must be written under a temporary name and renamed when it is complete.
-CHANGES = (
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.link",
-    "os.mkdir",
-    "os.rmdir",
-    "os.truncate",
-    "shutil.copyfile",
-)
+CHANGES = re.compile("open|shutil.copyfile|os.(rename|remove|link|mkdir|rmdir|truncate)")
 
 SAVES = [(1, True, 3.0), (2, False, 3.0), (3, True, 2.0)]  # (step, best, val loss so far)
 STATES = [(state_of(step, loss), best) for step, best, loss in SAVES]
@@ -116,7 +120,7 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal calls
-        if event not in CHANGES or not str(arguments[0]).startswith(str(out_dir)):
+        if not CHANGES.fullmatch(event) or not str(arguments[0]).startswith(str(out_dir)):
             return
         is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if is_write and not str(arguments[0]).endswith(TEMPORARY):
@@ -126,29 +130,25 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    saver = Checkpointer(
-        out_dir,
-        print,
-        load_to_resume(out_dir).best_val_loss if is_checkpoint(out_dir) else math.inf,
-    )
+    best_val_loss = load_to_resume(out_dir).best_val_loss if is_checkpoint(out_dir) else math.inf
+    saver = Checkpointer(out_dir, print, best_val_loss)
     for state, best in STATES:
         saver.save(state, best)
-        report.write(f"begun {state.iter_num}\n".encode())
         saver.raise_if_last_failed()
         report.write(f"done {state.iter_num}\n".encode())
 
 
-def assert_nothing_lost(out_dir: Path, before: str, begun: list[int], done: list[int]) -> None:
+def assert_nothing_lost(out_dir: Path, before: str, done: list[int]) -> None:
     """Check that what a kill leaves is what docs/reliability.md promises, and that a run resumes
     from there.
     """
-    losses = {step: loss for step, best, loss in SAVES if best} | (
-        {} if before == "nothing" else {0: 4.0}
-    )
+    losses = {step: loss for step, best, loss in SAVES if best}
+    if before != "nothing":
+        losses[0] = 4.0
     if before == "nothing" and not done and not list_checkpoints(out_dir):
         return
     last = load_to_resume(out_dir)
-    assert last.iter_num >= max([0, *done, *(step - 1 for step in begun)])
+    assert last.iter_num >= max([0, *done])
     bests_done = [step for step in done if step in losses]
     if bests_done or before == "damaged" or (out_dir / CKPT_BEST).exists():
         best = load_checkpoint(out_dir / CKPT_BEST)
@@ -175,9 +175,7 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
             out_dir.mkdir()
             if before != "nothing":  # what an earlier run has left
                 (out_dir / "ckpt.pt.1-a.tmp").write_text("torn")
-                save_checkpoint(
-                    replace(STATES[0][0], iter_num=0, best_val_loss=4.0), out_dir, best=True
-                )
+                save_checkpoint(state_of(0, 4.0), out_dir, best=True)
             if before == "one file":  # nanoGPT's
                 (out_dir / CKPT_BEST).unlink()
             elif before == "damaged":
@@ -193,11 +191,8 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
                 report.seek(0)
                 reported = [line.split() for line in report.read().decode().splitlines()]
             assert status in (0, signal.SIGKILL)
-            assert not [what for word, what in reported if word == "in-place"]
-            begun, done = (
-                [int(what) for word, what in reported if word == kind] for kind in ("begun", "done")
-            )
-            assert_nothing_lost(out_dir, before, begun, done)
+            assert {word for word, _ in reported} <= {"done"}  # nothing was written in place
+            assert_nothing_lost(out_dir, before, [int(step) for _, step in reported])
             if status == 0:
                 break
     assert call > 15
@@ -206,36 +201,22 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
 # ---- the log -------------------------------------------------------------------------------------
 
 
-def written(path: Path) -> list[tuple[str, int]]:
-    return [(e["event"], e["iter"]) for e in read_events(path)]
-
-
 @POSIX
-def test_log_continues_after_a_torn_line_and_if_it_was_moved_away(tmp_path):
-    path = tmp_path / "out" / "log.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"event": "iter", "iter": 2}\n{"event": "it')
-    log = RunLog(path)
-    log.write("start", iter=3)
-    assert path.read_text().splitlines()[1] == '{"event": "it'
-    assert written(path) == [("iter", 2), ("start", 3)]
-    os.rename(tmp_path / "out", tmp_path / "moved")
-    log.write("iter", iter=3)
-    assert written(path) == [("iter", 3)]
-
-
-@POSIX
-def test_log_continues_after_a_full_disk_and_has_complete_lines_only(tmp_path, capsys):
+def test_log_continues_after_a_torn_line_and_a_full_disk_and_if_it_was_moved_away(tmp_path, capsys):
     path = tmp_path / "log.jsonl"
+    path.write_text('{"event": "it')
     log = RunLog(path)
     log.write("start", iter=0, note="x" * 970)
     with files_of_at_most(kib=1):  # room for a part of a line
         for step in range(3):
             log.write("iter", iter=step)
     log.write("iter", iter=3)
-    assert path.read_text().count("\n") == 2
-    assert written(path) == [("start", 0), ("iter", 3)]
+    assert path.read_text().count("\n") == 3
+    assert [e["iter"] for e in read_events(path)] == [0, 3]
     assert_one_line(capsys.readouterr().err, path, "File too large", "the run continues")
+    path.rename(tmp_path / "moved")
+    log.write("iter", iter=4)
+    assert [e["iter"] for e in read_events(path)] == [4]
 
 
 @POSIX
@@ -262,16 +243,14 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
 def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    ids = []
     for settings in ({"max_iters": 3}, {"init_from": "resume"}):
         main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
-        ids.append(load_checkpoint(tmp_path / "out").wandb_run_id)
-    assert ids[0]
-    assert ids[0] == ids[1]
+    run_id = load_checkpoint(tmp_path / "out").wandb_run_id
+    assert run_id
     # And a copy of it would, too.
-    assert capsys.readouterr().out.count(f"steps that run {ids[0]} has") == 1
+    assert capsys.readouterr().out.count(f"steps that run {run_id} has") == 1
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}*/*.wandb"))) == 2
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2
 
 
 def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys):
@@ -285,7 +264,7 @@ def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys
         {"iter": 7, "loss": 2.0, "mfu": 50.0}, step=7
     )
     assert wandb_run.log.call_count == 2  # it is not called again
-    assert written(tmp_path / "log.jsonl") == [("iter", 7), ("iter", 8), ("iter", 9)]
+    assert [e["iter"] for e in events(tmp_path, "iter")] == [7, 8, 9]
     assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run continues")
 
 
@@ -301,6 +280,24 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     assert done.code == 1
     assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
     assert contents(out_dir) == {}
+
+
+@POSIX
+@pytest.mark.parametrize("remove", [shutil.rmtree, lambda path: path.rename(f"{path}-old")])
+def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(remove, tmp_path):
+    out_dir = tmp_path / "out"
+    with lock_out_dir(out_dir):
+        log = RunLog(out_dir / "log.jsonl")
+        saver = Checkpointer(out_dir, print, best_val_loss=9.0)
+        remove(out_dir)
+        for _ in range(2):
+            with raises_one_line(out_dir, "removed or renamed"):
+                log.write("iter", iter=1)
+            with raises_one_line(out_dir, "removed or renamed"):
+                saver.save(state_of(), best=True)
+            out_dir.mkdir(exist_ok=True)  # which may get the number of the one that was removed
+            (out_dir / ".lock").touch()
+    assert contents(out_dir) == {".lock": b""}
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
