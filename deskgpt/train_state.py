@@ -286,7 +286,8 @@ class TrainState:
         rows_per_step = math.prod(saved.config.get(n, self.settings[n]) for n in sizes)
         rows = progress.get("rows", self.step * rows_per_step)
         for name in self._plain_fields() & progress.keys():
-            if type(progress[name]) is not type(getattr(self, name)):
+            own = getattr(self, name)
+            if own is not None and type(progress[name]) is not type(own):
                 raise TypeError
             setattr(self, name, progress[name])
         if not is_number(rows):
@@ -371,11 +372,9 @@ def load_optimizer(
         raise ValueError(f"{source} has no optimizer state: {anew}")
     theirs = str(state.get("class", "AdamW"))  # nanoGPT's has no class
     if theirs != type(optimizer).__name__:
-        remedy = "continue with that one"
-        if theirs in ("AdamW", "Muon"):
-            remedy = f"take --optimizer={theirs.lower()}"
         raise ValueError(
-            f"{source} was trained with another optimizer, {theirs[:80]}: {remedy}, or {anew}"
+            f"{source} was trained with another optimizer, {theirs[:80]}: continue with that one "
+            f"(--optimizer), or {anew}"
         )
     try:
         names = names_of(optimizer, model)

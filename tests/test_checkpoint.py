@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,11 @@ from deskgpt.checkpoint import (
     load_to_resume,
     save_checkpoint,
 )
+from deskgpt.evaluation import Evaluation
 from deskgpt.files import note_once, sync_folder
 from deskgpt.gpt2_weights import load_gpt2
+from deskgpt.stopping import EvalRecord
+from deskgpt.train_state import MOST_EVALUATIONS, TrainState
 from model import GPT, GPTConfig
 
 
@@ -215,6 +219,16 @@ def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
                 replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False
             )
     assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_evaluations_of_a_long_run_fit_into_a_checkpoint(tmp_path):
+    found: list[Any] = [(step, 1.0, 2.0, 0.1) for step in range(MOST_EVALUATIONS)]
+    state: Any = SimpleNamespace(step=10**6, evaluations=[EvalRecord(*row) for row in found])
+    TrainState.add_evaluation(state, Evaluation(1.0, 0.1), Evaluation(2.0, 0.1))
+    assert state.evaluations == [*found[1:], (10**6, 1.0, 2.0, 0.1)]
+    saved = replace(state_of(10**6), progress={"evaluations": state.evaluations})
+    save_checkpoint(saved, tmp_path, best=True)
+    assert load_to_resume(tmp_path).best_val_loss == 2.0
 
 
 # ---- damaged and untrusted files -----------------------------------------------------------------

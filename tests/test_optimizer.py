@@ -238,3 +238,14 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
             load(**wrong)
     with raises_one_line("another optimizer", "SGD", "--init_from=out"):
         load(**{"class": "SGD"})
+
+
+def test_setting_that_is_changed_counts_and_otherwise_what_main_has_made_of_it():
+    model = model_with_gradients()
+    saved = optimizer_state(make(model, "adamw"), model)
+    saved["param_groups"][0] |= {"weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 1e-3}
+    for is_same, expected in ((True, (0.3, (0.5, 0.6), 1e-3)), (False, (0.1, (0.9, 0.95), 1e-3))):
+        optimizer = make(model, "adamw")
+        load_optimizer(optimizer, model, copy.deepcopy(saved), "out", is_same)
+        group = optimizer.param_groups[0]
+        assert (group["weight_decay"], group["betas"], group["eps"]) == expected
