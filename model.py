@@ -412,9 +412,22 @@ class GPT(nn.Module):
 
     @classmethod
     def without_storage(cls, config: GPTConfig) -> GPT:
-        """Return a model whose parameters have shapes but no memory: of any size, at once."""
-        with torch.device("meta"):
-            return cls(config)
+        """Return a model whose parameters have shapes but no memory: of any size, at once.
+
+        A model that reads numbers of tensors as it is made, by .item() for one, takes its memory
+        for a moment; what it draws is not missed by the next one.
+        """
+        try:
+            with torch.device("meta"):
+                return cls(config)
+        except (RuntimeError, TypeError):  # there are no numbers on the device meta
+            with torch.random.fork_rng(devices=()):
+                model = cls(config)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
+        try:
+            return model.to("meta")
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor], source: str) -> GPT:

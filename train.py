@@ -239,7 +239,7 @@ def main(config: TrainConfig) -> float:
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
     texts_at = make_sampler(config.sample_interval, model, compute, dist, data.tokenizer)
-    loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait)
+    loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait, state.row0)
     micro_batch, eval_batch = cuda_graphs(ddp_model, model, scaler, compute, batch, logger.warn)
     logger.start(stop.started)
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
@@ -261,9 +261,9 @@ def main(config: TrainConfig) -> float:
                 break
 
             # ---- one optimizer step --------------------------------------------------------------
+            seed_all(micro_batch_seed(config.seed, step, -1), dist.device)  # for draws of main
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
-            seed_all(micro_batch_seed(config.seed, step), dist.device)
             loss_sums: defaultdict[str, Any] = defaultdict(float)  # by name, on the device
             tokens = 0
             for micro in loader.step():

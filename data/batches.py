@@ -134,13 +134,12 @@ class Split:
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         return shard, start
 
-    def n_unmasked(self, step: int, global_batch: int) -> I64:
+    def n_unmasked(self, step: int, global_batch: int, row0: int = 0) -> I64:
         """Return how many targets the loss masks leave (global_batch,) in each row of optimizer
-        step `step`.
+        step `step`; row0: as Loader's.
         """
-        return self._unmasked(
-            *self.sequence_offsets(step, np.arange(global_batch), global_batch)
-        ).sum(1)
+        rows = np.arange(global_batch) + row0
+        return self._unmasked(*self.sequence_offsets(step, rows, global_batch)).sum(1)
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -473,8 +472,12 @@ class Loader:
         device: torch.device,
         position: int = 0,
         waited: Callable[[float], object] = lambda seconds: None,
+        row0: int = 0,
     ) -> None:
-        """waited: is called with the seconds that training waited for a micro-batch."""
+        """waited: is called with the seconds that training waited for a micro-batch. row0: the row
+        at which step 0 begins: not 0 if earlier steps were larger or smaller.
+        """
+        self._row0 = row0
         self.split = split
         self.device = device
         self.waited = waited
@@ -527,10 +530,11 @@ class Loader:
         stream of its own.
         """
         rows = self.batching.rows(micro_step)
-        batch = self.split.train_batch(position, rows, self.batching.global_batch_size)
+        global_batch = self.batching.global_batch_size
+        batch = self.split.train_batch(position, rows + self._row0, global_batch)
         weight = 1 / self.batching.micro_steps_per_rank
         if self.split.masks:
-            n_unmasked = self._n_unmasked(position, self.batching.global_batch_size)
+            n_unmasked = self._n_unmasked(position, global_batch, self._row0)
             weight = self.batching.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
         x, y = to_device(batch, self.device)
         is_last = micro_step == self.batching.micro_steps_per_rank - 1

@@ -111,12 +111,12 @@ class Dataset:
             for path in written
         ]
 
-    def windows(self, sequences: int, position: int) -> dict[str, list[int]]:
+    def windows(self, sequences: int, first_row: int) -> dict[str, list[int]]:
         """Return where the windows of a global batch of this many sequences begin, by token
         file.
         """
         begins: dict[str, list[int]] = {}
-        places = self.train.sequence_offsets(position, np.arange(sequences), sequences)
+        places = self.train.sequence_offsets(0, first_row + np.arange(sequences), sequences)
         for shard, first in zip(*places, strict=True):
             begins.setdefault(self.train.shards[shard].path.name, []).append(int(first))
         return begins

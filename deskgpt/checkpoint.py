@@ -9,16 +9,13 @@ checkpoint. nanoGPT's own checkpoints are read too.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import math
 import os
 import pickle
 import re
 import stat
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,15 +23,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from deskgpt.distributed import DistContext
+from deskgpt.distributed import DistContext, is_dtensor
 from deskgpt.errors import reason
 from deskgpt.files import (
     Fields,
     check_record,
     copy_file,
-    file_sha256,
     is_number,
     remove_leftovers,
     replacing,
@@ -45,10 +41,10 @@ from model import GPTConfig
 CKPT = "ckpt.pt"
 CKPT_BEST = "ckpt_best.pt"
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
-CKPT_FORMAT = 2  # from 2 on, a file without a checksum is a damaged one
 # That torch.compile and DDP leave on parameters' names.
 WRAPPER_PREFIX = re.compile(r"^(_orig_mod\.|module\.)+")
 MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
+EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state returns
 # The square of a larger one overflows float32, so that nothing can be computed with it.
 LARGEST_WEIGHT = 1e18
 # Names under Checkpoint.metadata: losses of two runs can be compared only if both entries are
@@ -93,17 +89,13 @@ def save_checkpoint(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     """
     path = out_dir / CKPT
     before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
-    content = vars(checkpoint)
     try:
-        check_loadable(content)
-        if not math.isfinite(sum_of_max_abs(content)):
-            raise ValueError("weights or moments hold NaN or infinity")
-        if sum_of_max_abs(checkpoint.model) > LARGEST_WEIGHT:
-            raise ValueError(f"there are weights above {LARGEST_WEIGHT:g}, which no step can mend")
+        content = savable(vars(checkpoint))
+        check_numbers(checkpoint)
     except ValueError as e:
         raise ValueError(f"{path} is not written: {e}{before}") from None
     try:
-        write_ckpt_file(content | {"format": CKPT_FORMAT}, out_dir / CKPT_BEST if best else path)
+        write_ckpt_file(content, out_dir / CKPT_BEST if best else path)
         sync_folder(out_dir)
         if best:
             copy_file(out_dir / CKPT_BEST, path)
@@ -115,13 +107,51 @@ def save_checkpoint(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
         ) from None
 
 
-def sum_of_max_abs(value: Any) -> float:
-    """Return the sum of the largest numbers of each tensor in value; NaN or infinite if one of all
-    numbers is.
+def savable(value: Any, name: str = "") -> Any:
+    """Return the value as a checkpoint keeps it: NumPy's numbers become Python's.
+
+    Raises ValueError, with the value's name, if load_checkpoint would not read it back.
     """
-    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-    tensors = [x if x.itemsize > 1 else x.float() for x in tensors if x.numel() and not x.is_meta]
-    return sum(abs(extreme.item()) for x in tensors for extreme in torch.aminmax(x))
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in PLAIN_TYPES:
+        return value
+    if isinstance(value, Tensor) and is_dense(value):
+        return value
+    if isinstance(value, dict):
+        return {key: savable(item, f"{name}.{key}".lstrip(".")) for key, item in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(savable(item, name) for item in value)
+    what = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        what = "a tensor that is sparse, nested, quantized, expanded or on meta"
+    raise ValueError(f"{name} holds {what}; checkpoints keep dense tensors, numbers and texts")
+
+
+def check_numbers(saved: Checkpoint) -> None:
+    """Raise ValueError if weights or moments hold NaN or infinity, or weights are too large.
+
+    Buffers may: a mask of -inf is one. The optimizer's state tells which weights are trained.
+    """
+    optimizer = saved.optimizer or {}
+    trained = optimizer.get("names", saved.model)
+    for name, w in saved.model.items():
+        if name in trained and not largest(w) <= LARGEST_WEIGHT:
+            raise ValueError(
+                f"the weights {name} hold NaN, infinity or numbers above {LARGEST_WEIGHT:g}, "
+                "which no step can mend"
+            )
+    if not all(largest(x) < math.inf for x in leaves(optimizer)):
+        raise ValueError("the optimizer's moments hold NaN or infinity")
+
+
+def largest(x: Any) -> float:
+    """Return the largest absolute value of a tensor, NaN if it holds one; 0 without fractions."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_meta or not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x if x.itemsize > 1 else x.float())
+    return torch.maximum(-low, high).item()
 
 
 def clean_out_dir(
@@ -153,13 +183,10 @@ def clean_out_dir(
             f"{best} has a loss that this run's cannot be compared with: it is now in "
             f"{archive_previous_run(out_dir, (CKPT_BEST,))}"
         )
-    elif (
-        last.exists()
-        and not best.exists()
-        and has_best
-        and val_loss_of_weights(read_checkpoint(last, numbers=False)) < math.inf
-    ):
-        copy_file(last, best)
+    elif last.exists() and not best.exists() and has_best:
+        loss = val_loss_of_weights(read_checkpoint(last, numbers=False))
+        if loss < math.inf:
+            copy_file(last, best)
     sync_folder(out_dir)
 
 
@@ -277,10 +304,13 @@ def load_to_resume(
     return saved
 
 
-def step_of_best(out_dir: Path) -> int | None:
-    """Return the step of the best checkpoint on the disk; None if there is no intact one."""
-    with suppress(ValueError):
-        return read_checkpoint(out_dir / CKPT_BEST, numbers=False).iter_num
+def best_on_disk(out_dir: Path, print0: Callable[[str], object] = str) -> tuple[Path, int] | None:
+    """Return the best intact checkpoint and its step. print0 is told of damaged ones."""
+    for path in reversed(list_checkpoints(out_dir)):
+        try:
+            return path, read_checkpoint(path, numbers=False).iter_num
+        except ValueError as e:
+            print0(f"{path} {e}")
     return None
 
 
@@ -306,22 +336,11 @@ def comparison_key(saved: Checkpoint) -> list[Any]:
     ]
 
 
-# What a file may hold, by key. nanoGPT's best_val_loss is a tensor, which math.isnan takes, unlike
-# text.
-CKPT_FIELDS: Fields = dict.fromkeys(
-    ("model", "model_args", "config"), lambda value: isinstance(value, dict)
-)
-OPTIONAL_FIELDS = (
-    "optimizer",
-    "scaler",
-    "tokenizer",
-    "variant",
-    "progress",
-    "metadata",
-    "extra_state",
-)
-CKPT_FIELDS |= dict.fromkeys(OPTIONAL_FIELDS, lambda value: isinstance(value, dict | None))
-CKPT_FIELDS |= dict.fromkeys(("chat", "wandb_run_id"), lambda value: isinstance(value, str | None))
+# What a file may hold, by key: dictionaries, texts and numbers. nanoGPT's best_val_loss is a
+# tensor, which math.isnan takes, unlike text.
+CKPT_FIELDS: Fields = {f.name: lambda x: isinstance(x, dict | None) for f in fields(Checkpoint)}
+CKPT_FIELDS |= dict.fromkeys(("model", "model_args", "config"), lambda x: isinstance(x, dict))
+CKPT_FIELDS |= dict.fromkeys(("chat", "wandb_run_id"), lambda x: isinstance(x, str | None))
 CKPT_FIELDS |= {
     "best_val_loss": lambda x: not math.isnan(x),
     "iter_num": lambda x: is_number(x) and x < MOST_STEPS,
@@ -347,8 +366,8 @@ def read_checkpoint(
     try:
         check_record(found, CKPT_FIELDS, required=("model", "model_args"))
         saved = checkpoint_of(found)
-        if checksums and not math.isfinite(sum_of_max_abs(found)):
-            raise ValueError("weights or moments hold NaN or infinity")
+        if checksums:
+            check_numbers(saved)
     except Exception as e:  # an untrusted content can raise nearly anything
         raise ValueError(f"is not a training checkpoint: {load_error_text(e)}") from None
     return saved
@@ -367,7 +386,8 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
         WRAPPER_PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")
     }
     for name, w in saved.model.items():
-        if not isinstance(w, Tensor) or w.is_complex():
+        is_tensor = isinstance(w, Tensor) and not w.is_complex()
+        if not is_tensor and not name.endswith(EXTRA_STATE):
             raise ValueError(f"its weight {name[:80]!r} is not a tensor of numbers")
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
     # nanoGPT's, which names a GPU and float16 even after a run on a CPU
@@ -376,11 +396,8 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
         saved.model_args = {"activation": "gelu"} | saved.model_args  # the exact GELU
     head = saved.model.get("lm_head.weight", torch.empty(0))
     table = saved.model.get("transformer.wte.weight", head)
-    if (
-        head.shape == table.shape
-        and not head.is_meta
-        and not torch.equal(head, table.to(head.dtype))
-    ):
+    is_tied = head.is_meta or head.shape != table.shape or torch.equal(head, table.to(head.dtype))
+    if not is_tied:
         saved.model_args = saved.model_args | {"tie_weights": False}
     GPTConfig.from_args(saved.model_args, "its model")
     val_loss_of_weights(saved)
@@ -390,8 +407,6 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
 # ---- one file ------------------------------------------------------------------------------------
 
 
-CHECKSUM_COMMENT = b"deskgpt sha256 "  # followed by 64 hex digits
-CHECKSUM_COMMENT_BYTES = len(CHECKSUM_COMMENT) + 64
 MOST_PICKLE_BYTES = 4 << 20  # that of GPT-2 XL with AdamW has 0.3 MB
 NO_ARCHIVE = (
     "it is not of torch.save, but cut short, empty, an error page or a git-LFS "
@@ -400,6 +415,10 @@ NO_ARCHIVE = (
 # What torch.load to the device meta gives a storage: where its numbers are in the file.
 STORAGE_OFFSET = "_checkpoint_offset"
 PLAIN_CLASSES = (Tensor, nn.Parameter)  # not those of sharded models
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# A file of the usual kind has some thousand values, and the evaluations of a long run.
+MOST_VALUES = 1 << 20
+MOST_NESTED = 100
 # NumPy's numbers, which forks of nanoGPT keep as losses.
 numpy_scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
 NUMPY_CLASSES = [
@@ -411,51 +430,47 @@ NUMPY_CLASSES = [
 
 
 def write_ckpt_file(content: Any, path: Path) -> None:
-    """Write torch.save(content) with its checksum, in one step. Raises OSError."""
+    """Write torch.save(content), whose archive has a checksum of each of its parts, in one step.
+
+    Raises OSError.
+    """
     with replacing(path) as file:
         try:
             torch.save(content, file)
         except RuntimeError as e:  # torch wraps a failed write
-            raise (
-                e.__context__
-                if isinstance(e.__context__, OSError)
-                else OSError(None, load_error_text(e))
-            ) from None
-        file.flush()
-        comment = CHECKSUM_COMMENT + file_sha256(Path(file.name)).encode()
-        # The length of the comment, 0 so far, is the last field of the archive.
-        file.seek(-2, io.SEEK_END)
-        file.write(CHECKSUM_COMMENT_BYTES.to_bytes(2, "little") + comment)
+            if isinstance(e.__context__, OSError):
+                raise e.__context__ from None
+            raise OSError(None, load_error_text(e)) from None
 
 
-def check_loadable(content: Any) -> None:
-    """Raise ValueError if `load` would not read back what `write` writes."""
-    file = io.BytesIO()
-    try:
-        check_dense_tensors(content)
-        torch.save(tree_map_only(Tensor, lambda x: torch.empty(0, dtype=x.dtype), content), file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as e:  # pickle's errors and torch's all differ
-        raise ValueError(load_error_text(e)) from None
+def leaves(content: Any) -> Iterator[Any]:
+    """Yield what nested containers hold.
 
-
-def check_dense_tensors(content: Any, plain: tuple[type, ...] = ()) -> None:
-    """Raise ValueError for a tensor that is not dense numbers, or not of a `plain` class if any are
-    given.
-
-    RecursionError if content holds itself.
+    Raises ValueError if they are nested without an end: lists that hold each other many times fit
+    into a small file, and to walk through them would take for ever.
     """
-    for x in (x for x in tree_leaves(content) if isinstance(x, Tensor)):
-        is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized)
-        if is_dense and type(x) in PLAIN_CLASSES:
-            storage = x.untyped_storage()
-            is_dense = x.nbytes <= storage.nbytes()  # no number that is expanded to many
-            is_dense &= not x.is_meta or getattr(storage, STORAGE_OFFSET) is not None
-        if not is_dense or (plain and type(x) not in plain):
-            raise ValueError(
-                "it holds a tensor that is sparse, nested, quantized, expanded, sharded or on meta"
-            )
+    todo = [(content, 0)]
+    n = 0
+    while todo:
+        value, depth = todo.pop()
+        n += 1
+        if n > MOST_VALUES or depth > MOST_NESTED:
+            raise ValueError("its containers hold themselves, or each other too often")
+        if isinstance(value, dict):
+            todo += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list | tuple | set):
+            todo += [(item, depth + 1) for item in value]
+        else:
+            yield value
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether a tensor is dense numbers, none of them expanded to many."""
+    if type(x) not in PLAIN_CLASSES or x.layout != torch.strided or x.is_nested or x.is_quantized:
+        return is_dtensor(x)  # which is gathered before it is written
+    storage = x.untyped_storage()
+    has_numbers = not x.is_meta or getattr(storage, STORAGE_OFFSET) is not None
+    return has_numbers and x.nbytes <= storage.nbytes()
 
 
 def read_ckpt_file(
@@ -465,7 +480,7 @@ def read_ckpt_file(
 
     Raises ValueError with the reason if it is damaged; OSError.
 
-    checksums: whether to compare the file's checksum. Its structure is always checked. numbers:
+    checksums: whether to compare the file's checksums. Its structure is always checked. numbers:
     False leaves tensors with their shapes alone, except single numbers, which takes no time and no
     memory. mapped: leave the numbers in the file, whose pages the system reads when they are used.
     """
@@ -474,7 +489,7 @@ def read_ckpt_file(
         raise ValueError("it is not a plain file but a pipe, a device or a folder")
     with open(path, "rb") as file:
         before = os.fstat(file.fileno())
-        has_checksum = check_archive(file, checksums)
+        check_archive(file, checksums)
         file.seek(0)
         try:
             with torch.serialization.safe_globals(NUMPY_CLASSES):
@@ -484,7 +499,11 @@ def read_ckpt_file(
                     weights_only=True,
                     mmap=mapped,
                 )
-            check_dense_tensors(found, PLAIN_CLASSES)
+            for x in leaves(found):
+                if isinstance(x, Tensor) and (is_dtensor(x) or not is_dense(x)):
+                    raise ValueError(
+                        "it holds a tensor that is sparse, nested, quantized, expanded or sharded"
+                    )
             if not numbers:
                 found = tree_map_only(
                     Tensor, lambda x: x if x.dim() else single_number(x, file), found
@@ -496,8 +515,6 @@ def read_ckpt_file(
         raise ValueError("it was changed while it was read")
     if not isinstance(found, dict):
         raise ValueError("it holds no dictionary")
-    if "format" in found and not has_checksum:
-        raise ValueError("its checksum is missing")
     return found
 
 
@@ -507,11 +524,8 @@ def single_number(x: Tensor, file: BinaryIO) -> Tensor:
     return torch.frombuffer(bytearray(file.read(x.itemsize)), dtype=x.dtype).reshape(())
 
 
-def check_archive(file: BinaryIO, checksums: bool) -> bool:
-    """Return whether a file has a checksum, which is compared if `checksums`.
-
-    Raises ValueError for damage; OSError.
-    """
+def check_archive(file: BinaryIO, checksums: bool) -> None:
+    """Raise ValueError if a file is no archive of torch.save, or damaged; OSError."""
     try:
         archive = zipfile.ZipFile(file)
     except Exception:  # zip's errors all differ
@@ -523,33 +537,12 @@ def check_archive(file: BinaryIO, checksums: bool) -> bool:
             raise ValueError(
                 f"its data.pkl has more than {MOST_PICKLE_BYTES:,} bytes, an absurd size"
             )
-    has_checksum = archive.comment.startswith(CHECKSUM_COMMENT)
     try:
-        is_intact = not checksums or (
-            matches_checksum(file) if has_checksum else archive.testzip() is None
-        )
+        is_intact = not checksums or archive.testzip() is None
     except Exception:  # zip's errors all differ
         is_intact = False
     if not is_intact:
         raise ValueError("its checksum does not match")
-    return has_checksum
-
-
-def matches_checksum(file: BinaryIO) -> bool:
-    """Return whether the comment of a file that has one is the checksum of all before it."""
-    n_bytes = file.seek(-2 - CHECKSUM_COMMENT_BYTES, io.SEEK_END)
-    end = file.read()
-    file.seek(0)
-    sha256 = hashlib.sha256()
-    while block := file.read(min(1 << 20, n_bytes - file.tell())):
-        sha256.update(block)
-    sha256.update(bytes(2))  # the length of no comment
-    return (
-        end
-        == CHECKSUM_COMMENT_BYTES.to_bytes(2, "little")
-        + CHECKSUM_COMMENT
-        + sha256.hexdigest().encode()
-    )
 
 
 def load_error_text(e: Exception) -> str:

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
@@ -306,6 +307,8 @@ def processor() -> str:
 
 # ---- what a run's figures come from --------------------------------------------------------------
 
+CODE = ("*.py", "deskgpt/*.py", "deskgpt/*.cpp", "data/*.py", "data/*/*.py")
+
 
 # Names of environment variables that change how torch and its libraries compute, or how fast.
 VARIABLES = re.compile(
@@ -352,10 +355,22 @@ def git_commit() -> str | None:
     return commit or os.environ.get("DESKGPT_COMMIT")
 
 
+def code_digest(root: Path = ROOT) -> str:
+    """Return sixteen hex digits of the SHA-256 of the code that runs in a checkout: scripts and
+    model, deskgpt, how data is read. It tells two edits apart that no commit has.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
 def code_versions(variant: Any, device: Any) -> dict[str, Any]:
-    """Return commit, versions, device and variant, for checkpoints: a resumed run prints a change
-    and continues.
+    """Return commit, digest, versions, device and variant, for checkpoints: a resumed run prints a
+    change and continues.
     """
     on_cpu = device.type == "cpu"  # whose full name has the number of threads, which ranks share
     name = processor() if on_cpu else device_name(device)
-    return {"code": git_commit(), "versions": versions(), "device": name, "variant": str(variant)}
+    code = {"code": git_commit(), "code_digest": code_digest()}
+    return code | {"versions": versions(), "device": name, "variant": str(variant)}

@@ -26,8 +26,7 @@ from deskgpt.checkpoint import (
     CKPT,
     CKPT_BEST,
     archive_previous_run,
-    list_checkpoints,
-    load_checkpoint,
+    best_on_disk,
     run_folder,
 )
 from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
@@ -169,6 +168,7 @@ class RunLogger:
             warm_up_s=self.warm_up_s,
             versions=state.metadata["versions"],
             git_commit=state.metadata["code"],
+            code_digest=state.metadata["code_digest"],
         )
         self.warn(state.schedule.warnings())
         self.timer.start()
@@ -221,6 +221,7 @@ class RunLogger:
                     f"logger.step({name}=...): a tensor of {value.numel()} numbers; log one of "
                     "them, such as their mean"
                 )
+        self.state.note_rates(step)
         self._tokens += tokens
         grad_norm = numbers["grad_norm"]
         assert isinstance(grad_norm, Tensor)
@@ -283,7 +284,7 @@ class RunLogger:
             lr=lr,
             grad_norm=norms[-1],
             clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
-            tokens=(step + 1) * self.state.batching.tokens_per_step,
+            tokens=self.state.tokens_before(step + 1),
             train_s=self.timer.window_ended_s,
             peak_memory_bytes=memory,
             **own,
@@ -331,7 +332,7 @@ class RunLogger:
             val_se=val.standard_error,
             val_bpb=val_bpb,
             lr=lr,
-            tokens=step * self.state.batching.tokens_per_step,
+            tokens=self.state.tokens_before(step),
             train_s=self.timer.train_s(),
             eval_s=self.timer.last_s["evaluation"],
             eval_windows=val.windows,
@@ -428,13 +429,13 @@ def print_next_commands(config: LogSettings, state: TrainState, stop: str | None
     """
     print0 = state.dist.print0
     out_dir = run_folder(config.out_dir)
-    checkpoints = list_checkpoints(out_dir)
-    if not checkpoints:
-        print0(f"no checkpoint was saved in {out_dir}")
+    found = best_on_disk(out_dir, print0)
+    if found is None:
+        print0(f"no intact checkpoint is in {out_dir}")
         return
-    model = checkpoints[-1]
+    model, step = found
     kind = "best model" if model.name == CKPT_BEST else "last model"
-    print0(f"{kind} of step {load_checkpoint(model, checksums=False).iter_num}: {model}")
+    print0(f"{kind} of step {step}: {model}")
     chat = ["--chat"] if state.data.chat is not None else []
     print0(
         "sample:  "

@@ -151,9 +151,10 @@ class LossMonitor:
     def _report(self, kind: str, step: int, loss: float, text: str, **fields: Any) -> None:
         """Log the step, its data rows, and their files and offsets."""
         n = self.state.batching.global_batch_size
-        rows = [step * n, step * n + n - 1]
+        first = self.state.rows_before(step)
+        rows = [first, first + n - 1]
         line = f"step {step}: {text}; its batch has rows {rows[0]:,} to {rows[1]:,}, see log.jsonl"
-        windows = self.state.data.windows(n, step)
+        windows = self.state.data.windows(n, first)
         self.logger.event(kind, line, iter=step, loss=loss, **fields, rows=rows, windows=windows)
 
     def check_val_loss(self, loss: float) -> None:

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from deskgpt.distributed import is_dtensor, local
-from deskgpt.errors import reason
 from model import GPT
 
 # Coefficients of the odd quintic polynomial that brings singular values to between 0.7 and 1.2 in
@@ -51,15 +49,13 @@ def make_optimizer(
     # One kernel for all tensors; these three have it in torch 2.11.
     fused = device.type in ("cuda", "cpu", "mps")
     options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
-    muon: list[Tensor] = []
-    rest: list[Tensor] = []
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name_of, p in model.named_parameters():
-        is_hidden_matrix = name_of.startswith("transformer.h.") and p.dim() == 2 and p not in tables
-        if p.requires_grad and name == "muon" and is_hidden_matrix:
-            muon.append(p)
-        elif p.requires_grad:
-            rest.append(p)
+    hidden: set[nn.Parameter] = set()  # matrices, for Muon
+    if name == "muon":
+        tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        hidden = {p for p in model.transformer.h.parameters() if p.dim() == 2} - tables
+    trained = [p for p in model.parameters() if p.requires_grad]
+    muon = [p for p in trained if p in hidden]
+    rest = [p for p in trained if p not in hidden]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
@@ -151,16 +147,26 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            if "momentum" in group:
-                self._muon(group)
-                for p in group["params"]:
-                    p.grad = None  # AdamW skips parameters without a gradient
+            if "momentum" not in group:
+                continue
+            by_shape = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    part = as_tall_matrices(torch.empty(p.shape, device="meta"))[0]
+                    by_shape[part.shape].append(p)
+            for params in by_shape.values():
+                n = len(params)
+                if is_dtensor(params[0]):
+                    n = max(1, MOST_GATHERED // params[0].numel())
+                for first in range(0, len(params), n):
+                    self._muon(params[first : first + n], group)
         super().step()
 
-    def _muon(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return
+    def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Take the step of matrices whose parts are of one shape, as one batch."""
+        from deskgpt.sharding import gathered, rows_of
+
+        is_sharded = is_dtensor(params[0])
         for p in params:
             if not self.state[p]:
                 self.state[p] = {
@@ -182,38 +188,22 @@ class Muon(torch.optim.AdamW):
                 torch.where(found_inf > 0, momentum, grad, out=grad)
         # Which AdamW expects
         torch._foreach_add_([self.state[p]["step"] for p in params], [do_step] * len(params))
+
+        # Nesterov momentum, then the nearest matrices whose singular values are all near 1.
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         steps = list(torch._foreach_lerp(grads, momenta, group["momentum"]))
-        torch._foreach_mul_(weights, decay_factor)
-        by_shape = defaultdict(list)
-        for i, p in enumerate(params):
-            # Ranks would gather a DTensor
-            by_shape[as_tall_matrices(torch.empty(p.shape, device="meta"))[0].shape].append(i)
-        for shape, indices in by_shape.items():
-            n = len(indices)
-            if is_dtensor(params[0]):
-                n = max(1, MOST_GATHERED // params[indices[0]].numel())
-            for first in range(0, len(indices), n):
-                self._orthogonalize(steps, params, indices[first : first + n], do_step)
-            alpha = -group["lr"] * 0.2 * max(shape) ** 0.5
-            torch._foreach_add_(
-                [weights[i] for i in indices], [steps[i] for i in indices], alpha=alpha
-            )
-
-    def _orthogonalize(
-        self, steps: list[Tensor], params: list[Tensor], indices: list[int], do_step: Tensor
-    ) -> None:
-        """Orthogonalize the chosen steps, whose parts are of one shape, as one batch."""
-        from deskgpt.sharding import gathered, rows_of
-
-        is_sharded = is_dtensor(params[0])
-        matrices = [gathered(steps[i], params[i]) if is_sharded else steps[i] for i in indices]
-        views = [part for matrix in matrices for part in as_tall_matrices(matrix)]
-        u = orthogonalized(torch.stack(views), self.dtype) * do_step
-        torch._foreach_copy_(views, list(u.unbind()))
         if is_sharded:
-            for i, matrix in zip(indices, matrices, strict=True):
-                steps[i] = rows_of(matrix, params[i])
+            steps = [gathered(step, p) for step, p in zip(steps, params, strict=True)]
+        parts = [part for step in steps for part in as_tall_matrices(step)]
+        u = orthogonalized(torch.stack(parts), self.dtype) * do_step
+        torch._foreach_copy_(parts, list(u.unbind()))
+        if is_sharded:
+            steps = [rows_of(step, p) for step, p in zip(steps, params, strict=True)]
+
+        torch._foreach_mul_(weights, decay_factor)
+        torch._foreach_add_(weights, steps, alpha=-group["lr"] * 0.2 * parts[0].size(0) ** 0.5)
+        for p in params:
+            p.grad = None  # AdamW, which comes next, skips parameters without a gradient
 
 
 def as_tall_matrices(x: Tensor) -> list[Tensor]:
@@ -250,153 +240,3 @@ def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
                 gram = torch.baddbmm(half, p, half, beta=a)
         y = y @ product if is_tall else product
     return y.type_as(x)
-
-
-# ---- the optimizer's state -----------------------------------------------------------------------
-
-
-OUR_OPTIMIZERS = (torch.optim.AdamW, Muon)
-# In each group: what the run sets, and what suits the machine.
-SET_BY_THE_RUN = ("params", "lr", "lr_scale", "fused", "foreach", "capturable")
-SET_BY_A_SCALER = {"grad_scale", "found_inf"}  # attributes, during a step
-
-
-class OptimizerState:
-    """An optimizer's state, as `state` and `load` give and take it.
-
-    To be made before the optimizer's first step.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model: GPT) -> None:
-        """Raises ValueError if the optimizer keeps something that a checkpoint could not give back.
-
-        If that appears later, the step in which it does raises ValueError.
-        """
-        self.optimizer = optimizer
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        name_of: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self.names = [
-            name_of.get(p, f"a parameter of its own, {i}") for i, p in enumerate(self.params)
-        ]
-        attributes(optimizer)
-        optimizer.register_step_post_hook(attributes)  # type: ignore[arg-type]
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values and tensors for a checkpoint.
-
-        Raises ValueError if that would lose something.
-        """
-        return self.optimizer.state_dict() | {
-            "names": self.names,
-            "class": type(self.optimizer).__name__,
-            "attributes": attributes(self.optimizer),
-        }
-
-    def load(self, state: dict[str, Any] | None, source: str) -> None:
-        """Take back what `state` has given; full tensors of rank 0 if the model is sharded, on all
-        ranks at once.
-
-        Raises ValueError, naming `source`, if the state does not belong to the model or the
-        optimizer.
-        """
-        if not state:
-            raise ValueError(
-                f"{source} has no optimizer state: begin a new run with its weights: "
-                f"--init_from={source}"
-            )
-        try:
-            theirs = state.get("class", "AdamW")  # nanoGPT's has no class
-            if theirs == type(self.optimizer).__name__:
-                self._load(state)
-                return
-        except Exception as e:  # an untrusted state can raise nearly anything
-            raise ValueError(
-                f"{source}: the optimizer state does not fit the model ({reason(e)})"
-            ) from None
-        remedy = (
-            f"take --optimizer={theirs.lower()}"
-            if theirs in ("AdamW", "Muon")
-            else "continue with that one"
-        )
-        raise ValueError(
-            f"{source} was trained with another optimizer, {str(theirs)[:80]}: {remedy}, "
-            f"or begin a new run with its weights: --init_from={source}"
-        )
-
-    def _load(self, state: dict[str, Any]) -> None:
-        from deskgpt.sharding import sharded_as
-
-        own = self.optimizer.param_groups
-        theirs = state["param_groups"]
-        if state.get("names", self.names) != self.names:
-            raise ValueError("its parameters differ, or are in another order")
-        if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in own]:
-            raise ValueError("its groups of parameters differ")
-        numbers = [i for group in theirs for i in group["params"]]
-        if type(self.optimizer) in OUR_OPTIMIZERS:
-            check_moments(own, state["state"], numbers)
-        groups = []
-        for mine, saved in zip(own, theirs, strict=True):
-            saved.pop("lr_scale", None)
-            set_now = mine if type(self.optimizer) in OUR_OPTIMIZERS else SET_BY_THE_RUN
-            kept = {name: mine[name] for name in set_now if name in mine and name != "params"}
-            groups.append(
-                tree_map_only(Tensor, lambda x: x.to(self.params[0].device), saved | kept)
-            )
-        known = attributes(self.optimizer)
-        vars(self.optimizer).update(
-            {k: v for k, v in state.get("attributes", {}).items() if k in known}
-        )
-        for number, p in zip(numbers, self.params, strict=True):
-            values = state["state"].get(number, {}) if is_dtensor(p) else {}
-            for kind, value in values.items():
-                if isinstance(value, Tensor) and value.dim():
-                    # In place, so that full ones are freed one by one.
-                    values[kind] = sharded_as(value, p)
-        self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-
-
-def attributes(optimizer: torch.optim.Optimizer, *_: Any) -> dict[str, Any]:
-    """Return the numbers and texts that a user's class has as attributes; {} for torch's classes
-    and ours.
-
-    Raises ValueError if it has anything else there, such as tensors, arrays or objects, or a
-    state_dict of its own.
-    """
-    torchs: Any = torch.optim.Optimizer
-    own: Any = type(optimizer)
-    if own is Muon or own.__module__.startswith("torch.optim."):
-        return {}
-    known = vars(torchs([torch.zeros(1)], {})).keys() | SET_BY_A_SCALER
-    found = {name: value for name, value in vars(optimizer).items() if name not in known}
-    odd = [
-        name
-        for name, value in found.items()
-        if not isinstance(value, bool | int | float | str | None)
-    ]
-    if (own.state_dict, own.load_state_dict) != (torchs.state_dict, torchs.load_state_dict):
-        odd = ["a state_dict of its own"]
-    if odd:
-        raise ValueError(
-            f"{own.__name__} keeps state in {odd[0]}, which checkpoints would lose: keep "
-            "tensors in `state`, numbers in attributes"
-        )
-    return found
-
-
-def check_moments(groups: list[dict[str, Any]], state: dict[int, Any], numbers: list[int]) -> None:
-    """Raise ValueError if AdamW's or Muon's moments have another kind or shape, which fused kernels
-    do not check.
-
-    Parameters that got no gradient yet have none.
-    """
-    params = [(p, group) for group in groups for p in group["params"]]
-    group_of = dict(zip(numbers, params, strict=True))
-    for i, moments in state.items():
-        p, group = group_of[i]
-        kinds = ["momentum_buffer"] if "momentum" in group else ["exp_avg", "exp_avg_sq"]
-        if not (float(moments["step"]) >= 0 and moments.keys() >= set(kinds)):
-            raise ValueError(f"parameter {i} has not a step and the moments {', '.join(kinds)}")
-        for kind, m in moments.items():
-            if kind != "step" and (m.shape != p.shape or m.dtype != p.dtype):
-                raise ValueError(f"{kind} of parameter {i} has not the shape {tuple(p.shape)}")

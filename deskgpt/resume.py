@@ -46,7 +46,7 @@ from model import GPT, GPT2_CHOICES, MODERN_CHOICES, GPTConfig, ModelSettings
 # If one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS}
 # In a checkpoint's metadata: a change is printed.
-OF_CODE = ("code", "versions", "device", "variant")
+OF_CODE = ("code", "code_digest", "versions", "device", "variant")
 Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
@@ -285,7 +285,10 @@ def restore(start: Start, state: TrainState, trains: bool) -> None:
     saved = start.checkpoint
     if start.earlier is not None:
         of_code = {name: state.metadata[name] for name in OF_CODE}
-        for change in changes_between(saved.metadata, of_code):
+        changes = {change.name: change for change in changes_between(saved.metadata, of_code)}
+        if "code" in changes:  # one line is enough
+            changes.pop("code_digest", None)
+        for change in changes.values():
             state.dist.print0(f"changed: {change}")
         state.resume(saved, start.source, trains)
     saved.model = {}

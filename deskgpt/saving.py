@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deskgpt.checkpoint import Checkpoint, clean_out_dir, run_folder, save_checkpoint, step_of_best
+from deskgpt.checkpoint import (
+    CKPT_BEST,
+    Checkpoint,
+    best_on_disk,
+    clean_out_dir,
+    run_folder,
+    save_checkpoint,
+)
 from deskgpt.distributed import DistContext, is_dtensor, is_sharded, local, unsharded
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import check_not_replaced
@@ -37,8 +44,10 @@ class SaveSettings(Protocol):
 class Checkpointer:
     """Writes the checkpoints of a run into out_dir, and knows the last and the best one there.
 
-    A save that fails is printed, and the run continues. Of a sharded run all ranks give their rows
-    to rank 0, which writes: what is saved and what is the best is decided there.
+    If the disk fails, that is printed, and the run continues. What can never be saved, such as a
+    weight that is NaN, ends it with a ValueError: it would train on for nothing. Of a sharded run
+    all ranks give their rows to rank 0, which writes: what is saved and what is the best is decided
+    there.
     """
 
     out_dir: Path
@@ -49,7 +58,7 @@ class Checkpointer:
     # Of the last checkpoint that was written; at first of the one that is resumed.
     saved_step: int | None = None
     is_finetuning: bool = False  # starts from trained weights: step 0 may be the best, and is saved
-    error: OSError | ValueError | None = None  # of the last save
+    error: OSError | None = None  # of the last save
     is_out_dir_clean: bool = False  # what earlier runs left in out_dir is tidied
     saves_each_evaluation: bool = True  # False: only the best so far
     writes: bool = True  # False: no checkpoint at all
@@ -131,8 +140,8 @@ class Checkpointer:
     def save(self, checkpoint: Checkpoint, best: bool) -> None:
         """Write a checkpoint.
 
-        One that cannot be written is printed, and its step is tried again. Raises ValueError if
-        out_dir is another folder now.
+        If the disk fails, that is printed, and its step is tried again. Raises ValueError if it can
+        never be written, or out_dir is another folder now.
         """
         self.error = None
         if self.shard_ranks:
@@ -147,11 +156,12 @@ class Checkpointer:
                 self.is_out_dir_clean = True
             save_checkpoint(checkpoint, self.out_dir, best)
             self.saved_step = checkpoint.iter_num
-        except (OSError, ValueError) as e:
+        except OSError as e:
             self.error = e
             self.print0(f"{e}; the run continues and tries again at the next save")
         # If it failed after the best one was durable, that one is the best all the same.
-        if best and (self.error is None or step_of_best(self.out_dir) == checkpoint.iter_num):
+        written = (self.out_dir / CKPT_BEST, checkpoint.iter_num)
+        if best and (self.error is None or best_on_disk(self.out_dir) == written):
             self.best_val_loss = checkpoint.best_val_loss
 
     def raise_if_last_failed(self) -> None:

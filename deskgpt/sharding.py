@@ -90,22 +90,14 @@ def refuse_shared(model: GPT) -> None:
     """Raise ValueError for a parameter that two units share, as in a changed model; torch would
     print nothing.
     """
-    for names in names_of_shared(model):
-        units = {
-            name.split(".")[2] if name.startswith("transformer.h.") else "root" for name in names
-        }
-        if len(units) > 1:
-            raise ValueError(
-                f"dp_shard: {names[0]} is also {names[-1]}, in another unit; take --dp_shard=1"
-            )
-
-
-def names_of_shared(model: GPT) -> list[list[str]]:
-    """Return the names of each parameter that has several, as a tied embedding has."""
-    names: dict[int, list[str]] = {}
+    first: dict[Tensor, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return [found for found in names.values() if len(found) > 1]
+        other = first.setdefault(p, name)
+        blocks = {n.split(".")[2] if n.startswith("transformer.h.") else "" for n in (name, other)}
+        if len(blocks) > 1:
+            raise ValueError(
+                f"dp_shard: {other} is also {name}, in another unit; take --dp_shard=1"
+            )
 
 
 def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str = "float32") -> GPT:
@@ -115,12 +107,10 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str 
     """
     copy = GPT.without_storage(model.config)
     shard(copy, mesh, dtype)
-    shared = names_of_shared(copy)
+    swap = torch.__future__.set_swap_module_params_on_conversion
+    swap(True)  # otherwise to_empty makes several of a tied weight
     copy.to_empty(device=device)
-    for first, *others in shared:  # to_empty has made several of it
-        for name in others:
-            module, _, attribute = name.rpartition(".")
-            setattr(copy.get_submodule(module), attribute, copy.get_parameter(first))
+    swap(False)
     copy_full(dict(model.named_parameters()), dict(copy.named_parameters()))
     # Also those that a state_dict leaves out.
     copy_full(dict(model.named_buffers()), dict(copy.named_buffers()))

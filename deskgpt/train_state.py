@@ -1,5 +1,5 @@
 """The training state: all that a checkpoint keeps of a run, and the only place of each fact about
-its progress.
+its progress; and what is kept of an optimizer.
 """
 
 from __future__ import annotations
@@ -8,20 +8,25 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from data.batches import BatchSplit
 from data.dataset import Dataset
-from deskgpt.checkpoint import Checkpoint, check_loadable
+from deskgpt.checkpoint import EXTRA_STATE, Checkpoint, savable
 from deskgpt.compute import ComputeMode
 from deskgpt.device import code_versions
-from deskgpt.distributed import DistContext, is_sharded
-from deskgpt.errors import reason
+from deskgpt.distributed import DistContext, is_dtensor, is_sharded
+from deskgpt.errors import reason, shortened
 from deskgpt.evaluation import Evaluation
-from deskgpt.optim import OptimizerState, keep_rates_of_groups
+from deskgpt.files import is_number
+from deskgpt.optim import Muon, keep_rates_of_groups
+from deskgpt.pass_facts import is_own, snapshot
 from deskgpt.stopping import EvalRecord, Schedule
 from model import GPT
 
@@ -68,10 +73,15 @@ class SpikeDetector:
 # ---- the state -----------------------------------------------------------------------------------
 
 
-# Fields that a checkpoint keeps in a form or a place of their own.
-KEPT_ELSEWHERE = {"metadata", "wandb_run_id", "first_step", "step", "evaluations", "spikes"}
+# What a checkpoint keeps in a form or a place of its own, or not at all. It keeps all other fields.
+KEPT_ELSEWHERE = {"settings", "model", "optimizer", "scaler", "variant", "batching", "schedule"}
+KEPT_ELSEWHERE |= {"rate", "data", "dist", "metadata", "wandb_run_id", "first_step", "step"}
+KEPT_ELSEWHERE |= {"row0", "evaluations", "spikes", "_extra", "_saved_extra"}
 # In the metadata of a checkpoint: those of its steps, by which a resumed run is compared.
 LR_HISTORY = "learning rates"
+MOST_EVALUATIONS = 10_000  # the last ones: more would make a file's pickle larger than what is read
+# Settings of the optimizer: if none has changed, its groups go on as they were saved.
+OPTIMIZER_SETTINGS = ("weight_decay", "beta1", "beta2", "momentum")
 
 
 @dataclass(eq=False)
@@ -98,6 +108,9 @@ class TrainState:
     wandb_run_id: str | None = None
     first_step: int = 0  # of this process
     step: int = 0  # optimizer steps done
+    # The row of the training data at which step 0 would begin with today's global batch: not 0 if
+    # earlier steps were larger or smaller.
+    row0: int = 0
     evaluations: list[EvalRecord] = field(default_factory=list)
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
     # Of each group: its lr at the last step / self.rate.
@@ -112,8 +125,8 @@ class TrainState:
             | code_versions(self.variant, self.dist.device)
         )
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
-        self.optimizer_state = OptimizerState(self.optimizer, self.model)
-        self.optimizer.register_step_pre_hook(self._note_rates)
+        own = attributes_of(self.model)
+        self._attributes = {name: attribute_state(value) for name, value in own.items()}
         if not self.settings["eval_only"]:
             self._check_saves()
 
@@ -126,31 +139,37 @@ class TrainState:
             | asdict(self.schedule)
         )
 
+    def rows_before(self, step: int) -> int:
+        """Return the rows of training data that the steps before this one read."""
+        return step * self.batching.global_batch_size + self.row0
+
+    def tokens_before(self, step: int) -> int:
+        return self.rows_before(step) * self.batching.block_size
+
     def add_evaluation(self, train: Evaluation, val: Evaluation) -> None:
         """Add an evaluation of this step.
 
         One that is repeated after a resume replaces the first.
         """
-        self.evaluations = [e for e in self.evaluations if e.step < self.step]
+        before = self.evaluations[1 - MOST_EVALUATIONS :]
+        self.evaluations = [e for e in before if e.step < self.step]
         self.evaluations.append(EvalRecord(self.step, train.loss, val.loss, val.standard_error))
 
-    def _note_rates(self, *_: Any) -> None:
-        """Note the share of `rate` that each group runs at.
+    def note_rates(self, step: int) -> None:
+        """Note the share of `rate` that each group ran at in this step.
 
-        Print a share that differs from the resumed run's last.
-
-        So a rate that is changed in main is noticed. check_same_experiment compares `rate`
-        itself.
+        After the first step of a resumed run, print a share that differs from the one before. So a
+        rate that is changed in main is noticed; `rate` itself is compared before a run resumes.
         """
-        rate = self.rate(self.schedule, self.step)
+        rate = self.rate(self.schedule, step)
         if not rate:
             return
-        factors = [float(group["lr"]) / rate for group in self.optimizer.param_groups]
-        before = self.rate_factors if self.step == self.first_step else []
+        factors = [float(group["lr"] / rate) for group in self.optimizer.param_groups]
+        before = self.rate_factors if step == self.first_step else []
         for i, (old, new) in enumerate(zip(before, factors, strict=False)):
             if not math.isclose(old, new, rel_tol=1e-6):
                 text = f"{new:.6g} times learning_rate() in group {i} now, {old:.6g} times before"
-                self.dist.print0(f"changed: learning rate at step {self.step:,}: {text}")
+                self.dist.print0(f"changed: learning rate at step {step:,}: {text}")
         self.rate_factors = factors
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -158,15 +177,21 @@ class TrainState:
     def register_state(self, name: str, part: Any) -> None:
         """Keep this in checkpoints, too: an object with state_dict and load_state_dict, such as an
         average of the weights. In a resumed run it gets its state back at once. Raises ValueError
-        in a sharded run, and if a file could not keep the state.
+        in a sharded run, and if a file could not keep the state, or has one that does not fit.
         """
         if is_sharded(self.model):
             raise ValueError(
                 f"{name}: checkpoints of sharded runs keep the model and the optimizer only"
             )
-        check_loadable(part.state_dict())
+        savable(part.state_dict(), name)
         self._extra[name] = part
-        self._restore_extra(name)
+        try:
+            if name in self._saved_extra:
+                part.load_state_dict(self._saved_extra[name])
+        except Exception as e:  # whatever that class raises
+            raise ValueError(
+                f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})"
+            ) from None
 
     def checkpoint(
         self, best_val_loss: float = math.inf, wandb_run_id: str | None = None
@@ -175,9 +200,19 @@ class TrainState:
         is written.
         """
         rates = sample_lrs(lambda step: self.rate(self.schedule, step), self.step)
+        weights = self.model.state_dict()
+        generators = {}
+        changed = []
+        for name, value in attributes_of(self.model).items():
+            if isinstance(value, torch.Generator):
+                generators[name] = value.get_state()
+            elif attribute_state(value) != self._attributes.get(name):
+                extra = f"{name.rpartition('.')[0]}.{EXTRA_STATE}".lstrip(".")
+                if extra not in weights:  # which keeps it
+                    changed.append(name)
         return Checkpoint(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer_state.state(),
+            model=weights,
+            optimizer=optimizer_state(self.optimizer, self.model),
             model_args=self.model.config.as_args(),
             iter_num=self.step,
             best_val_loss=best_val_loss,
@@ -190,8 +225,11 @@ class TrainState:
             wandb_run_id=wandb_run_id,
             progress={
                 **{name: getattr(self, name) for name in self._plain_fields()},
+                "rows": self.rows_before(self.step),
                 "losses": list(self.spikes.losses),
-                "evaluations": [list(e) for e in self.evaluations],
+                "evaluations": self.evaluations,
+                "generators": generators,
+                "changed attributes": changed,
             },
             metadata=self.metadata | {LR_HISTORY: rates},
             extra_state={name: part.state_dict() for name, part in self._extra.items()} or None,
@@ -202,14 +240,14 @@ class TrainState:
         this one.
         """
         saved = self.checkpoint()
-        shapes = {
-            name: torch.empty(w.shape, dtype=w.dtype, device="meta")
-            for name, w in saved.model.items()
-        }
         try:
-            check_loadable(vars(saved))
+            savable(vars(saved))
+            shapes = {
+                name: w.to("meta") if isinstance(w, Tensor) else w
+                for name, w in saved.model.items()
+            }
             GPT.without_storage(self.model.config).load_state_dict(shapes, assign=True)
-        except (RuntimeError, ValueError) as e:
+        except Exception as e:  # whatever a user's set_extra_state raises
             raise ValueError(
                 f"no run could resume from checkpoints of this one, so it ends: {reason(e)}"
             ) from None
@@ -221,61 +259,209 @@ class TrainState:
         Raises ValueError, naming `source`, if it is damaged.
         """
         if trains:
-            self.optimizer_state.load(saved.optimizer, source)
+            now = self.settings
+            is_same = all(saved.config.get(n, now[n]) == now[n] for n in OPTIMIZER_SETTINGS)
+            load_optimizer(self.optimizer, self.model, saved.optimizer, source, is_same)
         self.first_step = self.step = saved.iter_num
         self.wandb_run_id = saved.wandb_run_id
         self._saved_extra = saved.extra_state or {}
-        for name in self._extra:
-            self._restore_extra(name)
+        for name, part in self._extra.items():
+            self.register_state(name, part)
         try:
             if trains and saved.scaler:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
                     raise ValueError
                 self.scaler.load_state_dict(saved.scaler)
-            if saved.progress:  # nanoGPT's has none
-                for name in self._plain_fields() & saved.progress.keys():
-                    self._restore_field(name, saved.progress[name])
-                self.rate_factors = [float(factor) for factor in self.rate_factors]
-                self.spikes.losses.extend(map(float, saved.progress["losses"]))
-                for step, train_loss, val_loss, error in saved.progress["evaluations"]:
-                    error = None if error is None else float(error)
-                    self.evaluations.append(
-                        EvalRecord(int(step), float(train_loss), float(val_loss), error)
-                    )
+            self._restore_progress(saved)
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(
                 f"{source}: its loss scale, or its record of past losses, is damaged"
             ) from None
 
-    def _plain_fields(self) -> set[str]:
-        """Return the names of the fields that a checkpoint keeps as they are: the others that have
-        a default.
-        """
-        has_default = {
-            f.name for f in fields(self) if (f.default, f.default_factory) != (MISSING, MISSING)
-        }
-        return {name for name in has_default - KEPT_ELSEWHERE if not name.startswith("_")}
-
-    def _restore_field(self, name: str, value: Any) -> None:
-        """Raises ValueError if the value has another type than the field."""
-        own = getattr(self, name)
-        if own is not None and type(value) is not type(own):
+    def _restore_progress(self, saved: Checkpoint) -> None:
+        """Take back what a checkpoint has counted and measured."""
+        progress = saved.progress or {}
+        # nanoGPT's, and those of the version before, have not counted their rows.
+        sizes = ("batch_size", "gradient_accumulation_steps")
+        rows_per_step = math.prod(saved.config.get(n, self.settings[n]) for n in sizes)
+        rows = progress.get("rows", self.step * rows_per_step)
+        for name in self._plain_fields() & progress.keys():
+            own = getattr(self, name)
+            if own is not None and type(progress[name]) is not type(own):
+                raise TypeError
+            setattr(self, name, progress[name])
+        if not is_number(rows):
             raise ValueError
-        setattr(self, name, value)
+        self.row0 += rows - self.rows_before(self.step)
+        self.rate_factors = [float(factor) for factor in self.rate_factors]
+        self.spikes.losses.extend(map(float, progress.get("losses", [])))
+        for step, *losses in progress.get("evaluations", []):
+            known = [None if x is None else float(x) for x in losses]
+            self.evaluations.append(EvalRecord._make([int(step), *known]))
+        for name, value in attributes_of(self.model).items():
+            if name in progress.get("generators", {}):
+                value.set_state(progress["generators"][name])
+        if lost := progress.get("changed attributes"):
+            names = shortened(", ".join(lost))
+            self.dist.print0(
+                f"changed: attributes of the model that are in no checkpoint begin anew: {names}; "
+                "keep them in buffers or get_extra_state"
+            )
 
-    def _restore_extra(self, name: str) -> None:
-        """Give a registered object its state back, if the checkpoint has it.
+    def _plain_fields(self) -> set[str]:
+        """Return the names of the fields that a checkpoint keeps as they are."""
+        return {f.name for f in fields(self)} - KEPT_ELSEWHERE
 
-        Raises ValueError if it does not fit.
-        """
-        if name not in self._saved_extra:
-            return
-        try:
-            self._extra[name].load_state_dict(self._saved_extra[name])
-        except Exception as e:  # whatever that class raises
+
+# ---- a model's attributes ------------------------------------------------------------------------
+
+
+def attributes_of(model: nn.Module) -> dict[str, Any]:
+    """Return what modules keep beside parameters, buffers and modules, by name."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        found |= {f"{prefix}.{n}": x for n, x in vars(module).items() if is_own(n)}
+    found.pop(".require_backward_grad_sync", None)  # main sets it, in sharded runs
+    return found
+
+
+def attribute_state(value: Any) -> Any:
+    """Return something that differs once an attribute has changed, a tensor also in place."""
+    is_counted = isinstance(value, Tensor) and not value.is_inference()
+    return snapshot(value), value._version if is_counted else 0
+
+
+# ---- the optimizer's state -----------------------------------------------------------------------
+
+
+OUR_OPTIMIZERS = (torch.optim.AdamW, Muon)
+OPTIONS = ("lr", "betas", "eps", "weight_decay")  # in the groups of these: numbers, to be checked
+SET_BY_SETTINGS = ("weight_decay", "betas", "momentum")
+SET_BY_THE_MACHINE = ("lr_scale", "fused", "foreach", "capturable")
+SET_IN_A_STEP = {"grad_scale", "found_inf"}  # attributes, by a GradScaler
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: GPT) -> dict[str, Any]:
+    """Return an optimizer's state as plain values and tensors for a checkpoint.
+
+    Raises ValueError if that would lose something.
+    """
+    about = {"names": names_of(optimizer, model), "class": type(optimizer).__name__}
+    if not has_own_state_dict(optimizer):
+        return optimizer.state_dict() | about | {"attributes": own_numbers(optimizer)}
+    if is_sharded(model):
+        raise ValueError(f"dp_shard: {about['class']} has a state_dict of its own, and no shards")
+    return about | {"own": optimizer.state_dict()}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: GPT,
+    state: dict[str, Any] | None,
+    source: str,
+    settings_are_same: bool = True,
+) -> None:
+    """Give an optimizer back what optimizer_state has returned; full tensors of rank 0 if the model
+    is sharded, on all ranks at once.
+
+    settings_are_same: what settings say of the groups, such as weight decay, is taken back, too.
+    Raises ValueError, naming `source`, if the state does not belong to the model or the optimizer.
+    """
+    anew = f"begin a new run with its weights: --init_from={source}"
+    if not state:
+        raise ValueError(f"{source} has no optimizer state: {anew}")
+    theirs = str(state.get("class", "AdamW"))  # nanoGPT's has no class
+    if theirs != type(optimizer).__name__:
+        raise ValueError(
+            f"{source} was trained with another optimizer, {theirs[:80]}: continue with that one "
+            f"(--optimizer), or {anew}"
+        )
+    try:
+        names = names_of(optimizer, model)
+        if state.get("names", names) != names:
+            raise ValueError("its parameters differ, or are in another order")
+        if has_own_state_dict(optimizer):
+            optimizer.load_state_dict(state["own"])
+        else:
+            _load(optimizer, state, settings_are_same)
+    except Exception as e:  # an untrusted state can raise nearly anything
+        raise ValueError(
+            f"{source}: the optimizer state does not fit the model ({reason(e)})"
+        ) from None
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any], settings_are_same: bool) -> None:
+    from deskgpt.sharding import sharded_as
+
+    set_now = SET_BY_THE_MACHINE if settings_are_same else SET_BY_THE_MACHINE + SET_BY_SETTINGS
+    groups = []
+    for mine, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        saved.pop("lr_scale", None)
+        if type(optimizer) in OUR_OPTIMIZERS:
+            options = {name: saved[name] for name in OPTIONS}
+            torch.optim.AdamW([torch.zeros(1)], **options)  # raises ValueError for wrong ones
+            kept = {"params", "momentum", *OPTIONS} & mine.keys()
+            saved = mine | {name: saved[name] for name in kept}
+        groups.append(saved | {name: mine[name] for name in set_now if name in mine})
+        for p, number in zip(mine["params"], saved["params"], strict=True):
+            moments = state["state"].get(number, {})  # none before its first gradient
+            if moments and type(optimizer) in OUR_OPTIMIZERS:
+                check_moments(moments, p, "momentum" in mine)
+            for kind, value in moments.items():
+                if is_dtensor(p) and isinstance(value, Tensor) and value.dim():
+                    # In place, so that full ones are freed one by one.
+                    moments[kind] = sharded_as(value, p)
+    device = optimizer.param_groups[0]["params"][0].device
+    groups = tree_map_only(Tensor, lambda x: x.to(device), groups)
+    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+    for name, value in state.get("attributes", {}).items():
+        # Also what its first step makes, but no method.
+        if isinstance(value, PLAIN) and not hasattr(type(optimizer), name):
+            setattr(optimizer, name, value)
+
+
+def check_moments(moments: dict[str, Any], p: Tensor, is_momentum: bool) -> None:
+    """Raise ValueError or KeyError if AdamW's or Muon's moments of a parameter have another kind or
+    shape, which fused kernels do not check.
+    """
+    if not moments["step"] >= 0:
+        raise ValueError(f"its step is {moments['step']}")
+    for kind in ["momentum_buffer"] if is_momentum else ["exp_avg", "exp_avg_sq"]:
+        if moments[kind].shape != p.shape or moments[kind].dtype != p.dtype:
+            raise ValueError(f"its {kind} has not the shape {tuple(p.shape)}")
+
+
+def names_of(optimizer: torch.optim.Optimizer, model: GPT) -> list[str]:
+    """Return the names of an optimizer's parameters, in its order."""
+    name_of: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [name_of.get(p, "a parameter of its own") for p in params]
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a user's class saves and loads its state by itself."""
+    return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+
+
+PLAIN = (bool, int, float, str, np.generic, type(None))
+
+
+def own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the numbers and texts that a user's class has as attributes.
+
+    Raises ValueError if it has anything else there, such as tensors, arrays or objects.
+    """
+    known = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() | SET_IN_A_STEP
+    own = {name: value for name, value in vars(optimizer).items() if name not in known}
+    if type(optimizer) in OUR_OPTIMIZERS:
+        return {}
+    for name, value in own.items():
+        if not isinstance(value, PLAIN):
             raise ValueError(
-                f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})"
-            ) from None
+                f"{type(optimizer).__name__} keeps state in {name}, which checkpoints would lose: "
+                "keep tensors in `state`, numbers in attributes"
+            )
+    return own
 
 
 # ---- learning rates of the steps so far ----------------------------------------------------------

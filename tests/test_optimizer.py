@@ -9,14 +9,9 @@ import pytest
 import torch
 from conftest import assert_equal, raises_one_line
 
-from deskgpt.checkpoint import read_ckpt_file, write_ckpt_file
-from deskgpt.optim import (
-    NEWTON_SCHULZ,
-    OptimizerState,
-    make_optimizer,
-    orthogonalized,
-    step_if_finite,
-)
+from deskgpt.checkpoint import read_ckpt_file, savable, write_ckpt_file
+from deskgpt.optim import NEWTON_SCHULZ, make_optimizer, orthogonalized, step_if_finite
+from deskgpt.train_state import load_optimizer, optimizer_state
 from model import GPT, GPTConfig
 from train import TrainConfig, build_optimizer
 
@@ -129,89 +124,128 @@ def test_step_with_a_bad_gradient_leaves_weights_moments_and_counters_as_they_ar
 
 
 class Own(torch.optim.Optimizer):
-    """SGD with momentum, which it keeps in its groups, and a count in an attribute."""
+    """SGD with momentum, which it keeps in its groups, and a count in an attribute that its first
+    step makes, a number of NumPy.
+    """
 
-    def __init__(self, model: GPT, held: Any = 0) -> None:
+    hidden: Any
+
+    def __init__(self, model: GPT) -> None:
         super().__init__(model.parameters(), {"lr": 0.1, "slow": None})
-        self.held = held
-        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.steps += 1
-        if self.held == "an array in the first step":
-            self.held = np.ones(2)
+        self.steps = getattr(self, "steps", np.int64(0)) + 1
         for group in self.param_groups:
             group["slow"] = group["slow"] or [torch.zeros_like(p) for p in group["params"]]
             for p, slow in zip(group["params"], group["slow"], strict=True):
                 p.sub_(slow.lerp_(p.grad, 0.1), alpha=group["lr"] / self.steps)
 
 
-@pytest.mark.parametrize("kind", [Own, lambda model: torch.optim.NAdam(model.parameters())])
-def test_optimizer_of_a_users_own_resumes_exactly(kind, tmp_path):
-    def start() -> tuple[GPT, OptimizerState]:
-        model = model_with_gradients()
-        return model, OptimizerState(kind(model), model)
-
-    def steps(model: GPT, kept: OptimizerState, first: int, last: int) -> None:
-        for step in range(first, last):
-            for group in kept.optimizer.param_groups:
-                group["lr"] = 0.1 / (1 + step)
-            for i, p in enumerate(model.parameters()):
-                p.grad = torch.full_like(p, math.sin(step + i))
-            kept.optimizer.step()
-
-    full, half, resumed = start(), start(), start()
-    steps(*full, 0, 8)
-    steps(*half, 0, 4)
-    write_ckpt_file(
-        {"model": half[0].state_dict(), "optimizer": half[1].state()}, tmp_path / "state"
-    )
-    saved = read_ckpt_file(tmp_path / "state")
-    resumed[0].load_state_dict(saved["model"])
-    resumed[1].load(saved["optimizer"], "out")
-    steps(*resumed, 4, 8)
-    assert_equal(dict(resumed[0].state_dict()), dict(full[0].state_dict()))
+def take_steps(optimizer: torch.optim.Optimizer, model: GPT, first: int, last: int) -> None:
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, math.sin(step + i))
+        optimizer.step()
 
 
-class WithStateDict(Own):
+class WithStateDict(torch.optim.SGD):
+    """SGD whose steps grow, with a state_dict of its own."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+        self.counts = np.zeros(1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counts += 1
+        self.param_groups[0]["lr"] *= float(self.counts[0])
+        super().step()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"held": self.held}
+        return {"sgd": super().state_dict(), "count": float(self.counts[0])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts[0] = state["count"]
+        super().load_state_dict(state["sgd"])
 
 
-def after_a_step(optimizer: torch.optim.Optimizer, model: GPT) -> OptimizerState:
-    kept = OptimizerState(optimizer, model)
-    optimizer.step()
-    return kept
+def decaying(model: GPT) -> torch.optim.Optimizer:
+    """Return AdamW whose weight decay and beta are changed from step to step, as main might."""
+
+    def change(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= 0.7
+            group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
+
+    optimizer = make(model, "adamw")
+    optimizer.register_step_pre_hook(change)
+    return optimizer
 
 
 @pytest.mark.parametrize(
-    "held", [torch.ones(2), np.ones(1), object(), "an array in the first step"]
+    "kind",
+    [Own, lambda model: torch.optim.NAdam(model.parameters()), WithStateDict, decaying],
 )
-def test_optimizer_that_hides_state_is_refused_at_the_start_or_in_the_step_that_hides_it(held):
+def test_optimizer_of_a_users_own_resumes_exactly(kind, tmp_path):
+    full, half, resumed = (model_with_gradients() for _ in range(3))
+    take_steps(kind(full), full, 0, 8)
+    optimizer = kind(half)
+    take_steps(optimizer, half, 0, 4)
+    rate = optimizer.param_groups[0]["lr"]
+    state = {"model": half.state_dict(), "optimizer": optimizer_state(optimizer, half)}
+    write_ckpt_file(savable(state), tmp_path / "state")
+    saved = read_ckpt_file(tmp_path / "state")
+    resumed.load_state_dict(saved["model"])
+    optimizer = kind(resumed)
+    load_optimizer(optimizer, resumed, saved["optimizer"], "out")
+    assert optimizer.param_groups[0]["lr"] == rate  # also of a run that takes no further step
+    take_steps(optimizer, resumed, 4, 8)
+    assert_equal(dict(resumed.state_dict()), dict(full.state_dict()))
+
+
+@pytest.mark.parametrize("held", [torch.ones(2), np.ones(1), object()])
+def test_optimizer_that_hides_state_is_refused_by_name(held):
     model = model_with_gradients()
-    with raises_one_line("Own", "held", "`state`"):
-        after_a_step(Own(model, held), model)
-    with raises_one_line("WithStateDict", "state_dict of its own"):
-        OptimizerState(WithStateDict(model), model)
+    optimizer = Own(model)
+    optimizer.hidden = held
+    with raises_one_line("Own", "hidden", "`state`"):
+        optimizer_state(optimizer, model)
 
 
 def test_states_of_other_parameters_or_another_optimizer_are_refused():
     model = model_with_gradients()
-    kept = after_a_step(make(model, "muon"), model)
-    saved = copy.deepcopy(kept.state())
-    kept.load(saved | {"state": {}}, "out")  # of a run without a step
+    optimizer = make(model, "muon")
+    optimizer.step()
+    saved = copy.deepcopy(optimizer_state(optimizer, model))
+
+    def load(**wrong: Any) -> None:
+        load_optimizer(optimizer, model, copy.deepcopy(saved | wrong), "out")
+
+    load(state={})  # of a run without a step
     moments = saved["state"]
     first, *others = saved["param_groups"]
     for wrong in (
         {"state": None},
-        {"state": moments | {99: moments[0]}},
         {"state": moments | {0: moments[0] | {"exp_avg": torch.zeros(3)}}},
         {"param_groups": [3, 3]},
         {"param_groups": [first | {"params": [0]}, *others]},
+        {"param_groups": [first | {"weight_decay": math.nan}, *others]},
+        {"param_groups": [first | {"betas": (0.9, 1.0)}, *others]},
     ):
         with raises_one_line("out", "does not fit the model"):
-            kept.load(saved | wrong, "out")
-    sgd = after_a_step(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+            load(**wrong)
     with raises_one_line("another optimizer", "SGD", "--init_from=out"):
-        after_a_step(make(model, "adamw"), model).load(sgd.state(), "out")
+        load(**{"class": "SGD"})
+
+
+def test_setting_that_is_changed_counts_and_otherwise_what_main_has_made_of_it():
+    model = model_with_gradients()
+    saved = optimizer_state(make(model, "adamw"), model)
+    saved["param_groups"][0] |= {"weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 1e-3}
+    for is_same, expected in ((True, (0.3, (0.5, 0.6), 1e-3)), (False, (0.1, (0.9, 0.95), 1e-3))):
+        optimizer = make(model, "adamw")
+        load_optimizer(optimizer, model, copy.deepcopy(saved), "out", is_same)
+        group = optimizer.param_groups[0]
+        assert (group["weight_decay"], group["betas"], group["eps"]) == expected

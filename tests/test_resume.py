@@ -21,18 +21,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_one_line, assert_same_run, contents, events, raises_one_line, tiny
+from conftest import (
+    TINY,
+    assert_one_line,
+    assert_same_run,
+    contents,
+    events,
+    raises_one_line,
+    tiny,
+)
 from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS
+from torch import nn
 
+import model
 import train
+from data.batches import Loader, Split
 from deskgpt.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from deskgpt.device import git_commit
+from deskgpt.device import code_digest
 from deskgpt.logger import RunLogger
 from deskgpt.optim import make_optimizer
 from deskgpt.resume import resumed_settings
 from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
-from model import GPT, GPTConfig
+from model import GPT, Block, ForwardContext, GPTConfig
 from train import TrainConfig, main
 
 NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
@@ -61,6 +72,91 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
     )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert [e["iter"] for e in events(tmp_path / "halves", "iter")] == list(range(6))
+
+
+class Passes(nn.Module):
+    """Counts in its extra state, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+        self.generator = torch.Generator().manual_seed(1)
+
+    def get_extra_state(self) -> int:
+        return self.n
+
+    def set_extra_state(self, state: int) -> None:
+        self.n = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return x / self.n * torch.rand((), generator=self.generator)
+
+
+class ChangedBlock(Block):
+    """A block as users change it, also by a number of a tensor and a mask of -inf."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.passes = Passes()
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf))
+        self.calls = torch.zeros(())
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        self.calls += 1
+        y = super().forward(x, context)
+        return y + self.rate * self.passes(x) if self.training else y
+
+
+def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
+    chars, tmp_path, monkeypatch, capsys
+):
+    drawn: list[float] = []
+    step_of = Loader.step
+
+    def step(self: Loader) -> Any:
+        drawn.append(float(torch.rand(())))  # as main may draw before the first micro-batch
+        return step_of(self)
+
+    def rate(schedule: Any, step: int) -> Any:
+        return np.interp(step, [0, 6], [0.01, 0.001])  # a number of NumPy
+
+    monkeypatch.setattr(Loader, "step", step)
+    monkeypatch.setattr(model, "Block", ChangedBlock)
+    monkeypatch.setattr(train, "learning_rate", rate)
+    main(tiny(chars, tmp_path / "full"))
+    main(tiny(chars, tmp_path / "halves", max_iters=3))
+    main(resumed(tmp_path / "halves", max_iters=6))
+    assert_same_run(tmp_path / "full", tmp_path / "halves")
+    assert drawn[:6] == drawn[6:]
+    [lost] = re.findall("^changed: attributes of the model .*", capsys.readouterr().out, re.M)
+    assert_one_line(lost, "'transformer.h.0.calls, transformer.h.1.calls'", "buffers")
+
+
+def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp_path, monkeypatch):
+    rows: list[int] = []
+    offsets = Split.sequence_offsets
+
+    def noted(self: Split, step: int, numbers: Any, global_batch: int) -> Any:
+        rows.extend(step * global_batch + numbers)
+        return offsets(self, step, numbers, global_batch)
+
+    monkeypatch.setattr(Split, "sequence_offsets", noted)
+    main(tiny(chars, tmp_path, max_iters=3, lr_decay_iters=9))
+    rows.clear()
+    main(resumed(tmp_path, batch_size=8, resume_changed=True, max_iters=6))
+    assert {*range(3 * 4, 3 * 4 + 3 * 8)} <= {*rows}
+    assert min(rows) == 3 * 4
+    found = [(e["iter"], e["tokens"] / 16) for e in events(tmp_path, "eval")]
+    assert found == [(0, 0), (3, 12), (3, 12), (6, 36)]
+    assert [e["tokens"] / 16 for e in events(tmp_path, "iter")] == [4, 8, 12, 20, 28, 36]
+    saved = load_checkpoint(tmp_path)
+    assert saved.progress is not None
+    del saved.progress["rows"]
+    save_checkpoint(saved, tmp_path, best=False)
+    main(resumed(tmp_path, max_iters=7))  # one that has not counted: as if all steps were alike
+    assert events(tmp_path, "eval")[-1]["tokens"] == 7 * 8 * 16
 
 
 # ---- stopped and killed runs ---------------------------------------------------------------------
@@ -327,20 +423,27 @@ def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
 def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(out, capsys):
     saved = load_checkpoint(out)
     assert saved.metadata is not None
-    earlier = {"code": "0123456789ab", "versions": saved.metadata["versions"] | {"torch": "1.0"}}
+    earlier = {"code_digest": "0" * 16, "versions": saved.metadata["versions"] | {"torch": "1.0"}}
     save_checkpoint(replace(saved, metadata=saved.metadata | earlier), out, best=False)
     main(resumed(out, dtype="bfloat16"))
     assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]  # a finished run evaluates
-    *code, versions, variant = re.findall("^changed: .*", capsys.readouterr().out, re.M)
-    assert len(code) == bool(git_commit())
+    # Also if both are the same commit "+changes".
+    code, versions, variant = re.findall("^changed: .*", capsys.readouterr().out, re.M)
+    assert_one_line(code, "code_digest: '0000000000000000' before", code_digest())
     assert_one_line(versions, "torch: '1.0' before", torch.__version__)
     assert_one_line(variant, "float32", "bfloat16")
+    assert events(out, "start")[-1]["code_digest"] == code_digest()
 
 
-def test_finished_run_that_is_resumed_says_so_and_how_to_train_longer(out, capsys):
+def test_finished_run_that_is_resumed_says_so_and_names_a_damaged_best_checkpoint(out, capsys):
+    (out / "ckpt_best.pt").write_bytes(b"cut")
     main(resumed(out))
-    [printed] = re.findall("^already at step .*", capsys.readouterr().out, re.M)
-    assert_one_line(printed, "step 4", "max_iters=4", "--max_iters")
+    printed = capsys.readouterr().out
+    [line] = re.findall("^already at step .*", printed, re.M)
+    assert_one_line(line, "step 4", "max_iters=4", "--max_iters")
+    damaged, last = printed.split("best val loss")[1].splitlines()[1:3]
+    assert_one_line(damaged, out / "ckpt_best.pt", "cut short")
+    assert last == f"last model of step 4: {out / 'ckpt.pt'}"
 
 
 def test_resume_changed_is_not_saved_and_another_micro_batch_evaluates_the_same_tokens(out):
@@ -372,7 +475,9 @@ def nanogpt_run(folder: Path) -> None:
     was trained on.
     """
     torch.manual_seed(0)
-    size: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    size: dict[str, Any] = {
+        name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "block_size")
+    }
     args = size | {"bias": False, "vocab_size": 64, "dropout": 0.0}
     model = GPT(GPTConfig(**args, activation="gelu"))
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.99), 0.95, "cpu")
@@ -380,24 +485,8 @@ def nanogpt_run(folder: Path) -> None:
         x = torch.randint(0, 64, (2, 16))
         model(x, x)[1].backward()
         optimizer.step()
-    settings = size | {
-        "out_dir": "out",
-        "dataset": str(write_random(folder)),
-        "init_from": "scratch",
-    }
-    settings |= {
-        "batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "max_iters": 5,
-        "eval_interval": 10,
-    }
-    settings |= {
-        "eval_iters": 2,
-        "learning_rate": 1e-3,
-        "min_lr": 1e-4,
-        "lr_decay_iters": 5,
-        "warmup_iters": 0,
-    }
+    settings = TINY | {"out_dir": "out", "dataset": str(write_random(folder)), "max_iters": 5}
+    settings |= {"learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
     settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl"}
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
     saved = {

@@ -27,31 +27,36 @@ import train
 from configurator import build
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
 from deskgpt.distributed import DistContext
-from deskgpt.optim import OptimizerState, make_optimizer
+from deskgpt.optim import make_optimizer
 from deskgpt.resume import settings_of_start
 from deskgpt.saving import Checkpointer, gathered_on_first
 from deskgpt.sharding import copy_full, make_mesh, sharded_as, sharded_copy
+from deskgpt.train_state import load_optimizer, optimizer_state
 from model import GPT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
 
 
-def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, OptimizerState, Checkpoint]:
-    """Return a model, full or sharded, its optimizer's state, and both to save, after steps with
-    the same gradients.
+def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Any, Checkpoint]:
+    """Return a model, full or sharded, its optimizer, and both to save, after steps with the same
+    gradients.
     """
     torch.manual_seed(1)
     model = GPT(TINIEST)
     if mesh is not None:
         model = sharded_copy(model, mesh, torch.device("cpu"))
     optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
-    kept = OptimizerState(optimizer, model)
     for _ in range(steps):
         for p in model.parameters():
             grad = torch.randn(p.shape)
             p.grad = grad if mesh is None else sharded_as(grad, p)
         optimizer.step()
-    return model, kept, replace(state_of(2, 3.0), model=model.state_dict(), optimizer=kept.state())
+    return model, optimizer, to_save(model, optimizer)
+
+
+def to_save(model: GPT, optimizer: Any) -> Checkpoint:
+    state = optimizer_state(optimizer, model)
+    return replace(state_of(2, 3.0), model=model.state_dict(), optimizer=state)
 
 
 def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> None:
@@ -76,10 +81,8 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> No
         copy_full(loaded.model, other.state_dict()) if other_mesh else other.load_state_dict(
             loaded.model
         )
-        optimizer.load(loaded.optimizer, "out")
-        found = gathered_on_first(
-            replace(loaded, model=other.state_dict(), optimizer=optimizer.state())
-        )
+        load_optimizer(optimizer, other, loaded.optimizer, "out")
+        found = gathered_on_first(to_save(other, optimizer))
         if reads:
             assert_equal(dict(found.model), dict(on_disk.model))
             assert_equal(found.optimizer["state"], on_disk.optimizer["state"])

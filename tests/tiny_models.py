@@ -9,7 +9,8 @@ import torch
 
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.compute import ComputeMode, autocast
-from deskgpt.optim import OptimizerState, make_optimizer
+from deskgpt.optim import make_optimizer
+from deskgpt.train_state import optimizer_state
 from model import GPT, GPTConfig
 
 SMALL = GPTConfig(block_size=32, vocab_size=100, n_layer=2, n_head=4, n_embd=32, bias=True)
@@ -66,7 +67,7 @@ def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
     return Checkpoint(
         model=model.state_dict(),
-        optimizer=OptimizerState(optimizer, model).state(),
+        optimizer=optimizer_state(optimizer, model),
         model_args=TINIEST.as_args(),
         iter_num=step,
         best_val_loss=best_val_loss,

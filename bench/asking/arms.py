@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deskgpt.device import code_digest
 from deskgpt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,6 @@ TO_THE_END |= dict.fromkeys(("eval_only", "dry_run", "wandb_log"), False)
 # The question gives these to each run, so an arm cannot have them.
 GIVEN = {"seed", "out_dir", "dataset", "init_from", "device"}
 GIVEN |= {"eval_interval", "eval_iters", "eval_tokens", *TO_THE_END}
-NOT_CODE = (":!docs", ":!tests", ":!bench", ":!config")  # a run uses only settings of these
 # Without hooks, and also if the user has no name.
 GIT = f"git -c user.name=ask.py -c user.email=ask@localhost -c core.hooksPath={os.devnull}".split()
 
@@ -136,7 +136,7 @@ def check_out(folder: Path, commit: str, patches: list[str]) -> str:
         )
         path = os.path.abspath(patch)
         git("apply", "--index", "--whitespace=nowarn", path, cwd=folder, what=what)
-    return digest(git("ls-files", "--stage", "--", *NOT_CODE, cwd=folder))
+    return code_digest(folder)
 
 
 def git(
