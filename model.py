@@ -1,4 +1,4 @@
-"""GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count, generation.
+"""GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count.
 
 What you read here is what runs, in training, evaluation, sampling and export. Where something is
 faster than plain torch, this file calls it (deskgpt/kernels.py): write something else in its place,
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -489,7 +488,7 @@ class GPT(nn.Module):
 
     def next_logits(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Return the logits (B, V) of the token that follows idx (B, T), of its last block_size
-        tokens.
+        tokens. deskgpt/engine.py draws from them.
 
         cache: of the call before. Where idx continues that call's, only the new tokens are
         computed.
@@ -498,77 +497,3 @@ class GPT(nn.Module):
         if cache is None:
             return self.logits(self.transformer(idx)[:, -1])
         return cache.run(lambda new: self.logits(self.transformer(new, cache)[:, -1]), idx)
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        seed: int = 0,
-        vocab_size: int | None = None,
-        cache: KVCache | None = None,
-        on_logits: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[Tensor]:
-        """Yields the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T),
-        T >= 1.
-
-        Row i draws from a random stream of its own, seeded with seed + i: its text does not depend
-        on how many others are generated with it. temperature 0 takes the likeliest token. Ids from
-        vocab_size on are padding and are never drawn. Without a cache each token costs a whole
-        forward pass; so it does beyond block_size tokens.
-
-        on_logits is called before each draw with the logits (B, vocab_size) in float32, which it
-        must leave as they are.
-        """
-        streams = [torch.Generator().manual_seed(seed + i) for i in range(idx.size(0))]
-        for _ in range(max_new_tokens):
-            logits = self.next_logits(idx, cache).float()[:, :vocab_size]
-            if on_logits is not None:
-                on_logits(logits)
-            # (B, 1)
-            u = torch.stack(
-                [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
-            )
-            new = sample_tokens(logits, u, temperature, top_k, top_p)  # (B, 1)
-            idx = torch.cat((idx, new), 1)
-            yield new[:, 0]
-
-
-def sample_tokens(
-    logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float
-) -> Tensor:
-    """Token ids (B, 1) drawn from logits (B, V) by inverting the cumulative distribution at u (B,
-    1) in [0, 1).
-
-    top_k keeps the k likeliest tokens; of these top_p keeps the fewest that reach that probability
-    together (nucleus sampling, arXiv:1904.09751).
-    """
-    if temperature == 0:
-        return logits.argmax(1, keepdim=True)
-    device = logits.device
-    # No float64; no cumsum on CUDA
-    if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
-        logits = logits.cpu()
-    # Ordered in float32: the order is the same, and there are half as many bytes to sort.
-    if top_k is not None and top_k < logits.size(1):
-        least = logits.topk(top_k).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    order = None
-    if top_p < 1:
-        logits, order = logits.sort(dim=1, descending=True, stable=True)
-    logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
-    # At most 0: no temperature overflows
-    logits = (logits - logits.amax(1, keepdim=True)) / temperature
-    p = logits.softmax(1)  # (B, V)
-    if top_p < 1:
-        p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays
-    cdf = p.cumsum(1)
-    total = cdf[:, -1:]
-    pick = torch.searchsorted(cdf, u.to(cdf.device) * total, right=True).clamp_(max=p.size(1) - 1)
-    if order is not None:
-        pick = order.gather(1, pick)
-    return pick.to(device)

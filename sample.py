@@ -7,14 +7,16 @@
 
 Prints each sample, prompt included, followed by a line of dashes; the first one while it is
 written. With --chat, you talk with the model. --serve shows a page in the browser for both, and
-answers programs that ask as they ask OpenAI's API. Writes no files.
+answers programs that ask as they ask OpenAI's API. Writes no files. In --start, --stop and
+--system, \\n is a line break, \\t a tab and \\\\ a backslash.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -66,6 +68,7 @@ class SampleConfig(GenerationConfig):
 
 def main(c: SampleConfig) -> list[str]:
     """Print samples as c says; return their texts, prompt included."""
+    c = replace(c, stop=unescaped(c.stop), system=unescaped(c.system))
     device = resolve_device(c.device)
     limit_threads()
     if c.device == "auto" and device.type == "cpu":
@@ -82,42 +85,52 @@ def main(c: SampleConfig) -> list[str]:
     if c.chat:
         talk(writer)
         return []
-    prompts = encode_prompt(prompt, trained.tokenizer).to(device).repeat(c.num_samples, 1)
     samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(c.num_samples)]
-    print_samples(samples, writer.engine.write(prompts, samples, c))
+    ids = encode_prompt(prompt, trained.tokenizer).to(device)  # (1, T)
+    if ids.size(1) > writer.block_size:
+        note = (
+            f"note: the prompt has {ids.size(1):,} tokens; the model sees the last "
+            f"{writer.block_size:,}, its context"
+        )
+        print(note, file=sys.stderr)
+    print_samples(samples, writer.engine.write(ids.repeat(c.num_samples, 1), samples, c))
     return [sample.text for sample in samples]
 
 
 def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
-    """Print samples while they are written: the first one token by token, each further one after
-    those before it.
-    """
-    n = 0
+    """Print samples: the first one token by token, the others when all are written."""
     print(samples[0].text, end="", flush=True)
     for shown in written:
-        print(shown[n], end="", flush=True)
-        while samples[n].done and n + 1 < len(samples):
-            print(DASHES)
-            n += 1
-            print(samples[n].text[: samples[n].shown], end="", flush=True)
+        print(shown[0], end="", flush=True)
     print(DASHES)
-    for sample in samples[n + 1 :]:
+    for sample in samples[1:]:
         print(f"{sample.text}{DASHES}")
 
 
 # ---- set-up --------------------------------------------------------------------------------------
 
 
+def unescaped(typed: str) -> str:
+    """Return a text from the command line, where \\n stands for a line break: a shell leaves it
+    alone.
+    """
+    meanings = {"n": "\n", "t": "\t", "\\": "\\"}
+    return re.sub(r"\\([nt\\])", lambda found: meanings[found[1]], typed)
+
+
 def prompt_of(c: SampleConfig) -> str:
     """Return the prompt that c asks for. Raises ValueError if it is empty or is not UTF-8."""
-    prompt = read_text(Path(c.start[5:]).expanduser()) if c.start.startswith("FILE:") else c.start
+    if c.start.startswith("FILE:"):
+        prompt = read_text(Path(c.start[5:]).expanduser())
+    else:
+        prompt = unescaped(c.start)
     # What Python makes of other bytes than UTF-8.
     if any("\ud800" <= char <= "\udfff" for char in prompt):
         raise ValueError(
             f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv"
         )
     if not prompt:
-        raise ValueError(f"start={c.start!r} holds no text to continue; try --start=$'\\n'")
+        raise ValueError(f"start={c.start!r} holds no text to continue; try --start='\\n'")
     return prompt
 
 
@@ -140,9 +153,9 @@ def writer_of(c: SampleConfig, prompt: str, trained: LoadedModel) -> Writer:
             "docs/sampling.md"
         )
         print(note, file=sys.stderr)
-    engine = InferenceEngine(
-        trained.model, encode_prompt(prompt, trained.tokenizer).to(device), dtype
-    )
+    ids = encode_prompt(prompt, trained.tokenizer).to(device)
+    end_of_text = trained.tokenizer.end_of_text
+    engine = InferenceEngine(trained.model, ids, dtype, end_of_text=end_of_text)
     return Writer(trained, engine, c, prompt, chat_template, c.system)
 
 

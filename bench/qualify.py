@@ -143,7 +143,7 @@ def sampling(device_name: str) -> None:
     """Print ms per token until its id is on the host, of one text and of ten, as sample.py writes
     them.
     """
-    from deskgpt.engine import InferenceEngine
+    from deskgpt.engine import GenerationConfig, InferenceEngine, generate
 
     torch.set_float32_matmul_precision("high")  # TF32, as sample.py has it
     device = torch.device(device_name)
@@ -155,7 +155,8 @@ def sampling(device_name: str) -> None:
         prompts = torch.arange(8, device=device).expand(texts, -1)
         engine = InferenceEngine(model, prompts, default_dtype(device))
         assert engine.cache_type is not None
-        tokens = model.generate(prompts, n, top_k=200, cache=engine.cache_type(c.block_size))
+        cache = engine.cache_type(c.block_size)
+        tokens = generate(model, prompts, GenerationConfig(max_new_tokens=n), cache=cache)
         times_ms = []
         for _ in range(n):
             t0 = time.perf_counter()

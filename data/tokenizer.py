@@ -60,13 +60,21 @@ class Tokenizer(Protocol):
         """
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return token ids (n,) of a prompt, in which the names of special tokens stand for these
-        tokens.
+        """Return token ids (n,) of a prompt, in which END_OF_TEXT stands for the token end_of_text,
+        if there is one.
         """
-        return self.encode(text)
+        if self.end_of_text is None:
+            return self.encode(text)
+        first, *rest = text.split(END_OF_TEXT)
+        ids = [self.encode(first)]
+        for part in rest:
+            ids += [np.array([self.end_of_text], np.uint16), self.encode(part)]
+        return np.concatenate(ids)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        """Return the UTF-8 of token ids; several tokens can make up one character."""
+        """Return the UTF-8 of token ids, with END_OF_TEXT for end_of_text; several tokens can make
+        up one character.
+        """
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of text of each token (vocab_size,); 0 for end_of_text, which is not
@@ -130,7 +138,7 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint16)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        return bytes(ids)
+        return bytes(ids).replace(b"\xff", END_OF_TEXT.encode())
 
     def meta(self) -> dict[str, Any]:
         return {"name": "bytes"}
@@ -149,9 +157,6 @@ class BpeTokenizer(Tokenizer):
         # disallowed_special=(): text may contain "<|endoftext|>"; it is spelt out in ordinary
         # tokens
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-
-    def encode_prompt(self, text: str) -> Ids:
-        return self._encoding.encode_to_numpy(text, allowed_special="all").astype(np.uint16)
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return self._encoding.decode_bytes(ids)

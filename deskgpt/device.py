@@ -41,7 +41,7 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
         if torch.cuda.is_available():
             unserved = unserved_gpu(torch.device("cuda", local_rank % torch.cuda.device_count()))
             name = "cpu" if unserved else "cuda"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?|mps", name):
+    if not re.fullmatch(r"cpu|cuda(:\d\d?)?|mps", name):
         raise ValueError(
             f"device={name!r} is not one of auto, cpu, cuda, cuda:N, mps; try --device=auto"
         )

@@ -1,5 +1,7 @@
-"""Text from a trained model: loading it, a cache of keys and values, texts with their stops,
-samples in training.
+"""Text from a trained model: loading it, drawing tokens, texts with their stops, samples in
+training.
+
+Shape legend: B batch, T time, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from data.chat import template
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.check_model import TOLERANCE, distance, precision_of
+from deskgpt.check_model import TOLERANCE, distance
 from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint
 from deskgpt.compute import ComputeMode, autocast
 from deskgpt.device import DTYPES
@@ -46,19 +48,29 @@ SINGLE = 3
 class InferenceEngine:
     """A model in evaluation mode, and how it generates text."""
 
-    def __init__(self, model: GPT, prompt: Tensor, dtype: str, *, is_trained: bool = False) -> None:
-        """prompt: tokens (B, T). dtype: of the matmuls. is_trained: training continues, so the
-        weights stay float32.
+    def __init__(
+        self,
+        model: GPT,
+        prompt: Tensor,
+        dtype: str,
+        *,
+        end_of_text: int | None = None,
+        is_trained: bool = False,
+    ) -> None:
+        """prompt: tokens (B, T). dtype: of the matmuls. end_of_text: the tokenizer's. is_trained:
+        training continues, so the weights stay float32.
         """
         self.model = model
         self.device = prompt.device
         self.dtype = dtype
-        if dtype != "float32" and not is_trained:
-            hold_weights(model, DTYPES[dtype])
+        text = self._compared_text(prompt, end_of_text)
         kinds: list[type[KVCache]] = [KVCache]
         if self.device.type == "cuda" and not is_trained:
             kinds.insert(0, GraphedKVCache)
-        self.cache_type = self._first_that_agrees(kinds, prompt)  # None: nothing is cached
+        self.cache_type = self._first_that_agrees(kinds, text)  # None: nothing is cached
+        if dtype != "float32" and not is_trained:
+            with self.mode():
+                hold_weights(model, DTYPES[dtype], text)
 
     def write(
         self,
@@ -70,19 +82,11 @@ class InferenceEngine:
         """Continue prompts (B, T), one for each sample, until all have ended; yield what each can
         show, token by token.
 
-        on_logits: as GPT.generate takes it.
+        on_logits: as `generate` takes it.
         """
-        tokens = self.model.generate(
-            prompts,
-            config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k or None,
-            top_p=config.top_p,
-            seed=config.seed,
-            vocab_size=samples[0].tokenizer.vocab_size,
-            cache=self.cache_type(self.model.config.block_size) if self.cache_type else None,
-            on_logits=on_logits,
-        )
+        cache = self.cache_type(self.model.config.block_size) if self.cache_type else None
+        vocab_size = samples[0].tokenizer.vocab_size
+        tokens = generate(self.model, prompts, config, vocab_size, cache, on_logits)
         while not all(sample.done for sample in samples):
             with self.mode():  # of this thread; a server has another for each token
                 new = next(tokens, None)  # (B,)
@@ -103,57 +107,172 @@ class InferenceEngine:
         with without_cudnn, autocast(self.device, self.dtype):
             yield
 
-    @torch.inference_mode()
-    def _first_that_agrees(
-        self, kinds: list[type[KVCache]], prompt: Tensor
-    ) -> type[KVCache] | None:
-        """Return the first kind of cache with which logits are those of the whole forward pass;
-        None if none is.
+    def _compared_text(self, prompt: Tensor, end_of_text: int | None) -> Tensor:
+        """Return the prompt and random tokens (1, T), with which a cache is compared.
 
-        The text is in parts, the last ones single tokens. Print a line on stderr for each kind that
-        differs. With weights that give NaN nothing can be compared.
+        A document ends among the last ones: what a model does then, a prompt alone would not show.
         """
         c = self.model.config
         n = max(DRAWN, COMPARED - prompt.size(1))
         drawn = torch.randint(c.vocab_size, (1, n), generator=torch.Generator().manual_seed(0))
-        text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, : c.block_size]
+        if end_of_text is not None:
+            drawn[0, -SINGLE - 2] = end_of_text
+        return torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, -c.block_size :]
+
+    @torch.inference_mode()
+    def _first_that_agrees(self, kinds: list[type[KVCache]], text: Tensor) -> type[KVCache] | None:
+        """Return the first kind of cache with which logits are those of the whole forward pass;
+        None if none is.
+
+        They are computed in float32, whatever the dtype: whether a cache is right is a fact of the
+        code, and 16 bits would hide small differences. The text is in parts, the last ones single
+        tokens. Print a line on stderr for each kind that differs. With weights that give NaN
+        nothing can be compared.
+        """
         T = text.size(1)
-        limit = TOLERANCE[precision_of(self.dtype, self.device)].logits
-        with self.mode():
+        ends = sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0})
+        with in_float32(self.model):
             expected = self.model.next_logits(text)
             for kind in kinds:
-                cache = kind(c.block_size)
-                why = ""
                 try:
-                    for end in sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0}):
+                    cache = kind(self.model.config.block_size)
+                    for end in ends:
                         found = self.model.next_logits(text[:, :end], cache)
-                    error = distance(found, expected, dim=-1)
-                    if error > limit and expected.isfinite().all():
-                        why = (
-                            f"logits with a cache have a relative error of {error:.2g}, at "
-                            f"most {limit:g} is rounding"
-                        )
                 except Exception as e:
                     if is_out_of_memory(e):
                         raise
                     why = f"the model fails with a cache ({reason(e)})"
-                if not why:
-                    return kind
+                else:
+                    error = distance(found, expected, dim=-1)
+                    limit = TOLERANCE["float32"].logits
+                    if error <= limit or not expected.isfinite().all():
+                        return kind
+                    why = (
+                        f"logits with a cache have a relative error of {error:.2g}, at most "
+                        f"{limit:g} is rounding"
+                    )
                 what = "a cache" if kind is KVCache else "CUDA graphs"
                 print(f"{why}: sampling without {what}, which is slower", file=sys.stderr)
         return None
 
 
-def hold_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the weights of linear layers in dtype; the logits stay the same bit for bit.
-
-    Under inference_mode autocast keeps no casts, and would cast each weight again for each token.
-    An embedding that is tied to the head stays float32, which is what is read of it.
+@contextmanager
+def in_float32(model: GPT) -> Iterator[None]:
+    """Within the block, nothing of the model is rounded to fewer bits: no TF32, and the residual
+    stream of a model in training is float32.
     """
-    for module in model.modules():
-        if type(module) is nn.Linear:  # a class of the user's own may compute in float32
-            for name, p in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=False))
+    precision = torch.get_float32_matmul_precision()
+    residual_dtype = model.transformer.residual_dtype
+    torch.set_float32_matmul_precision("highest")
+    model.transformer.residual_dtype = None
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        model.transformer.residual_dtype = residual_dtype
+
+
+@torch.inference_mode()
+def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
+    """Hold the weights of the linear layers that autocast computes in dtype, as a pass over the
+    text (1, T) shows; the logits stay the same bit for bit.
+
+    Under inference_mode autocast keeps no casts, and would cast each weight again for each token. A
+    layer that a model computes in float32 on purpose stays so. An embedding that is tied to the
+    head stays float32, which is what is read of it.
+    """
+    is_cast: dict[nn.Module, bool] = {}
+
+    def note(layer: nn.Module, args: Any) -> None:
+        casts = torch.is_autocast_enabled(text.device.type)
+        is_cast[layer] = casts and is_cast.get(layer, True)
+
+    # A class of the user's own may compute in float32.
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    model.next_logits(text)
+    for hook in hooks:
+        hook.remove()
+    for layer in layers:
+        if is_cast.get(layer):
+            for name, p in list(layer.named_parameters(recurse=False)):
+                setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    idx: Tensor,
+    config: GenerationConfig,
+    vocab_size: int | None = None,
+    cache: KVCache | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
+) -> Iterator[Tensor]:
+    """Yield the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >=
+    1.
+
+    Row i draws from a random stream of its own, seeded with seed + i: its text does not depend on
+    how many others are generated with it. Ids from vocab_size on are padding and are never drawn.
+    Without a cache each token costs a whole forward pass; so it does beyond block_size tokens.
+
+    on_logits is called before each draw with the logits (B, vocab_size) in float32, which it must
+    leave as they are.
+    """
+    streams = [torch.Generator().manual_seed(config.seed + i) for i in range(idx.size(0))]
+    for _ in range(config.max_new_tokens):
+        logits = model.next_logits(idx, cache).float()[:, :vocab_size]
+        if on_logits is not None:
+            on_logits(logits)
+        u = [torch.rand(1, 1, generator=stream, dtype=torch.float64) for stream in streams]
+        new = sample_tokens(
+            logits, torch.cat(u), config.temperature, config.top_k, config.top_p
+        )  # (B, 1)
+        idx = torch.cat((idx, new), 1)
+        yield new[:, 0]
+
+
+def sample_tokens(
+    logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float
+) -> Tensor:
+    """Return token ids (B, 1) drawn from logits (B, V) by inverting the cumulative distribution at
+    u (B, 1) in [0, 1).
+
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest, of equal ones those with
+    the smallest ids; 0 and None keep all. Of these top_p keeps the fewest that reach that
+    probability together (nucleus sampling, arXiv:1904.09751).
+    """
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    device = logits.device
+    # No float64; no cumsum on CUDA
+    if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
+        logits = logits.cpu()
+    # Ordered in float32: the order is the same, and there are half as many bytes to sort.
+    if top_k and top_k < logits.size(1):
+        least = logits.topk(top_k).values[:, -1:]  # (B, 1)
+        # In 16 bits many logits are equal: take as many of the least as there is room for.
+        is_least = logits == least
+        room = top_k - (logits > least).sum(1, keepdim=True)
+        is_out = (logits < least) | (is_least & (is_least.cumsum(1) > room))
+        logits = logits.masked_fill(is_out, -torch.inf)
+    order = None
+    if top_p < 1:
+        logits, order = logits.sort(dim=1, descending=True, stable=True)
+    logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
+    # At most 0: no temperature overflows
+    logits = (logits - logits.amax(1, keepdim=True)) / temperature
+    p = logits.softmax(1)  # (B, V)
+    if top_p < 1:
+        p = p.masked_fill(p.cumsum(1) - p >= top_p, 0.0)  # the token that crosses top_p stays
+    cdf = p.cumsum(1)
+    total = cdf[:, -1:]
+    pick = torch.searchsorted(cdf, u.to(cdf.device) * total, right=True).clamp_(max=p.size(1) - 1)
+    if order is not None:
+        pick = order.gather(1, pick)
+    return pick.to(device)
 
 
 # ---- texts ---------------------------------------------------------------------------------------
@@ -340,19 +459,26 @@ class Sampler:
     TEXTS = 2
     TOKENS = 200
 
-    def __init__(self, model: GPT, variant: ComputeMode, tokenizer: Tokenizer, every: int) -> None:
+    def __init__(self, model: GPT, compute: ComputeMode, tokenizer: Tokenizer, every: int) -> None:
         """every: evaluations from one sample to the next."""
         self.model = model
+        self.compute = compute
         self.tokenizer = tokenizer
         self.every = every
         device = next(model.parameters()).device
-        self.dtype = "float32" if device.type == "cpu" else variant.dtype
-        self.is_compiled = variant.compiled
         self.prompts = encode_prompt(PROMPT, tokenizer).to(device).repeat(self.TEXTS, 1)
         # Beyond its context a model has no cache, and each token costs a whole forward pass.
         room = model.config.block_size - self.prompts.size(1)
         self.config = GenerationConfig(max_new_tokens=min(self.TOKENS, max(1, room)))
-        self.engine: InferenceEngine | None = None  # from the first sample on
+
+    @functools.cached_property
+    def engine(self) -> InferenceEngine:
+        """The model's engine, from the first sample on."""
+        dtype = "float32" if self.prompts.device.type == "cpu" else self.compute.dtype
+        end_of_text = self.tokenizer.end_of_text
+        return InferenceEngine(
+            self.model, self.prompts, dtype, end_of_text=end_of_text, is_trained=True
+        )
 
     def texts_at(self, evaluation: int, is_last: bool) -> list[str]:
         """Return texts of the model as it is now, if this evaluation has any; [] after a signal."""
@@ -361,10 +487,9 @@ class Sampler:
         samples = [Sample(self.tokenizer, PROMPT) for _ in range(self.TEXTS)]
         self.model.eval()
         # Blocks are compiled for batches; set_stance imports torch's compiler, which takes seconds.
-        eager = torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
+        is_compiled = self.compute.compiled
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
         with eager:
-            if self.engine is None:
-                self.engine = InferenceEngine(self.model, self.prompts, self.dtype, is_trained=True)
             for _ in self.engine.write(self.prompts, samples, self.config):
                 if signal_handler.has_signal():
                     samples = []

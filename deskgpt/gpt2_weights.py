@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from deskgpt import export_hugging_face
-from deskgpt.errors import reason
+from deskgpt.device import DTYPES
+from deskgpt.errors import reason, shortened
 from deskgpt.export_hugging_face import OUR_KEY, is_conv1d
 from deskgpt.files import read_small
 from model import GPTConfig
@@ -43,7 +44,7 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     exported.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
@@ -59,10 +60,12 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
     try:
-        weights = load_file(folder / WEIGHTS)
-    except SafetensorError as e:
+        # Not mapped into memory: a file that is cut later, as by a download that begins again,
+        # would end the process.
+        weights = load((folder / WEIGHTS).read_bytes())
+    except (SafetensorError, KeyError) as e:  # KeyError: a dtype that torch lacks
         raise ValueError(
-            f"init_from={name}: {folder / WEIGHTS} is damaged ({e}); fetch it again"
+            f"init_from={name}: {folder / WEIGHTS} is damaged ({reason(e)}); fetch it again"
         ) from None
     state = {}
     for key, w in weights.items():
@@ -71,6 +74,11 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             continue
         if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue  # masks
+        if w.dtype not in DTYPES.values():  # 8 bits need scales, which we do not read
+            raise ValueError(
+                f"init_from={name}: {shortened(key)} is {w.dtype} in {WEIGHTS}, and only "
+                f"{', '.join(DTYPES)} are read; fetch the weights that were not quantized"
+            )
         if key.endswith(".bias") and not config.bias and not w.any():
             continue  # it was exported as zeros
         ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
@@ -95,23 +103,25 @@ def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
     """
     config = read_json(folder / "config.json", name)
     activation = str(config.get("activation_function", "gelu_new"))
-    # None is 4 * n_embd
-    wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}
-    odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
-    if odd:
-        ours = {key: wanted[key] for key in odd}
-        raise ValueError(f"init_from={name}: config.json has {odd}, and a plain GPT-2 has {ours}")
-    if activation not in ACTIVATIONS:
-        names = ", ".join(ACTIVATIONS)
-        raise ValueError(
-            f"init_from={name}: config.json has activation_function={activation}, not one "
-            f"of {names}"
-        )
     try:
         args = {key: config[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
         args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
     except KeyError as e:
         raise ValueError(f"init_from={name}: config.json has no {e}; it is not a GPT-2's") from None
+    width = GPTConfig.from_args(args, name).n_embd
+    # None is 4 * n_embd
+    wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * width}
+    odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
+    if odd:
+        ours = {key: wanted[key] for key in odd}
+        raise ValueError(
+            f"init_from={name}: config.json has {shortened(odd)}, and a plain GPT-2 has {ours}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"init_from={name}: config.json has activation_function={shortened(activation)}, not "
+            f"one of {', '.join(ACTIVATIONS)}"
+        )
     return args | {
         "activation": ACTIVATIONS[activation],
         "tie_weights": config.get("tie_word_embeddings", True),
@@ -163,7 +173,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         return dict(json.loads(read_small(path, JSON_BYTES)))
     except (ValueError, TypeError, RecursionError) as e:
         raise ValueError(
-            f"init_from={name}: {path} is damaged ({e}); fetch or export it again"
+            f"init_from={name}: {path} is damaged ({reason(e)}); fetch or export it again"
         ) from None
 
 

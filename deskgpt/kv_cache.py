@@ -27,7 +27,7 @@ class KVCache:
     def clear(self) -> None:
         """Forget all tokens."""
         self.length = 0  # tokens held
-        self._tokens: Tensor | None = None  # of the last run (B, T)
+        self._tokens = torch.empty(0)  # of the last run (B, T)
         self._kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # each (B, H, block_size, D)
         self._last: dict[nn.Module, Tensor] = {}
 
@@ -37,7 +37,8 @@ class KVCache:
 
         At the end of the context positions shift with each token, so that nothing cached is valid.
         """
-        if not self._is_continued_by(idx):
+        n = self.length
+        if not 0 < n < idx.size(1) or not torch.equal(idx[:, :n], self._tokens):
             self.clear()
         self._tokens = idx
         out = self._pass(forward, idx[:, self.length :])
@@ -78,20 +79,10 @@ class KVCache:
 
     def _room(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if module not in self._kv:  # only now are batch, device and autocast's dtype known
-            room = (k.size(0), k.size(1), self.block_size)
-            self._kv[module] = (k.new_zeros((*room, k.size(3))), v.new_zeros((*room, v.size(3))))
+            keys = k.new_zeros(*k.shape[:2], self.block_size, k.size(3))
+            values = v.new_zeros(*v.shape[:2], self.block_size, v.size(3))
+            self._kv[module] = keys, values
         return self._kv[module]
-
-    def _is_continued_by(self, idx: Tensor) -> bool:
-        n = self.length
-        if (
-            self._tokens is None
-            or n == 0
-            or idx.size(0) != self._tokens.size(0)
-            or idx.size(1) <= n
-        ):
-            return False
-        return torch.equal(idx[:, :n], self._tokens[:, :n])
 
 
 class GraphedKVCache(KVCache):

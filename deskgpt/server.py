@@ -6,7 +6,7 @@ what is printed at the start holds it.
 
 GET /v1/models, POST /v1/completions and, with a chat model, /v1/chat/completions, streamed or not.
 A setting that a request leaves out has the page's default, except the seed, which is then drawn.
-Other fields are ignored. What fields mean: https://platform.openai.com/docs/api-reference
+What fields mean: https://platform.openai.com/docs/api-reference
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from data.tokenizer import Tokenizer
 from deskgpt.chat import Writer
 from deskgpt.engine import GenerationConfig, Sample
 from deskgpt.errors import message_for_user, millions, raised_in_our_code, shortened
-from deskgpt.settings import settings_of
+from deskgpt.settings import check, settings_of
 from model import GPT
 
 HOST = "127.0.0.1"
 TRUSTED_HOSTS = [HOST, "localhost"]  # in a request's Host header
 MOST_BODY_BYTES = 2_000_000
 ARRIVAL_S = 10.0  # the head of a request, and its body, may take this long to arrive
+SEND_S = 10.0  # a client that reads nothing for so long is cut off: others wait for their turn
 LAST_TOKEN_S = 5  # Ctrl+C waits this long for streams to end
 
 # What the page itself may load, its own HTML says.
@@ -117,7 +118,9 @@ def run_app(app: Starlette, port: int, about: str) -> None:
 
 
 class Protocol(H11Protocol):
-    """HTTP, without clients that hold a connection and send no request, or half of one."""
+    """HTTP, without clients that hold a connection and send no request, or half of one, or read no
+    answer.
+    """
 
     answered: Any = None  # the last request at the check before this one
 
@@ -136,6 +139,15 @@ class Protocol(H11Protocol):
             return
         self.answered = self.cycle
         self.loop.call_later(ARRIVAL_S, self.drop_if_silent)
+
+    def pause_writing(self) -> None:
+        """Give the client SEND_S to read: the system's buffers and ours are full."""
+        super().pause_writing()
+        self.cut_off = self.loop.call_later(SEND_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.cut_off.cancel()
 
 
 async def json_object(request: Request) -> dict[str, Any]:
@@ -172,6 +184,20 @@ async def in_threads(request: Request, events: Iterator[Any]) -> AsyncIterator[A
         yield error_of(500, message or "a defect; the terminal shows its traceback")
 
 
+def streamed(
+    request: Request, writer: Writer, events: Iterator[Any], form: str, end: str, media_type: str
+) -> StreamingResponse:
+    """Return a response of the events, each as JSON in this form, when the writer is free."""
+
+    async def lines() -> AsyncIterator[str]:
+        async with writer.turn:
+            async for event in in_threads(request, events):
+                yield form.format(json.dumps(event, allow_nan=False))
+        yield end
+
+    return StreamingResponse(lines(), media_type=media_type)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -186,7 +212,8 @@ async def error_reply(request: Request, e: Exception) -> Response:
         return JSONResponse(error_of(e.status_code, e.detail), e.status_code, e.headers)
     if not raised_in_our_code(e):
         raise e
-    return JSONResponse(error_of(400, str(e)), 400)
+    line = str(e).replace("write it like --", "write it like ")  # no command line here
+    return JSONResponse(error_of(400, line), 400)
 
 
 # ---- OpenAI's API --------------------------------------------------------------------------------
@@ -197,6 +224,11 @@ MOST_STOPS = 16  # texts that end an answer: each is looked for after each token
 # Our settings by their names in a request.
 OPENAI_SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
 OPENAI_SETTINGS |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+# Fields that ask for more than one text and its tokens' number, which we do not give, and the value
+# with which each asks for nothing. Others, such as a user's name, change no answer's form, and are
+# ignored.
+NOT_GIVEN: dict[str, Any] = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "tools": []}
+NOT_GIVEN |= {"logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}}
 
 
 def openai_routes(writer: Writer) -> list[Route]:
@@ -214,21 +246,17 @@ def openai_routes(writer: Writer) -> list[Route]:
 
     async def complete(request: Request) -> Response:
         check_key(request)
-        asked = {
-            name: value for name, value in (await json_object(request)).items() if value is not None
-        }
-        chosen = {
-            setting: asked[name] for name, setting in OPENAI_SETTINGS.items() if name in asked
-        }
-        config = replace(writer.defaults, **{"seed": secrets.randbelow(2**32)} | chosen)
+        found = await json_object(request)
+        asked = {name: value for name, value in found.items() if value is not None}
         is_chat = request.url.path == CHAT
+        config = config_of(asked, writer.defaults)
         text, ids = await run_in_threadpool(begin_openai, writer, asked, is_chat)
         reply = Reply(writer.trained.name, text, ids, is_chat)
         written = writer.engine.write(ids, [text], config)
         if asked.get("stream"):
-            return StreamingResponse(
-                stream(request, reply.chunks(written)), media_type="text/event-stream"
-            )
+            events = reply.chunks(written)
+            end = "data: [DONE]\n\n"
+            return streamed(request, writer, events, "data: {}\n\n", end, "text/event-stream")
         async with writer.turn:
             async for event in in_threads(request, written):
                 if isinstance(event, dict):  # an error
@@ -237,14 +265,21 @@ def openai_routes(writer: Writer) -> list[Route]:
                     break
         return JSONResponse(reply.full())
 
-    async def stream(request: Request, chunks: Iterator[dict[str, Any]]) -> AsyncIterator[str]:
-        async with writer.turn:
-            async for event in in_threads(request, chunks):
-                yield f"data: {json.dumps(event)}\n\n"
-        yield "data: [DONE]\n\n"
-
     completions = [Route(path, complete, methods=["POST"]) for path in ("/v1/completions", CHAT)]
     return [Route("/v1/models", models), *completions]
+
+
+def config_of(asked: dict[str, Any], defaults: GenerationConfig) -> GenerationConfig:
+    """Return the settings that a request asks for. Raises ValueError, in the request's words."""
+    for name, nothing in NOT_GIVEN.items():
+        if name in asked and repr(asked[name]) != repr(nothing):  # logprobs=0 is not False
+            raise ValueError(f"{name}={shortened(asked[name])} is not supported; leave it out")
+    known = settings_of(GenerationConfig)
+    chosen: dict[str, Any] = {"seed": secrets.randbelow(2**32)}
+    for name, setting in OPENAI_SETTINGS.items():
+        if name in asked:
+            chosen[setting] = check(asked[name], replace(known[setting], name=name), name)
+    return replace(defaults, **chosen)
 
 
 def begin_openai(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[Sample, Tensor]:
@@ -259,7 +294,13 @@ def begin_openai(writer: Writer, asked: dict[str, Any], is_chat: bool) -> tuple[
         return writer.begin(None, asked.get("messages", []), *stops)
     prompt = asked.get("prompt")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-    return writer.begin(prompt, None, *stops)
+    text, ids = writer.begin(prompt, None, *stops)
+    if ids.size(1) > writer.block_size:
+        raise ValueError(
+            f"the prompt has {ids.size(1):,} tokens, and the model's context has "
+            f"{writer.block_size:,}; shorten it"
+        )
+    return text, ids
 
 
 class Reply:
@@ -278,21 +319,16 @@ class Reply:
 
     def full(self) -> dict[str, Any]:
         new = self.text.text[self.text.prompt_end :]
-        content = (
-            {"message": {"role": "assistant", "content": new}} if self.is_chat else {"text": new}
-        )
-        return self.part("chat.completion", content, is_last=True)
+        return self.part("message", {"role": "assistant", "content": new}, is_last=True)
 
     def chunks(self, written: Iterator[list[str]]) -> Iterator[dict[str, Any]]:
         """Yield the text as it grows, a part for each token."""
-        kind = "chat.completion.chunk"
-        if self.is_chat:
-            yield self.part(kind, {"delta": {"role": "assistant", "content": ""}})
+        yield self.part("delta", {"role": "assistant", "content": ""})
         for (new,) in written:
-            yield self.part(kind, {"delta": {"content": new}} if self.is_chat else {"text": new})
-        yield self.part(kind, {"delta": {}} if self.is_chat else {"text": ""}, is_last=True)
+            yield self.part("delta", {"content": new})
+        yield self.part("delta", {}, is_last=True)
 
-    def part(self, kind: str, content: dict[str, Any], is_last: bool = False) -> dict[str, Any]:
+    def part(self, key: str, message: dict[str, str], is_last: bool = False) -> dict[str, Any]:
         n_new = len(self.text.tokens)
         usage = {
             "prompt_tokens": self.n_prompt,
@@ -300,12 +336,15 @@ class Reply:
             "total_tokens": self.n_prompt + n_new,
         }
         reason = "stop" if self.text.done else "length"
+        kind = "text_completion"
+        choice: dict[str, Any] = {"text": message.get("content", "")}
+        if self.is_chat:
+            kind = "chat.completion.chunk" if key == "delta" else "chat.completion"
+            choice = {key: message}
+        choice |= {"index": 0, "logprobs": None, "finish_reason": reason if is_last else None}
         return self.fields | {
-            "object": kind if self.is_chat else "text_completion",
-            "choices": [
-                content
-                | {"index": 0, "logprobs": None, "finish_reason": reason if is_last else None}
-            ],
+            "object": kind,
+            "choices": [choice],
             "usage": usage if is_last else None,
         }
 
@@ -327,13 +366,8 @@ def page_routes(writer: Writer) -> list[Mount]:
         except TypeError:
             raise ValueError("the request is not a JSON object of the page's settings") from None
         text, ids = await run_in_threadpool(writer.begin, prompt, messages, config.stop)
-
-        async def lines() -> AsyncIterator[str]:
-            async with writer.turn:
-                async for event in in_threads(request, page_events(writer, config, text, ids)):
-                    yield json.dumps(event, allow_nan=False) + "\n"
-
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
+        events = page_events(writer, config, text, ids)
+        return streamed(request, writer, events, "{}\n", "", "application/x-ndjson")
 
     async def page(request: Request) -> Response:
         return JSONResponse(description(writer))

@@ -34,7 +34,7 @@ from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt import deskgpt_ops, export_sources, kernels
 from deskgpt.check_model import TOLERANCE, distance
 from deskgpt.checkpoint import Checkpoint, save_checkpoint
-from deskgpt.engine import load_model
+from deskgpt.engine import GenerationConfig, generate, load_model
 from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from export import ExportConfig, main
 from model import GPT, GPTConfig
@@ -202,8 +202,9 @@ def test_generate_draws_no_padding_of_the_vocabulary_and_counts_from_the_left(tm
     mask = torch.tensor([[0] * (9 - n) + [1] * n for n in lengths])
     greedy: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     together = theirs.generate(rows, attention_mask=mask, **greedy)[:, 9:]
+    config = GenerationConfig(max_new_tokens=20, temperature=0)
     for row, new, n in zip(rows, together, lengths, strict=True):
-        alone = list(model.generate(row[None, -n:], 20, temperature=0, vocab_size=65))
+        alone = list(generate(model, row[None, -n:], config, vocab_size=65))
         assert new.tolist() == torch.cat(alone).tolist()
 
 
@@ -286,6 +287,7 @@ from dataclasses import replace
 from pathlib import Path
 from test_export import SMALL, exported, loaded
 from tiny_models import tokens
+from deskgpt.engine import GenerationConfig, generate
 
 choices = {"position": "rope"} if sys.argv[1] == "rope_base" else {}
 model, folder = exported(Path("tried").absolute(), replace(SMALL, block_size=160, **choices))
@@ -294,7 +296,8 @@ x = tokens(2, 150, vocab=65)
 with torch.inference_mode():
     assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
 greedy = {"max_new_tokens": 9, "do_sample": False}
-expected = torch.cat(list(model.generate(x[:1], 9, temperature=0, vocab_size=65)))
+config = GenerationConfig(max_new_tokens=9, temperature=0)
+expected = torch.cat(list(generate(model, x[:1], config, vocab_size=65)))
 assert theirs.generate(x[:1], **greedy)[0, 150:].tolist() == expected.tolist()
 files = [path.stem for path in folder.glob("*.py")]
 print(json.dumps([type(theirs).__name__, theirs.generation_config.use_cache, files]))

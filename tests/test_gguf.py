@@ -20,6 +20,7 @@ from torch import Tensor
 from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer
 from deskgpt import export_gguf
+from deskgpt.engine import GenerationConfig, generate
 from deskgpt.export_gguf import Llama
 from export import ExportConfig, main
 from model import GPTConfig, activation
@@ -57,9 +58,8 @@ def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture)
         ]
         ids = torch.from_numpy(tokenizer.encode_prompt(prompt).astype("int64"))[None]
         n_tokens = tokenizer.vocab_size - (tokenizer.end_of_text is not None)
-        assert theirs == [
-            int(new) for new in model.generate(ids, 40, temperature=0, vocab_size=n_tokens)
-        ]
+        greedy = GenerationConfig(max_new_tokens=40, temperature=0)
+        assert theirs == [int(new) for new in generate(model, ids, greedy, vocab_size=n_tokens)]
 
 
 def prefix(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:

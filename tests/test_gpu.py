@@ -41,7 +41,7 @@ from deskgpt.checkpoint import load_checkpoint
 from deskgpt.compute import ComputeMode, autocast, default_dtype
 from deskgpt.device import DTYPES, memory_bytes, usable_memory_bytes
 from deskgpt.distributed import gradient_norms
-from deskgpt.engine import WITHOUT_CUDNN, InferenceEngine
+from deskgpt.engine import WITHOUT_CUDNN, GenerationConfig, InferenceEngine, generate
 from deskgpt.errors import DataError
 from deskgpt.kernels import causal_attention, chunked_cross_entropy
 from deskgpt.kv_cache import GraphedKVCache
@@ -294,11 +294,10 @@ def test_tokens_are_replays_of_one_graph_and_those_of_whole_passes(settings):
     passes: list[int] = []
     model.transformer.register_forward_pre_hook(lambda module, args: passes.append(args[0].size(1)))
     # Past the end of the context
-    found = [*model.generate(prompts, 70, temperature=2.0, cache=kind(64))]
+    config = GenerationConfig(max_new_tokens=70, temperature=2.0)
+    found = [*generate(model, prompts, config, cache=kind(64))]
     assert passes[:4] == [9, 1, 1, 64]
-    assert torch.equal(
-        torch.stack(found), torch.stack([*model.generate(prompts, 70, temperature=2.0)])
-    )
+    assert torch.equal(torch.stack(found), torch.stack([*generate(model, prompts, config)]))
 
 
 @pytest.mark.skipif(
