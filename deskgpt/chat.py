@@ -89,19 +89,18 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
     room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
-    first = len(turns)
-    used = 0
-    for at in reversed(range(len(turns))):
-        # Without the token with which a dialogue begins.
-        used += len(template.encode([turns[at]]).ids) - 1
-        if used > room:
-            break
-        if turns[at].role == "user":  # an answer without its question is left out
-            first = at
+    # Without the token with which a dialogue begins.
+    sizes = [len(template.encode([turn]).ids) - 1 for turn in turns]
+    used = sum(sizes)
+    first = 0
+    # An answer without its question is left out.
+    while first < len(turns) and (used > room or turns[first].role != "user"):
+        used -= sizes[first]
+        first += 1
     if first == len(turns):
-        what = (
-            "the system message is too long" if room < 0 else f"the message takes {used:,} tokens"
-        )
+        what = f"the message takes {sizes[-1]:,} tokens"
+        if room < 0:
+            what = "the system message is too long"
         raise ValueError(
             f"{what}: {max(0, room):,} of the model's context of {block_size:,} are left "
             "for it; say less"

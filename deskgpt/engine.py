@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from data.chat import template
 from data.token_files import read_meta
@@ -184,17 +185,15 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     is_cast: dict[nn.Module, bool] = {}
 
     def note(layer: nn.Module, args: Any) -> None:
-        casts = torch.is_autocast_enabled(text.device.type)
-        is_cast[layer] = casts and is_cast.get(layer, True)
+        if type(layer) is nn.Linear:  # a class of the user's own may compute in float32
+            casts = torch.is_autocast_enabled(text.device.type)
+            is_cast[layer] = casts and is_cast.get(layer, True)
 
-    # A class of the user's own may compute in float32.
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    hook = register_module_forward_pre_hook(note)
     model.next_logits(text)
-    for hook in hooks:
-        hook.remove()
-    for layer in layers:
-        if is_cast.get(layer):
+    hook.remove()
+    for layer in is_cast:
+        if is_cast[layer]:
             for name, p in list(layer.named_parameters(recurse=False)):
                 setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
 
@@ -327,29 +326,26 @@ class Sample:
             rest = self.finish()
             self.done = True
             return rest
-        return self._append(self._decoder.decode(self.tokenizer.decode_bytes([token])))
+        return self._append(self.tokenizer.decode_bytes([token]))
 
     def finish(self) -> str:
         """End the text; return what was held back."""
-        shown = self.shown
-        self._append(self._decoder.decode(b"", final=True))
-        self.shown = len(self.text)
-        return self.text[shown:]
+        return self._append(b"", is_last=True)
 
-    def _append(self, new: str) -> str:
+    def _append(self, content: bytes, is_last: bool = False) -> str:
         if self.done:
             return ""
-        self.text += new
+        self.text += self._decoder.decode(content, is_last)
         found = [self.text.find(stop, self.shown) for stop in self.stops]
         end = min((at for at in found if at >= 0), default=None)
+        held = 0
         if end is not None:
             self.text = self.text[:end]
             self.done = True
-        final = len(self.text)
-        if not self.done:
-            final -= max((self._begun(stop) for stop in self.stops), default=0)
+        elif not is_last:
+            held = max((self._begun(stop) for stop in self.stops), default=0)
         before = self.shown
-        self.shown = max(before, final)
+        self.shown = max(before, len(self.text) - held)
         return self.text[before : self.shown]
 
     def _begun(self, stop: str) -> int:
@@ -450,67 +446,54 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
 # ---- samples of a model in training --------------------------------------------------------------
 
 
-class Sampler:
-    """Draws from random streams of its own, and leaves the model in training mode.
-
-    Raises ValueError if the tokenizer does not know the prompt.
-    """
-
-    TEXTS = 2
-    TOKENS = 200
-
-    def __init__(self, model: GPT, compute: ComputeMode, tokenizer: Tokenizer, every: int) -> None:
-        """every: evaluations from one sample to the next."""
-        self.model = model
-        self.compute = compute
-        self.tokenizer = tokenizer
-        self.every = every
-        device = next(model.parameters()).device
-        self.prompts = encode_prompt(PROMPT, tokenizer).to(device).repeat(self.TEXTS, 1)
-        # Beyond its context a model has no cache, and each token costs a whole forward pass.
-        room = model.config.block_size - self.prompts.size(1)
-        self.config = GenerationConfig(max_new_tokens=min(self.TOKENS, max(1, room)))
-
-    @functools.cached_property
-    def engine(self) -> InferenceEngine:
-        """The model's engine, from the first sample on."""
-        dtype = "float32" if self.prompts.device.type == "cpu" else self.compute.dtype
-        end_of_text = self.tokenizer.end_of_text
-        return InferenceEngine(
-            self.model, self.prompts, dtype, end_of_text=end_of_text, is_trained=True
-        )
-
-    def texts_at(self, evaluation: int, is_last: bool) -> list[str]:
-        """Return texts of the model as it is now, if this evaluation has any; [] after a signal."""
-        if not is_last and evaluation % self.every:
-            return []
-        samples = [Sample(self.tokenizer, PROMPT) for _ in range(self.TEXTS)]
-        self.model.eval()
-        # Blocks are compiled for batches; set_stance imports torch's compiler, which takes seconds.
-        is_compiled = self.compute.compiled
-        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-        with eager:
-            for _ in self.engine.write(self.prompts, samples, self.config):
-                if signal_handler.has_signal():
-                    samples = []
-                    break
-        self.model.train()
-        return [sample.text for sample in samples]
+TEXTS = 2
+TOKENS = 200
 
 
 def sampler_for(
-    every: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
+    every: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer_meta: dict[str, Any]
 ) -> Callable[[int, bool], list[str]]:
-    """Return Sampler.texts_at for every `every`-th evaluation; without texts for 0, and on ranks
-    that only wait meanwhile.
+    """Return a function of an evaluation's number, and of whether it is the last one: it returns
+    texts of the model as it is then, at every `every`-th evaluation, and [] otherwise and after a
+    signal. For 0, and on ranks that only wait meanwhile, there are no texts.
 
-    tokenizer: as in meta.json. If there can be no samples, one line says why: the run does not need
-    them.
+    The function draws from random streams of its own, and leaves the model in training mode.
+    tokenizer_meta: as in meta.json. If there can be no samples, one line says why: the run does not
+    need them.
     """
-    if every and dist.is_first:
-        try:
-            return Sampler(model, compute, from_meta(tokenizer), every).texts_at
-        except (ValueError, ModuleNotFoundError) as e:
-            why = message_for_user(e, "") or e
-            dist.print0(f"sample_interval={every}: no samples, since {why}")
-    return lambda evaluation, is_last: []
+    if not every or not dist.is_first:
+        return lambda evaluation, is_last: []
+    device = next(model.parameters()).device
+    try:
+        tokenizer = from_meta(tokenizer_meta)
+        prompts = encode_prompt(PROMPT, tokenizer).to(device).repeat(TEXTS, 1)
+    except (ValueError, ModuleNotFoundError) as e:
+        why = message_for_user(e, "") or e
+        dist.print0(f"sample_interval={every}: no samples, since {why}")
+        return lambda evaluation, is_last: []
+
+    @functools.cache
+    def engine() -> InferenceEngine:
+        dtype = "float32" if device.type == "cpu" else compute.dtype
+        end_of_text = tokenizer.end_of_text
+        return InferenceEngine(model, prompts, dtype, end_of_text=end_of_text, is_trained=True)
+
+    def texts_at(evaluation: int, is_last: bool) -> list[str]:
+        if evaluation % every and not is_last:
+            return []
+        # Beyond its context a model has no cache, and each token costs a whole forward pass.
+        room = max(1, model.config.block_size - prompts.size(1))
+        samples = [Sample(tokenizer, PROMPT) for _ in range(TEXTS)]
+        model.eval()
+        # Blocks are compiled for batches; set_stance imports torch's compiler, which takes seconds.
+        eager = torch.compiler.set_stance("force_eager") if compute.compiled else nullcontext()
+        with eager:
+            config = GenerationConfig(max_new_tokens=min(TOKENS, room))
+            for _ in engine().write(prompts, samples, config):
+                if signal_handler.has_signal():
+                    samples = []
+                    break
+        model.train()
+        return [sample.text for sample in samples]
+
+    return texts_at

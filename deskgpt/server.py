@@ -165,18 +165,19 @@ async def json_object(request: Request) -> dict[str, Any]:
     return found
 
 
-async def in_threads(request: Request, events: Iterator[Any]) -> AsyncIterator[Any]:
-    """Yield the items of an iterator, each computed in a thread, so that the server answers others
-    meanwhile.
+async def in_turn(request: Request, writer: Writer, events: Iterator[Any]) -> AsyncIterator[Any]:
+    """Yield the events of a text when no other one is written, each computed in a thread, so that
+    the server answers others meanwhile.
 
-    An error becomes the last item, as error_of has it; so does Ctrl+C.
+    An error becomes the last event, as error_of has it; so does Ctrl+C.
     """
     try:
-        async for event in iterate_in_threadpool(events):
-            if request.app.state.server.should_exit:
-                yield error_of(503, "the server was stopped")
-                return
-            yield event
+        async with writer.turn:
+            async for event in iterate_in_threadpool(events):
+                if request.app.state.server.should_exit:
+                    yield error_of(503, "the server was stopped")
+                    return
+                yield event
     except (ValueError, RuntimeError, MemoryError) as e:
         message = message_for_user(e, "ask for fewer tokens or a shorter prompt")
         if message is None:
@@ -184,18 +185,15 @@ async def in_threads(request: Request, events: Iterator[Any]) -> AsyncIterator[A
         yield error_of(500, message or "a defect; the terminal shows its traceback")
 
 
-def streamed(
-    request: Request, writer: Writer, events: Iterator[Any], form: str, end: str, media_type: str
-) -> StreamingResponse:
-    """Return a response of the events, each as JSON in this form, when the writer is free."""
+def streamed(events: AsyncIterator[Any], form: str, end: str, media_type: str) -> StreamingResponse:
+    """Return a response of events, each as JSON in this form."""
 
-    async def lines() -> AsyncIterator[str]:
-        async with writer.turn:
-            async for event in in_threads(request, events):
-                yield form.format(json.dumps(event, allow_nan=False))
+    async def content() -> AsyncIterator[str]:
+        async for event in events:
+            yield form.format(json.dumps(event, allow_nan=False))
         yield end
 
-    return StreamingResponse(lines(), media_type=media_type)
+    return StreamingResponse(content(), media_type=media_type)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -254,15 +252,13 @@ def openai_routes(writer: Writer) -> list[Route]:
         reply = Reply(writer.trained.name, text, ids, is_chat)
         written = writer.engine.write(ids, [text], config)
         if asked.get("stream"):
-            events = reply.chunks(written)
-            end = "data: [DONE]\n\n"
-            return streamed(request, writer, events, "data: {}\n\n", end, "text/event-stream")
-        async with writer.turn:
-            async for event in in_threads(request, written):
-                if isinstance(event, dict):  # an error
-                    return JSONResponse(event, 500)
-                if await request.is_disconnected():
-                    break
+            events = in_turn(request, writer, reply.chunks(written))
+            return streamed(events, "data: {}\n\n", "data: [DONE]\n\n", "text/event-stream")
+        async for event in in_turn(request, writer, written):
+            if isinstance(event, dict):  # an error
+                return JSONResponse(event, 500)
+            if await request.is_disconnected():
+                break
         return JSONResponse(reply.full())
 
     completions = [Route(path, complete, methods=["POST"]) for path in ("/v1/completions", CHAT)]
@@ -366,8 +362,8 @@ def page_routes(writer: Writer) -> list[Mount]:
         except TypeError:
             raise ValueError("the request is not a JSON object of the page's settings") from None
         text, ids = await run_in_threadpool(writer.begin, prompt, messages, config.stop)
-        events = page_events(writer, config, text, ids)
-        return streamed(request, writer, events, "{}\n", "", "application/x-ndjson")
+        events = in_turn(request, writer, page_events(writer, config, text, ids))
+        return streamed(events, "{}\n", "", "application/x-ndjson")
 
     async def page(request: Request) -> Response:
         return JSONResponse(description(writer))

@@ -42,7 +42,6 @@ from deskgpt.engine import (
     GenerationConfig,
     InferenceEngine,
     Sample,
-    Sampler,
     generate,
     sample_tokens,
 )
@@ -477,7 +476,7 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     assert [e["iter"] for e in found] == [0, 3, 6]  # at its evaluations
     for e in found:
         # No more than the context
-        assert [len(text) for text in e["texts"]] == [16] * Sampler.TEXTS
+        assert [len(text) for text in e["texts"]] == [16] * 2
         assert all(text.startswith("\n") for text in e["texts"])
 
 
