@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import string
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import tiny, until
 from test_export import saved
+from test_serve import serving
 from tiny_models import SMALL
 
 import train
@@ -42,13 +42,7 @@ def browser(scheme: str, address: str) -> Iterator[Any]:
     """
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
-    for flag in (
-        "headless",
-        "no-sandbox",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-    ):
+    for flag in ("headless", "no-sandbox", "disable-background-networking", "disable-sync"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
@@ -104,24 +98,6 @@ def test_page_about_runs_draws_its_charts_in_the_window(runs, name, scheme, scri
 # ---- the playground ------------------------------------------------------------------------------
 
 
-def serve(begin: Callable[..., Any], out_dir: Path, *args: str) -> str:
-    """Return the address that `sample.py --serve` prints."""
-    terminal = out_dir / "terminal"
-    words = [
-        sys.executable,
-        "-u",
-        "sample.py",
-        f"--out_dir={out_dir}",
-        "--serve",
-        "--device=cpu",
-        "--port=0",
-        *args,
-    ]
-    begin(terminal, *words)
-    until(lambda: re.search(r"http://127\S+\s", terminal.read_text()) is not None)
-    return re.findall(r"http://127\S+", terminal.read_text())[0]
-
-
 def set_fields(driver: Any, **values: Any) -> None:
     for name, value in values.items():
         driver.execute_script(
@@ -134,13 +110,12 @@ def wait_for_status(driver: Any, beginning: str) -> None:
 
 
 @each_screen
-def test_playground_writes_stops_and_repeats_a_text(begin, tmp_path, scheme):
+def test_playground_writes_stops_and_repeats_a_text(tmp_path, scheme):
     from selenium.webdriver.common.keys import Keys
 
     # vocab_size is 100
     saved(tmp_path, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())
-    address = serve(begin, tmp_path, "--start=the ")
-    with browser(scheme, address) as driver:
+    with serving(tmp_path) as served, browser(scheme, served.address) as driver:
         button = driver.find_element("id", "generate")
         until(button.is_enabled)
         texts = []
@@ -163,7 +138,7 @@ def test_playground_writes_stops_and_repeats_a_text(begin, tmp_path, scheme):
         button.click()
         wait_for_status(driver, "writing")
         driver.get("about:blank")  # the reader leaves while a text is written
-        driver.get(address)
+        driver.get(served.address)
         button = driver.find_element("id", "generate")
         until(button.is_enabled)
         set_fields(driver, max_new_tokens=5)
@@ -172,11 +147,14 @@ def test_playground_writes_stops_and_repeats_a_text(begin, tmp_path, scheme):
 
 
 @each_screen
-def test_chat_answers_and_answers_again(begin, tmp_path, scheme):
+def test_chat_answers_and_answers_again(tmp_path, scheme):
     from selenium.webdriver.common.keys import Keys
 
     saved(tmp_path, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
-    with browser(scheme, serve(begin, tmp_path, "--chat", "--max_new_tokens=20")) as driver:
+    with (
+        serving(tmp_path, max_new_tokens=20) as served,
+        browser(scheme, served.address) as driver,
+    ):
         until(driver.find_element("id", "generate").is_enabled)
         driver.find_element("name", "prompt").send_keys("Who is there?", Keys.ENTER)
         again = driver.find_element("id", "again")

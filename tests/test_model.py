@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 from dataclasses import asdict, replace
 from typing import Any
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from conftest import CPU, assert_equal, events, raises_one_line, tiny
 from tiny_models import MODERN, SMALL, make, tokens
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from deskgpt import cpu_kernels
 from deskgpt.check_model import check_model
@@ -34,18 +35,6 @@ CUDA = torch.device("cuda")
 # ---- the model -----------------------------------------------------------------------------------
 
 
-class Counter(TorchDispatchMode):
-    """Counts matmuls and forward passes of attention."""
-
-    matmuls = attentions = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = op.overloadpacket.__name__
-        self.matmuls += name in ("mm", "addmm")
-        self.attentions += "attention" in name and "backward" not in name
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("config", "dropout"), [(SMALL, 0.3), (MODERN, 0.0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_that_are_computed_again_leave_gradients_bit_equal(
@@ -55,23 +44,22 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(
     idx = tokens(3, 32)
     names = list(model.state_dict())
     found = {}
-    counts = {}
+    flops = {}
     for which in ("none", "full"):
         apply_compute(model, ComputeMode(dtype, recompute=which))
         assert list(model.state_dict()) == names
         torch.manual_seed(3)
-        with Counter() as counts[which]:
+        with FlopCounterMode(display=False) as counter:
             with autocast(CPU, dtype, cached=which == "none"):
                 loss = model(idx, idx.roll(-1, 1))[1]
             loss.backward()
+        flops[which] = counter.get_total_flops()
         gradients = [p.grad for p in model.parameters()]
         # The random numbers after it are the same, too.
         found[which] = [loss.detach(), *gradients, torch.rand(3)]
         model.zero_grad()
     assert_equal(found["full"], found["none"])
-    assert counts["none"].matmuls < counts["full"].matmuls
-    if not dropout:
-        assert [counts[which].attentions for which in ("none", "full")] == [2, 4]
+    assert flops["none"] < flops["full"]
 
 
 def test_rotated_queries_meet_keys_by_their_distance_alone():
@@ -125,14 +113,12 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
 
 
 def test_impossible_settings_and_weights_of_another_shape_are_named():
-    for settings, named in (
-        ({"position": "rotary"}, ["position='rotary'", "learned, rope"]),
-        ({"position": "rope", "n_embd": 33, "n_head": 11}, ["even width", "3"]),
-    ):
-        with raises_one_line(*named):
-            GPTConfig(**settings)
+    with raises_one_line("position='rotary'", "learned, rope"):
+        GPTConfig(**{"position": "rotary"})
+    with raises_one_line("even width", "3"):
+        GPTConfig(position="rope", n_embd=33, n_head=11)
     for width in (8, 10**6):  # the large one's 48 TB are not taken
-        with pytest.raises(ValueError, match="out"):
+        with raises_one_line("out"):
             GPT.from_state(replace(SMALL, n_head=1, n_embd=width), make().state_dict(), "out")
 
 
@@ -142,11 +128,8 @@ def test_block_that_a_second_pass_would_change_is_refused():
     block: Any = model.transformer.h[0]
     block.register_buffer("mean", torch.zeros(()))
     idx = tokens(2, 8)
-    for change in (
-        lambda: block.mean.add_(1),
-        lambda: setattr(block, "mean", block.mean + 1),
-        random.random,
-    ):
+    changes = [lambda: block.mean.add_(1), lambda: setattr(block, "mean", block.mean + 1)]
+    for change in (*changes, random.random):
         handle = block.ln_1.register_forward_hook(lambda m, a, y, change=change: (change(), y)[1])
         with raises_one_line("activation_checkpoint=full", "--activation_checkpoint=none"):
             model(idx)
@@ -160,18 +143,17 @@ def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_tra
 ):
     model = make(replace(SMALL, n_layer=1, dropout=0.3))
     rates: list[float] = []
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(
-                lambda module, args, out: rates.append(module.p if module.training else 0.0)
-            )
-    attention = torch.nn.functional.scaled_dot_product_attention
 
-    def seen(*args, **kwargs):
-        rates.append(kwargs["dropout_p"])
-        return attention(*args, **kwargs)
+    def dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+        rates.append(p * training)
+        return x
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+        rates.append(dropout_p)
+        return q
+
+    monkeypatch.setattr(F, "dropout", dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     for training in (True, False):
         rates.clear()
         model.train(training)(tokens(2, 8))
@@ -247,7 +229,6 @@ def test_run_of_minutes_ends_in_time_and_keeps_to_max_iters(chars, tmp_path):
     assert last["lr"] == pytest.approx(1e-3, rel=0.5)  # the schedule ends with the run
     main(tiny(chars, tmp_path / "short", max_minutes=10.0, max_iters=5))
     assert events(tmp_path / "short", "end")[0]["iter"] == 5
-    assert tiny(chars, tmp_path).schedule().end == 6
 
 
 @pytest.mark.parametrize(
@@ -297,11 +278,9 @@ def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
     model = make(config)
     before = {name: w.clone() for name, w in model.state_dict().items()}
     kernels = cpu_kernels.is_supported_platform() and dtype != "float16"
-    residual_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-    assert (
-        problems_of(model, ComputeMode(dtype, cpu_kernels=kernels, residual_dtype=residual_dtype))
-        == []
-    )
+    residual = "bfloat16" if dtype == "bfloat16" else "float32"
+    variant = ComputeMode(dtype, cpu_kernels=kernels, residual_dtype=residual)
+    assert problems_of(model, variant) == []
     assert_equal(dict(model.state_dict()), before)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
@@ -329,33 +308,28 @@ def losing_a_position(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor
     ("changed", "change", "named"),
     [
         # Of layers that begin as zeros, too.
-        ("model.attention", seeing_the_future, ["tokens see later ones"]),
-        ("model.GPT.loss", loss_with_smoothing, ["is not the cross-entropy of the logits"]),
-        ("model.GPT.loss", loss_of_the_head, ["no gradient reaches transformer.", "more"]),
+        ("attention", seeing_the_future, "tokens see later ones"),
+        ("GPT.loss", loss_with_smoothing, "is not the cross-entropy of the logits"),
+        ("GPT.loss", loss_of_the_head, r"no gradient reaches transformer\..* more"),
+        ("gelu_tanh", rounding, "bfloat16.* the gradient of .* differs from eager float32's"),
         (
-            "model.gelu_tanh",
-            rounding,
-            ["bfloat16", "the gradient of", "differs from eager float32's"],
-        ),
-        (
-            "model.causal_attention",
+            "causal_attention",
             losing_a_position,
-            ["bfloat16, C++ kernels, not compiled: the gradient of"],
+            "bfloat16, C.. kernels, not compiled: the gradient",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_change_that_breaks_the_model_is_named(changed, change, named, monkeypatch):
-    if change is losing_a_position and not cpu_kernels.is_supported_platform():
+    needs_kernels = change is losing_a_position
+    if needs_kernels and not cpu_kernels.is_supported_platform():
         pytest.skip("our kernels are for Linux on a processor with AVX2 or AVX-512")
-    monkeypatch.setattr(changed, change)
-    model = GPT(MODERN) if changed == "model.attention" else make()
-    problems = problems_of(model, ComputeMode("bfloat16", cpu_kernels=change is losing_a_position))
+    monkeypatch.setattr(f"model.{changed}", change)
+    model = GPT(MODERN) if change is seeing_the_future else make()
+    problems = problems_of(model, ComputeMode("bfloat16", cpu_kernels=needs_kernels))
     cpu_kernels.unload()
-    assert problems
-    for part in named:
-        assert part in problems[-1]
-        assert "\n" not in problems[-1]
+    assert re.search(named, problems[-1])
+    assert "\n" not in problems[-1]
 
 
 def test_parameter_that_nothing_uses_is_named_and_one_that_is_not_trained_is_not():

@@ -52,6 +52,10 @@ class Served:
     def page(self) -> str:
         return f"/{self.writer.token}/"
 
+    @property
+    def address(self) -> str:
+        return f"http://{server.HOST}:{self.port}{self.page}"
+
     def ask(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[int, Any, bytes]:
