@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from deskgpt.errors import shortened
 from deskgpt.files import file_sha256, sha256
 
 Ids = npt.NDArray[np.uint16]
@@ -117,7 +118,7 @@ class CharTokenizer(Tokenizer):
         except KeyError:
             unknown = ", ".join(map(repr, sorted(set(text) - set(self.chars))[:10]))
             raise ValueError(
-                f"the tokenizer does not know {unknown}; its characters: {self.chars!r}"
+                f"the tokenizer does not know {unknown}; its characters: {shortened(self.chars)}"
             ) from None
 
     def decode_bytes(self, ids: list[int]) -> bytes:

@@ -49,18 +49,23 @@ class KVCache:
         """Return the positions of T new tokens (T,), and of the keys with which `append` answers
         (S,).
         """
-        key_positions = torch.arange(self.length + T, device=device)
-        return key_positions[self.length :], key_positions
+        self._end = self.length + T
+        key_positions = torch.arange(self._end, device=device)
+        self._positions = key_positions[self.length :]
+        return self._positions, key_positions
 
     def append(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append a module's k and v (B, H, T, D), and return all that it has appended (B, H, S,
         D).
         """
-        keys, values = self._room(module, k, v)
-        end = self.length + k.size(2)
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return keys[:, :, :end], values[:, :, :end]
+        if module not in self._kv:  # only now are batch, device and autocast's dtype known
+            keys = k.new_zeros(*k.shape[:2], self.block_size, k.size(3))
+            values = v.new_zeros(*v.shape[:2], self.block_size, v.size(3))
+            self._kv[module] = keys, values
+        keys, values = self._kv[module]
+        keys.index_copy_(2, self._positions, k)
+        values.index_copy_(2, self._positions, v)
+        return keys[:, :, : self._end], values[:, :, : self._end]
 
     def swap_last_input(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """Keep x for the module's next pass; return what it kept in its last one, None in its
@@ -76,13 +81,6 @@ class KVCache:
 
     def _pass(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
         return forward(new)
-
-    def _room(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if module not in self._kv:  # only now are batch, device and autocast's dtype known
-            keys = k.new_zeros(*k.shape[:2], self.block_size, k.size(3))
-            values = v.new_zeros(*v.shape[:2], self.block_size, v.size(3))
-            self._kv[module] = keys, values
-        return self._kv[module]
 
 
 class GraphedKVCache(KVCache):
@@ -102,12 +100,9 @@ class GraphedKVCache(KVCache):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def positions(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        self._end = self.block_size
         self._positions = self._length + self._span[:T]
         return self._positions, self._span
-
-    def append(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._room(module, k, v)
-        return keys.index_copy_(2, self._positions, k), values.index_copy_(2, self._positions, v)
 
     def _pass(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
         if self.length == 0:
