@@ -312,7 +312,7 @@ class Sample:
         self.last_token = last_token
         self.text = prompt
         self.prompt_end = len(prompt)
-        self.shown = len(prompt)  # characters that cannot become a stop text any more
+        self.shown = self.prompt_end  # characters that cannot become a stop text any more
         self.done = False
         self.tokens: list[int] = []  # added so far
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -446,18 +446,20 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
 # ---- samples of a model in training --------------------------------------------------------------
 
 
-TEXTS = 2
-TOKENS = 200
+TEXTS = 2  # side by side
+TOKENS = 200  # of each, at most
 
 
 def sampler_for(
     every: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer_meta: dict[str, Any]
 ) -> Callable[[int, bool], list[str]]:
-    """Return a function of an evaluation's number, and of whether it is the last one: it returns
-    texts of the model as it is then, at every `every`-th evaluation, and [] otherwise and after a
-    signal. For 0, and on ranks that only wait meanwhile, there are no texts.
+    """Return the function texts_at(evaluation, is_last), which returns texts of the model as it is
+    then.
 
-    The function draws from random streams of its own, and leaves the model in training mode.
+    It does so at every `every`-th evaluation and at the last one, and returns [] at others and
+    after a signal. With 0, and on ranks that only wait meanwhile, it returns [] always. It draws
+    from random streams of its own, and leaves the model in training mode.
+
     tokenizer_meta: as in meta.json. If there can be no samples, one line says why: the run does not
     need them.
     """
