@@ -220,8 +220,8 @@ async def error_reply(request: Request, e: Exception) -> Response:
 CHAT = "/v1/chat/completions"
 MOST_STOPS = 16  # texts that end an answer: each is looked for after each token
 # Our settings by their names in a request.
-OPENAI_SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
-OPENAI_SETTINGS |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+OPENAI_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "seed")}
+OPENAI_SETTINGS |= dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens")
 # Fields that ask for more than one text and its tokens' number, which we do not give, and the value
 # with which each asks for nothing. Others, such as a user's name, change no answer's form, and are
 # ignored.
@@ -411,17 +411,12 @@ def page_events(
         p = logits[0].cpu().double().softmax(0)
 
     yield {"prompt_tokens": ids.size(1), "block_size": writer.block_size}
-    t0 = time.perf_counter()
     n = 0
     for (shown,) in writer.engine.write(ids, [text], config, watch):
         if len(text.tokens) > n:  # the last one is no token, but the rest
             n += 1
             yield describe(text.tokens[-1], p, text.tokenizer) | {"text": shown}
-    yield {
-        "end": "stop" if text.done else "length",
-        "text": shown,
-        "tokens_per_s": n / (time.perf_counter() - t0),
-    }
+    yield {"end": "stop" if text.done else "length", "text": shown}
 
 
 def describe(token: int, p: Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -431,15 +426,13 @@ def describe(token: int, p: Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
     if not p.isfinite().all():
         raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
     likeliest = p.topk(min(ALTERNATIVES, len(p)))
-    top = dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
-    listed = top | {token: p[token].item()}
+    top = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return {
         "id": token,
         "name": name_of(token, tokenizer),
-        "p": listed[token],
+        "p": p[token].item(),
         "rank": int((p > p[token]).sum()) + 1,
-        "top": [{"id": i, "name": name_of(i, tokenizer), "p": value} for i, value in top.items()],
-        "rest": max(0.0, 1 - math.fsum(listed.values())),
+        "top": [{"id": i, "name": name_of(i, tokenizer), "p": value} for i, value in top],
     }
 
 

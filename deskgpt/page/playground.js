@@ -108,16 +108,19 @@ async function write(values, place, signal) {
     const response = await fetch("write", {method: "POST", body: JSON.stringify(values), signal});
     if (!response.ok) throw new Error((await response.json()).error.message);
     let prompt = "";
+    let began = 0; // in milliseconds, when the prompt had been read
     for await (const event of lines(response)) {
       if (event.error) throw new Error(event.error.message);
       if (event.prompt_tokens) {
         const cut = event.prompt_tokens > event.block_size ? `, of which it sees the last ${event.block_size}` : "";
         prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
         showStatus(`writing … ${prompt}`);
+        began = performance.now();
       } else if (event.end) {
         ended = true;
         place.append(event.text);
-        const speed = `${event.tokens_per_s.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
+        const perSecond = 1000 * tokens / (performance.now() - began);
+        const speed = `${perSecond.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
         const stopped = event.end === "stop" && page.system === null ? ", up to the stop text" : "";
         showStatus(`${tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${prompt}`);
       } else {
@@ -247,10 +250,12 @@ function tipRow(name, p, className) {
 
 function showTip(span) {
   hideTip();
-  const {id, name, p, rank, top, rest} = span.about;
+  const {id, name, p, rank, top} = span.about;
+  const isListed = top.some(other => other.id === id);
+  const rest = Math.max(0, top.reduce((left, other) => left - other.p, isListed ? 1 : 1 - p));
   const table = make("table");
   for (const other of top) table.append(tipRow(other.name, other.p, other.id === id ? "drawn" : ""));
-  if (!top.some(other => other.id === id)) table.append(tipRow(name, p, "drawn"));
+  if (!isListed) table.append(tipRow(name, p, "drawn"));
   table.append(tipRow("all others", rest, "others"));
   const place = rank === 1 ? "the likeliest" : `rank ${rank.toLocaleString("en")}`;
   tip.replaceChildren(
