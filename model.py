@@ -458,7 +458,7 @@ class GPT(nn.Module):
             return  # what was changed in the embeddings, such as a hook, stays
         self.config = replace(self.config, block_size=block_size)
         self.transformer.block_size = block_size
-        if self.config.position == "learned":
+        if hasattr(self.transformer, "wpe"):
             wpe = self.transformer.wpe.weight
             kept = wpe[:block_size].clone()
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=not wpe.requires_grad)
@@ -467,7 +467,8 @@ class GPT(nn.Module):
         """Parameters without position embeddings; a tied token embedding counts once, as the head's
         matrix.
         """
-        positions = self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0
+        wpe = getattr(self.transformer, "wpe", None)  # None for RoPE, or if you took it out
+        positions = 0 if wpe is None else wpe.weight.numel()
         return sum(p.numel() for p in self.parameters()) - positions
 
     def estimate_flops(self) -> int:

@@ -166,7 +166,7 @@ from deskgpt.distributed import (
     wrap_ddp,
 )
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
-from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
+from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, forward_result
 from deskgpt.files import RESTART_S, lock_out_dir
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
@@ -266,7 +266,7 @@ def main(config: TrainConfig) -> float:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             loss_sums: defaultdict[str, Any] = defaultdict(float)  # by name, on the device
             tokens = 0
-            for micro in loader.step():
+            for micro in loader.step(step):
                 # Each micro-batch draws from a random stream of its own: dropout does not depend on
                 # the ranks, and a checkpoint needs no state of generators.
                 seed_all(micro_batch_seed(config.seed, step, micro.index), dist.device)
@@ -340,7 +340,7 @@ def forward_backward(
     This is all that a CUDA graph records of a step: code in here may change nothing but tensors.
     """
     with autocast(x.device, variant.dtype, cached=variant.recompute == "none"):
-        losses = named_losses(*model(x, y))
+        losses = named_losses(*forward_result(model(x, y)))
         loss: Any = sum(losses.values()) * weight
     scaler.scale(loss).backward()
     return {name: value.detach() * weight for name, value in losses.items()}
@@ -508,7 +508,7 @@ def print_plan(config: TrainConfig) -> float:
 
     Raises ValueError if that is wrong.
     """
-    from deskgpt.check_model import check_model
+    from deskgpt.check_model import check_run
     from deskgpt.memory import dry_run
 
     dist = init_distributed(config.device, config.backend, config.dist_timeout_s)
@@ -516,19 +516,10 @@ def print_plan(config: TrainConfig) -> float:
     data = Dataset(dataset_folder(config.dataset), needed=False)
     start = find_start(config, data, dist)
     fits = dry_run(config, start.model_config, dist)
-    if not fits or config.plan_for or dist.world > 1:
-        return math.inf
-    compute, _ = choose_compute_and_batch(config, start, dist)
-    model = build_model(config, start, ComputeMode(), dist)
-    idx, targets = data.short_text(model.config.block_size, model.config.vocab_size)
-    problems = check_model(model, compute, idx.to(dist.device), targets.to(dist.device))
-    if problems:
-        raise ValueError(f"model.py: {'; '.join(problems)}")
-    dist.print0(
-        f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the "
-        f"cross-entropy of the logits, gradients reach all parameters; {compute} "
-        "agrees with eager float32"
-    )
+    if fits and not config.plan_for and dist.world == 1:
+        compute, _ = choose_compute_and_batch(config, start, dist)
+        model = build_model(config, start, ComputeMode(), dist)
+        check_run(config, model, compute, data, dist, forward_backward, build_optimizer)
     return math.inf
 
 

@@ -496,14 +496,24 @@ class Loader:
         for _ in range(AHEAD):
             self._submit()
 
-    def step(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the next step, whose losses times their weights make the
-        step's.
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of this step, the next one, whose losses times their weights make
+        the step's.
+
+        Raises ValueError if the last step was not read to its end, or another one after it: a
+        resumed run would read other batches.
 
         With a loss mask, the weight is the micro-batch's share of the learned targets in the global
         batch, times the ranks over which gradients are averaged: the step's loss is the mean over
         these targets.
         """
+        done, rest = divmod(self._next - AHEAD, self.batching.micro_steps_per_rank)
+        if rest or done != step:
+            raise ValueError(
+                f"step {step} asks for the micro-batches of step {done}, of which {rest} are read: "
+                "each step takes all of its own, once; for more or fewer of them change "
+                "--gradient_accumulation_steps"
+            )
         for _ in range(self.batching.micro_steps_per_rank):
             t0 = time.perf_counter()
             batch, copied = self._ahead.popleft().result()

@@ -1,5 +1,5 @@
-"""Checks a model on one short text, and how a run computes it against eager float32: for --dry_run
-and `make qualify`.
+"""Checks a model on one short text, how a run computes it against eager float32, and a step: for
+--dry_run and `make qualify`.
 
 Nothing of this happens in a run. Exports and sampling with a cache compare logits by the same table
 of tolerances.
@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.dataset import Dataset
 from deskgpt import cpu_kernels
-from deskgpt.compute import ComputeMode, apply_compute, autocast
+from deskgpt.checkpoint import check_loadable
+from deskgpt.compute import ComputeMode, apply_compute, seed_all
+from deskgpt.distributed import DistContext
+from deskgpt.evaluation import forward_result
+from deskgpt.optim import OptimizerState
 from model import GPT
 
 
@@ -62,79 +68,149 @@ def distance(
     return error if math.isfinite(error) else math.inf
 
 
-def check_model(model: GPT, variant: ComputeMode, idx: Tensor, targets: Tensor) -> list[str]:
-    """Return what is wrong with a model on a text idx, targets (B, T), and in this variant: a
+ForwardBackward = Callable[..., dict[str, Tensor]]  # train.py's
+
+
+def check_run(
+    config: object,
+    model: GPT,
+    mode: ComputeMode,
+    data: Dataset,
+    dist: DistContext,
+    forward_backward: ForwardBackward,
+    build_optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """Check the model of a run, in eager float32 so far, how this run computes it, and its first
+    step and save, on a short text; print the result.
+
+    config: train.py's. The last two are the loop's own. Raises ValueError if something is wrong.
+    """
+    text = data.short_text(model.config.block_size, model.config.vocab_size)
+    idx, targets = (tokens.to(dist.device) for tokens in text)
+    problems = check_model(model, mode, idx, targets, forward_backward)
+    if problems:
+        raise ValueError(f"model.py: {'; '.join(problems)}")
+
+    optimizer = build_optimizer(config, model, mode.dtype)
+    optimizer_state = OptimizerState(optimizer, model)
+    scaler = torch.amp.GradScaler(idx.device.type, enabled=False)
+    forward_backward(model, scaler, mode, idx, targets, 1.0)
+    optimizer.step()
+    check_loadable([model.state_dict(), optimizer_state.state()])
+    dist.print0(
+        f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the "
+        f"cross-entropy of the logits, gradients reach all parameters; {mode} "
+        "agrees with eager float32; a step can be taken, and saved"
+    )
+
+
+def check_model(
+    model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor, forward_backward: ForwardBackward
+) -> list[str]:
+    """Return what is wrong with a model on a text idx, targets (B, T), and computed in this mode: a
     sentence each.
 
-    The model stays as it is: copies of it are checked, without dropout.
+    Each pass is one of a fresh copy, since a pass may leave in a model what cannot be copied. The
+    model itself stays as it is.
     """
-    reference = copy.deepcopy(model).eval()
-    fill_zeros(reference)
-    problems = []
+    source = copy.deepcopy(model).eval()
+    fill_zeros(source)
     cpu_kernels.unload()  # the reference is plain torch
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no TF32
-    with torch.no_grad():
-        logits = reference(idx)[0]  # (B, T, V)
-        half = idx.size(1) // 2
-        later = torch.cat((idx[:, :half], idx[:, half:].flip(1).roll(1, 0)), 1)
-        early = distance(reference(later)[0][:, :half], logits[:, :half], dim=-1) if half else 0.0
-        expected_loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1
-        ).item()
-    loss, gradients = loss_and_gradients(reference, ComputeMode(), idx, targets)
-    torch.set_float32_matmul_precision(precision)
-    limit = TOLERANCE["float32"]
-    if not early <= limit.logits:
-        problems.append(
-            f"tokens see later ones: their logits change by {early:.2g} with the text after them"
-        )
-    if not abs(loss - expected_loss) <= limit.loss * max(1.0, abs(expected_loss)):
-        problems.append(
-            f"the loss {loss:.6g} is not the cross-entropy of the logits, {expected_loss:.6g}"
-        )
+    problems = check_logits(source, idx, targets)
+    trained = copy.deepcopy(
+        source
+    ).train()  # with dropout, and what the model does in training only
+    seed_all(0, idx.device)
+    _, gradients = loss_and_gradients(forward_backward, trained, ComputeMode(), idx, targets)
     unreached = [name for name, gradient in gradients.items() if not gradient.any()]
     if unreached:
         more = f" and {len(unreached) - 1} more" if len(unreached) > 1 else ""
         problems.append(f"no gradient reaches {unreached[0]}{more}")
+    reference = copy.deepcopy(source)
+    loss, gradients = loss_and_gradients(forward_backward, reference, ComputeMode(), idx, targets)
+    torch.set_float32_matmul_precision(precision)
 
-    if variant.cpu_kernels:
+    if mode.cpu_kernels:
         cpu_kernels.load()
-    computed = copy.deepcopy(reference)
-    apply_compute(computed, variant)
-    found_loss, found = loss_and_gradients(computed, variant, idx, targets)
-    limit = TOLERANCE[precision_of(variant.dtype, idx.device)]
+    # In chunks, as long texts are computed, whose gradients are added.
+    mode = replace(mode, loss_chunks=max(3, mode.loss_chunks))
+    computed = copy.deepcopy(source)
+    apply_compute(computed, mode)
+    found_loss, found = loss_and_gradients(forward_backward, computed, mode, idx, targets)
+    limit = TOLERANCE[precision_of(mode.dtype, idx.device)]
     error = abs(found_loss - loss) / max(abs(loss), 1e-30)
     if not error <= limit.loss:
         problems.append(
-            f"{variant}: the loss differs from eager float32's by {error:.2g}, at most "
-            f"{limit.loss:g}"
+            f"{mode}: the loss differs from eager float32's by {error:.2g}, at most {limit.loss:g}"
         )
     errors = gradient_errors(found, gradients)
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= limit.gradient:
         problems.append(
-            f"{variant}: the gradient of {worst} differs from eager float32's by "
+            f"{mode}: the gradient of {worst} differs from eager float32's by "
             f"{errors[worst]:.2g}, at most {limit.gradient:g}"
         )
     return problems
 
 
-def loss_and_gradients(
-    model: GPT, variant: ComputeMode, idx: Tensor, targets: Tensor
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss of a pass, and the gradients of the trained parameters by name, zeros if
-    there is none.
+@torch.no_grad()
+def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
+    """Return what is wrong with the logits of copies of a model, in evaluation and in training, and
+    with its loss.
     """
-    with autocast(idx.device, variant.dtype):
-        loss = model(idx, targets)[1]
-    loss.backward()
+    problems = []
+    limit = TOLERANCE["float32"]
+    half = idx.size(1) // 2
+    # No order of the same tokens, whose mean a model may see.
+    other_end = torch.cat((idx[:, :half], idx[:, :1].expand_as(idx[:, half:])), 1)
+    for mode in ("evaluation", "training") if half else ():
+        model = copy.deepcopy(source).train(mode == "training")
+        early = []
+        for text in (idx, idx, other_end):
+            seed_all(0, idx.device)  # the same dropout
+            early.append(model(text)[0][:, :half])
+        repeated = distance(early[1], early[0], dim=-1)  # by random numbers that are not torch's
+        error = distance(early[2], early[0], dim=-1)
+        if not error <= max(limit.logits, 10 * repeated):
+            problems.append(
+                f"in {mode} tokens see later ones: their logits change by {error:.2g} with the "
+                "text after them"
+            )
+
+    model = copy.deepcopy(source)
+    logits = model(idx)[0]  # (B, T, V)
+    loss = forward_result(model(idx, targets))[1].item()
+    expected = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    if not abs(loss - expected.item()) <= limit.loss * max(1.0, abs(expected.item())):
+        problems.append(
+            f"the loss {loss:.6g} is not the cross-entropy of the logits, {expected:.6g}"
+        )
+    x = model.transformer(idx)  # (B, T, C)
+    error = distance(model.logits(x[:, half]), model.logits(x)[:, half], dim=-1)
+    if not error <= limit.logits:
+        problems.append(
+            f"GPT.logits of one token alone differs by {error:.2g} from that of a text: it may "
+            "look at no other token, so that the loss can be computed in chunks"
+        )
+    return problems
+
+
+def loss_and_gradients(
+    forward_backward: ForwardBackward, model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the sum of the losses of a pass, and the gradients of the trained parameters by name,
+    zeros if there is none.
+    """
+    scaler = torch.amp.GradScaler(idx.device.type, enabled=False)
+    losses = forward_backward(model, scaler, mode, idx, targets, 1.0)
     found = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
             found[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
-    return loss.item(), found
+    return sum(loss.item() for loss in losses.values()), found
 
 
 def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

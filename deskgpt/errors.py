@@ -122,6 +122,11 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
             f"lost the other ranks ({why}); the line of the one that ended first says why, "
             "and one without a line hangs; start the same command again, with --init_from=auto"
         )
+    if type(e).__name__ == "CheckpointError":  # torch's, of a pass that is not checked (kernels.py)
+        return (
+            "activation_checkpoint=full: a block keeps other tensors in the backward pass; take "
+            "--activation_checkpoint=none"
+        )
     if isinstance(e, OSError):
         return f"cannot use {e.filename}: {e.strerror}" if e.filename else e.strerror or str(e)
     # A package, not a module inside one.

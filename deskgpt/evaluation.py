@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,6 +16,7 @@ from torch import Tensor
 from deskgpt.compute import ComputeMode, CudaGraph, Pass, autocast
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
+from deskgpt.errors import shortened
 from model import GPT
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
@@ -35,7 +37,23 @@ def evaluation_loss(
 ) -> dict[str, Tensor]:
     """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
     with autocast(x.device, variant.dtype):
-        return {"loss": model(x, y)[1]}
+        return {"loss": forward_result(model(x, y))[1]}
+
+
+def forward_result(result: Any) -> Any:
+    """Return what GPT.forward returns. Raises ValueError if that is not (logits, loss), with
+    further losses by name or without.
+    """
+    if isinstance(result, tuple) and len(result) in (2, 3):
+        loss = result[1]
+        further = result[2] if len(result) == 3 else None
+        is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+        if is_loss and isinstance(further, dict | None):
+            return result
+    raise ValueError(
+        f"GPT.forward returns {shortened(result)}: with targets it must return (None, loss), or "
+        "(None, loss, {name: further loss})"
+    )
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -112,7 +113,6 @@ LOGITS_ON_CPU = 1 << 25
 BYTES_WITH_KERNEL = 1 << 28
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
 CAST = "ToCopyBackward0"  # autocast keeps the cast of a weight for all its uses
-HOOKS_OF_MODULES = "BackwardHookFunctionBackward"
 
 
 def chunked_cross_entropy(
@@ -128,8 +128,8 @@ def chunked_cross_entropy(
 
     logits: any function of hidden states (..., C) to (..., V) that treats each token alone, such as
     GPT.logits. It is called once for each chunk (1, n, C); its parameters get their gradients. x
-    (B, T, C), targets (B, T) int64. vocab_size: V. chunks: their number on a card; elsewhere their
-    size is fixed. compiled: the softmax as one graph of torch.compile. Without a target the loss is
+    (B, T, C), targets (B, T) int64. vocab_size: V. chunks: the fewest; on a CPU their size has a
+    limit, too. compiled: the softmax as one graph of torch.compile. Without a target the loss is
     0. More than LOGITS_ON_CPU logits have no second derivative.
 
     The gradients of a chunk are taken while its logits exist: nothing of size (N, V) is kept for a
@@ -140,7 +140,7 @@ def chunked_cross_entropy(
     `torch.utils.checkpoint` costs a fourth matmul (bench/results/2026-11-22-loss.md).
     """
     N = targets.numel()
-    if N * vocab_size <= LOGITS_ON_CPU:
+    if N * vocab_size <= LOGITS_ON_CPU and chunks == 1:
         return cross_entropy(logits, x, targets)
     h = x.flatten(0, 1)  # (N, C)
     rows = targets.flatten()
@@ -185,10 +185,10 @@ def tokens_per_chunk(N: int, V: int, device_type: str, chunks: int, kernel_bytes
     chunks: their number on a card. kernel_bytes: of a logit, if a CPU has our softmax for its
     dtype, else 0.
     """
-    if device_type == "cuda":
-        most = math.ceil(N / chunks)
-    else:
-        most = max(1, (BYTES_WITH_KERNEL // kernel_bytes if kernel_bytes else LOGITS_ON_CPU) // V)
+    most = math.ceil(N / chunks)
+    if device_type != "cuda":
+        logits = BYTES_WITH_KERNEL // kernel_bytes if kernel_bytes else LOGITS_ON_CPU
+        most = max(1, min(most, logits // V))
     if most >= N:
         return N
     if most < WHOLE_TILES:
@@ -217,51 +217,47 @@ def gradients_of_chunk(
     del y  # and its memory, unless something else holds it
     # Chunks may share a part of the graph: the cast of a weight, or another function of it that is
     # cached.
-    wanted = [h, *(edge for _, edge in edges)]
     by_h, *by_edges = torch.autograd.grad(
-        end, wanted, [gradient[None]], allow_unused=True, retain_graph=True
+        end,
+        [h, *(edge for _, edge in edges)],
+        [gradient[None]],
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
     )
     h.register_hook(refuse)  # of what logits has kept with its graph, as for a further loss
-    by_leaf = [
-        (leaf, by_edge)
-        for (leaf, _), by_edge in zip(edges, by_edges, strict=True)
-        if by_edge is not None
-    ]
-    return loss, by_h, by_leaf
+    leaves = [leaf for leaf, _ in edges]
+    return loss, by_h, list(zip(leaves, by_edges, strict=True))
 
 
 def edges_to_leaves(y: Tensor, begin: Tensor) -> list[tuple[Tensor, Any]] | None:
     """Return the leaves, mostly parameters, that logits y of hidden states `begin` depend on, each
-    with an edge.
+    with an edge; None if y depends on anything else, or if a leaf has a hook.
 
     The edge, for torch.autograd.grad, is the leaf itself or the cast of it, whose gradient has
-    fewer bytes. None, if the gradients of chunks may not add up to the whole: if y does not depend
-    on `begin`, depends on what was computed before it, has a hook, or is computed by a module with
-    hooks or from a leaf whose hooks wait for a whole gradient.
+    fewer bytes. A backward pass of each chunk through what was computed before would go through the
+    whole model, and a hook is to see the whole gradient once.
     """
     leaves: dict[Tensor, None] = {}
     casts: dict[Any, Tensor] = {}
-    seen = set()
     first: Any = begin.grad_fn
+    seen = {first, None}
     nodes: list[Any] = [y.grad_fn]
     while nodes:
         node = nodes.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node is None or node is first:
-            continue
         following = [each for each, _ in node.next_functions]
-        cast = getattr(following[0], "variable", None) if node.name() == CAST else None
-        if cast is not None:
-            casts[node] = cast
-        elif hasattr(node, "variable"):
+        if hasattr(node, "variable"):
             leaves[node.variable] = None
-        elif node.name() == HOOKS_OF_MODULES or node._sequence_nr() < first._sequence_nr():
+        elif node.name() == CAST and hasattr(following[0], "variable"):
+            casts[node] = following[0].variable
+        elif node._sequence_nr() < first._sequence_nr():
             return None
         else:
             nodes += following
-    if first not in seen or y._backward_hooks or any(leaf._backward_hooks for leaf in leaves):
+    if any(leaf._backward_hooks for leaf in (*leaves, *casts.values())):
         return None
     of_casts = [(leaf, GradientEdge(node, 0)) for node, leaf in casts.items() if leaf not in leaves]
     return [*zip(leaves, leaves, strict=True), *of_casts]
@@ -361,21 +357,42 @@ class GivenGradients(torch.autograd.Function):
 
 # ---- activations that the backward pass computes again -------------------------------------------
 
+SAME_OUTPUT = 1e-4  # |second output - first| / |first|: rounding, as of sums in another order
+DIFFERS = (
+    "activation_checkpoint=full: a block computes something else in the backward pass: it changes "
+    "buffers, draws random numbers that are not torch's, or reads what changes between blocks or "
+    "passes, such as the layer's number in the context: keep that in attributes of the block, or "
+    "take --activation_checkpoint=none"
+)
+_passes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # so far, of each block
+
 
 def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
     """block(x, context), of which only x is kept: the backward pass computes the rest again, with
     bit-equal gradients.
 
+    In a block's passes 1, 2, 4, 8 ... its output is compared with the one that is computed again.
     Raises ValueError for a block whose second pass would differ.
     """
+    n = _passes[block] = _passes.get(block, 0) + 1
+    is_checked = n.bit_count() == 1  # a power of two
+    first: list[Tensor] = []
+
+    def run(x: Tensor, context: Any) -> Tensor:
+        out = block(x, context)
+        y = out.detach()
+        if not first:
+            first.append(y)  # it is kept in any case, as the next block's input
+        elif (y - first[0]).norm() > SAME_OUTPUT * first[0].norm():
+            raise ValueError(DIFFERS)
+        return out
+
     before = state_between_passes(block)
-    out = checkpoint(block, x, context, use_reentrant=False)
+    # A checked pass is computed again to its end, others to the last tensor that is wanted.
+    function = run if is_checked else block
+    out = checkpoint(function, x, context, use_reentrant=False, early_stop=not is_checked)
     if state_between_passes(block) != before:
-        raise ValueError(
-            "activation_checkpoint=full: blocks that change buffers, or draw from Python's "
-            "random numbers, would compute something else the second time; take "
-            "--activation_checkpoint=none"
-        )
+        raise ValueError(DIFFERS)
     return out
 
 

@@ -49,6 +49,12 @@ def make_optimizer(
     # One kernel for all tensors; these three have it in torch 2.11.
     fused = device.type in ("cuda", "cpu", "mps")
     options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
+    for name_of, p in model.named_parameters():
+        if p.is_complex():
+            raise ValueError(
+                f"{name_of} is complex, which no fused step and no checkpoint takes: make it real, "
+                "(..., 2), and let the model compute with torch.view_as_complex of it"
+            )
     hidden: set[nn.Parameter] = set()  # matrices, for Muon
     if name == "muon":
         tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -125,10 +125,25 @@ class TrainState:
             | code_versions(self.variant, self.dist.device)
         )
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
+        named = self.model.named_parameters()
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self.optimizer.register_step_pre_hook(self._check_frozen)
         own = attributes_of(self.model)
         self._attributes = {name: attribute_state(value) for name, value in own.items()}
         if not self.settings["eval_only"]:
             self._check_saves()
+
+    def _check_frozen(self, *_: Any) -> None:
+        """Raise ValueError if a parameter that was frozen at the start is trained, but not by the
+        optimizer.
+        """
+        for name, p in self._frozen:
+            groups = self.optimizer.param_groups if p.requires_grad else []
+            if groups and not any(p is other for group in groups for other in group["params"]):
+                raise ValueError(
+                    f"{name} is trained now, but the optimizer was made without it: freeze it "
+                    "after build_optimizer, which takes what is trained then"
+                )
 
     def settings_now(self) -> dict[str, Any]:
         """Return the settings with the micro-batch and the schedule that the run has found."""
@@ -164,7 +179,17 @@ class TrainState:
         rate = self.rate(self.schedule, step)
         if not rate:
             return
-        factors = [float(group["lr"] / rate) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
+        factors = [float(group["lr"] / rate) for group in groups]
+        for group, factor in zip(groups, factors, strict=True):
+            is_set_here = math.isclose(factor, group.get("lr_scale", 1.0))
+            # torch's schedulers add initial_lr
+            if step == self.first_step and is_set_here and "initial_lr" in group:
+                self.dist.print0(
+                    "warning: a torch.optim.lr_scheduler has no effect, since the loop sets each "
+                    "group's lr to learning_rate() at every step: write the schedule there"
+                )
+                break
         before = self.rate_factors if step == self.first_step else []
         for i, (old, new) in enumerate(zip(before, factors, strict=False)):
             if not math.isclose(old, new, rel_tol=1e-6):

@@ -243,7 +243,8 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
             )
             total = (
                 total
-                + sum(model(batch.x, batch.y)[1] * batch.weight for batch in loader.step()) / world
+                + sum(model(batch.x, batch.y)[1] * batch.weight for batch in loader.step(step))
+                / world
             )
             loader.close()
         found = torch.cat(

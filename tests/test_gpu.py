@@ -154,7 +154,9 @@ def test_every_variant_computes_what_eager_float32_does(compiled, dtype, setting
     if compiled and variant.dtype == "bfloat16":
         variant = replace(variant, residual_dtype="bfloat16")
     config = GPTConfig(**GPT2, **settings)
-    assert check_model(make(config).to(DEVICE), variant, *batch(config)) == []
+    model = make(config).to(DEVICE)
+    idx, targets = batch(config)
+    assert check_model(model, variant, idx, targets, train.forward_backward) == []
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -214,10 +216,10 @@ def test_no_line_waits_when_a_run_ends_with_an_error_and_lines_come_in_the_order
 ):
     steps, step = itertools.count(), Loader.step
 
-    def damaged(loader):
+    def damaged(loader, number):
         if next(steps) == 5:
             raise DataError("damaged")
-        yield from step(loader)
+        yield from step(loader, number)
 
     monkeypatch.setattr(Loader, "step", damaged)
     monkeypatch.setattr(

@@ -408,7 +408,7 @@ def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_traine
     split.vocab_size = 17
     loader = Loader(split, BatchSplit(2), CPU)
     with raises_one_line("train_000.bin: token 17 is 17"):
-        next(loader.step())
+        next(loader.step(0))
     loader.close()
 
 
@@ -427,7 +427,7 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
     monkeypatch.setattr(split, "train_batch", slow)
     loader = Loader(split, BatchSplit(2), CPU, waited=waits.append)
     threading.Timer(0.1, may_read.set).start()
-    [*loader.step()]
+    [*loader.step(0)]
     [waited] = waits
     assert waited > 0.05
     until(lambda: sorted(made) == list(range(1 + AHEAD)))  # nobody asks for them yet

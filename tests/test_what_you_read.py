@@ -22,11 +22,14 @@ import torch.nn as nn
 from conftest import ROOT, TINY, assert_equal, events, raises_one_line, tiny, trajectory, weights
 from gloo import resumed, run
 from test_loop import plain_loop
+from tiny_models import make, tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import model as definition
 import train
+from deskgpt import kernels
+from deskgpt.check_model import check_model
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.compute import ComputeMode, apply_compute, autocast
 from deskgpt.monitor import LossMonitor
@@ -35,6 +38,8 @@ from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
 from train import TrainConfig, main
+
+SOURCE = (ROOT / "train.py").read_text(encoding="utf-8")
 
 # ---- a changed model -----------------------------------------------------------------------------
 
@@ -184,6 +189,34 @@ def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compile
     assert counter.frame_count < 12  # although it counts its passes
 
 
+def by_number_of_the_layer(self: Any, x: Tensor, context: Any) -> Tensor:
+    GLOBAL["layer"] = GLOBAL.get("layer", 0) + 1
+    return x + self.mlp(self.ln_2(x), context) * (1 + GLOBAL["layer"] % 2)
+
+
+def by_a_generator_of_its_own(self: Any, x: Tensor, context: Any) -> Tensor:
+    noise = torch.randn(x.shape, generator=GLOBAL.setdefault("generator", torch.Generator()))
+    return x + self.mlp(self.ln_2(x) + noise, context)
+
+
+def by_numpys_numbers(self: Any, x: Tensor, context: Any) -> Tensor:
+    return x + self.mlp(self.ln_2(x), context) if np.random.rand() < 0.5 else x
+
+
+@pytest.mark.parametrize(
+    "forward", [by_number_of_the_layer, by_a_generator_of_its_own, by_numpys_numbers]
+)
+def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_refused(
+    forward, chars, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(definition.Block, "forward", forward)
+    GLOBAL.clear()
+    np.random.seed(1)  # draws of which the first two differ
+    main(tiny(chars, tmp_path, max_iters=2))
+    with raises_one_line("activation_checkpoint=full", "--activation_checkpoint=none"):
+        main(tiny(chars, tmp_path / "full", max_iters=2, activation_checkpoint="full"))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
     """The first token decides which; the loss is computed in chunks."""
@@ -228,12 +261,128 @@ def test_optimizer_of_torch_and_a_loss_that_is_summed_train_without_a_word(
     assert all(e["z"] > 0 for e in events(tmp_path, "iter"))
 
 
+# ---- --dry_run tells what the loop does ----------------------------------------------------------
+
+
+def with_a_head_for_a_further_loss(self: GPT, idx: Tensor, targets: Any = None) -> Any:
+    x = self.transformer(idx)
+    self.kept = x.mean()  # which no copy of the model takes
+    if targets is None:
+        return self.logits(x), None
+    head = self.lm_head if "head" not in dict(self.named_children()) else self.get_submodule("head")
+    later = head(x[:, :-1]).flatten(0, 1)
+    further = torch.nn.functional.cross_entropy(later, targets[:, 1:].flatten())
+    return None, self.loss(x, targets), {"later": further}
+
+
+def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
+    chars, tmp_path, monkeypatch, capsys
+):
+    init = GPT.__init__
+
+    def with_head(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+    monkeypatch.setattr(GPT, "__init__", with_head)
+    monkeypatch.setattr(GPT, "forward", with_a_head_for_a_further_loss)
+    for dry_run in (False, True):
+        main(tiny(chars, tmp_path, dry_run=dry_run, max_iters=1))
+    assert "gradients reach all parameters" in capsys.readouterr().out
+
+
+def returning(result: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """Return a GPT.forward whose loss comes in another form."""
+
+    def forward(self: GPT, idx: Tensor, targets: Any = None) -> Any:
+        x = self.transformer(idx)
+        return (self.logits(x), None) if targets is None else result(self.loss(x, targets))
+
+    return forward
+
+
+def mean_in_training(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    x = self.wte(idx)
+    return self.ln_f(x + x.mean((0, 1)) if self.training else x)
+
+
+def other_tokens(self: GPT, x: Tensor) -> Tensor:
+    return self.lm_head(x + x.roll(1, -2))
+
+
+class KeepsAList(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.seen = [*getattr(self, "seen", []), 1]
+
+
+def with_a_list(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
+    return KeepsAList(model.parameters(), config.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("changed", "change", "named", "trains"),
+    [
+        ("model.GPT.forward", returning(lambda loss: loss), ["tensor(", "(None, loss)"], False),
+        ("model.GPT.forward", returning(lambda loss: {"loss": loss}), ["'loss': tensor"], False),
+        ("model.GPT.forward", returning(lambda loss: (None, loss, {"aux": 0.0})), ["aux"], False),
+        ("model.GPT.forward", returning(lambda loss: (None, loss, {"lr": loss})), ["'lr'"], False),
+        ("train.build_optimizer", with_a_list, ["KeepsAList", "seen"], False),
+        ("model.Transformer.forward", mean_in_training, ["in training tokens see later"], True),
+        ("model.GPT.logits", other_tokens, ["GPT.logits of one token alone"], True),
+    ],
+    ids=["alone", "dict", "number", "lr", "list", "mean", "logits"],
+)
+def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
+    changed, change, named, trains, chars, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(changed, change)
+    for dry_run in (True,) if trains else (True, False):
+        with raises_one_line(*named):
+            main(tiny(chars, tmp_path / str(dry_run), dry_run=dry_run, max_iters=2))
+
+
+def test_loss_is_checked_in_chunks_at_any_size(monkeypatch):
+    of_chunk = kernels.gradients_of_chunk
+
+    def doubled(*args: Any) -> Any:
+        found = of_chunk(*args)
+        assert found
+        return found[0], 2 * found[1], found[2]
+
+    monkeypatch.setattr(kernels, "gradients_of_chunk", doubled)
+    idx = tokens(2, 33)
+    problems = check_model(make(), ComputeMode(), idx[:, :-1], idx[:, 1:], train.forward_backward)
+    assert "loss in 3 chunks: the gradient of" in problems[0]
+
+
+def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_refused(
+    chars, tmp_path, monkeypatch
+):
+    init = Transformer.__init__
+    gains: list[Tensor] = []
+
+    def without_wpe(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        del self.wpe
+        for gain in gains:
+            self.gain = nn.Parameter(gain)
+
+    monkeypatch.setattr(Transformer, "__init__", without_wpe)
+    monkeypatch.setattr(Transformer, "forward", lambda self, idx: self.ln_f(self.wte(idx)))
+    main(tiny(chars, tmp_path, max_iters=1))
+    gains.append(torch.ones(3, dtype=torch.complex64))
+    with raises_one_line("transformer.gain is complex", "torch.view_as_complex"):
+        main(tiny(chars, tmp_path / "complex", max_iters=1))
+
+
 # ---- a changed loop ------------------------------------------------------------------------------
 
 
-def edited_train(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> ModuleType:
+def edited_train(
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str, source: str = SOURCE
+) -> ModuleType:
     """Return train.py as a module of its own, with a text replaced."""
-    source = (ROOT / "train.py").read_text(encoding="utf-8")
     assert source.count(old) == 1
     module = ModuleType("edited")
     module.__file__ = str(ROOT / "train.py")
@@ -269,8 +418,7 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(
         return None, loss * (math.nan if self.training and sum(calls) == 2 else 1.0)
 
     monkeypatch.setattr(GPT, "forward", with_nan)
-    source = (ROOT / "train.py").read_text(encoding="utf-8")
-    block = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", source, re.S)[0]
+    block = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", SOURCE, re.S)[0]
     lines = re.findall(r"^ {12}\S.*?\n(?= {12}[^ )]|\Z)", block, re.M | re.S)
     assert "".join(lines) == block
     assert len(lines) == 5
@@ -337,6 +485,45 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
     assert weights(tmp_path / "0.0")["transformer.ln_f.weight"].eq(1).all()
     with raises_one_line("lr=0.1", "learning_rate=0"):
         keep_rates_of_groups(torch.optim.SGD([{"params": [torch.ones(1)], "lr": 0.1}], lr=1.0), 0.0)
+
+
+def test_scheduler_of_torch_has_a_line_since_the_loop_sets_the_rates(
+    chars, tmp_path, monkeypatch, capsys
+):
+    restore = "    restore(start, state, trains=not config.eval_only)\n"
+    scheduler = "    torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"
+    module = edited_train(monkeypatch, restore, restore + scheduler)
+    run_of(module, chars, tmp_path, max_iters=2)
+    assert capsys.readouterr().out.count("lr_scheduler has no effect") == 1
+
+
+def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_without_a_word(
+    chars, tmp_path, monkeypatch
+):
+    freeze = "    model.transformer.wpe.requires_grad_(False)\n"
+    thaw = "            model.transformer.wpe.requires_grad_(step > 1)\n"
+    made = "    optimizer = build_optimizer(config, model, compute.dtype)\n"
+    begins = "            # ---- one optimizer step --"
+    source = SOURCE.replace(begins, thaw + begins)
+    for new in (made + freeze, freeze + made):
+        module = edited_train(monkeypatch, made, new, source)
+        if new.startswith(made):
+            run_of(module, chars, tmp_path, max_iters=4)
+            optimizer = load_checkpoint(tmp_path).optimizer
+            moments = optimizer["state"][optimizer["names"].index("transformer.wpe.weight")]
+            assert moments["step"] == 2
+        else:
+            with raises_one_line("transformer.wpe.weight is trained now", "after build_optimizer"):
+                run_of(module, chars, tmp_path / "refused", max_iters=4)
+
+
+@pytest.mark.parametrize(
+    "read", ["[*loader.step(step), *loader.step(step)]", "[next(loader.step(step))]"]
+)
+def test_step_that_is_not_read_whole_and_once_is_refused(read, chars, tmp_path, monkeypatch):
+    module = edited_train(monkeypatch, "in loader.step(step):", f"in {read}:")
+    with raises_one_line("step", "--gradient_accumulation_steps"):
+        run_of(module, chars, tmp_path, max_iters=3, gradient_accumulation_steps=2)
 
 
 SMALLEST: dict[str, Any] = {
