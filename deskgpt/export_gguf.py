@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deskgpt.check_model import TOLERANCE
-from deskgpt.export_hugging_face import check_same
+from deskgpt.export_hugging_face import check_same, lacks_bias
 from model import GPT, GPTConfig
 
 # The settings that each architecture computes, all without token shift: GPT-2's, and those of the
@@ -35,19 +35,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "activation": "relu2",
         "bias": False,
     },
-}
-
-NAMES = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "lm_head": "output",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
 }
 
 # How far logits may be from ours at any position, as distance() has it, if the model has GELU. That
@@ -164,27 +151,30 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
 
     Raises ValueError for weights that it does not have, as after a change of model.py.
     """
+    import gguf
+
+    architecture = gguf.MODEL_ARCH[architecture_of(c).upper()]
+    names = gguf.get_tensor_name_map(architecture, c.n_layer)
     found: dict[str, Tensor] = {}
     for key, w in weights.items():
-        module, _, kind = key.rpartition(".")
-        block = ""
-        if module.startswith("transformer.h."):
-            layer, _, module = module.removeprefix("transformer.h.").partition(".")
-            block = f"blk.{layer}."
-        if module not in NAMES or kind not in ("weight", "bias"):
-            raise ValueError(f"llama.cpp has no {key}, which model.py has; nothing was exported")
         # Apertus wants a head of its own.
-        if module == "lm_head" and c.tie_weights and c.position == "learned":
+        if key == "lm_head.weight" and c.tie_weights and c.position == "learned":
             continue
-        if module in ("transformer.wte", "lm_head"):
+        if key in ("transformer.wte.weight", "lm_head.weight"):
             w = w[:vocab_size]
-        tensors = {NAMES[module]: w}
-        if module == "attn.c_attn" and c.position == "rope":
-            tensors = dict(zip(("attn_q", "attn_k", "attn_v"), w.chunk(3), strict=True))
-        for name, tensor in tensors.items():
-            found[f"{block}{name}.{kind}"] = tensor
-            if c.norm == "layer" and not c.bias and (block or name == "output_norm"):
-                found[f"{block}{name}.bias"] = torch.zeros(len(tensor))  # which it wants
+        parts = {key: w}
+        if ".c_attn." in key and c.position == "rope":
+            keys = [key.replace("c_attn", f"{letter}_proj") for letter in "qkv"]
+            parts = dict(zip(keys, w.chunk(3), strict=True))
+        for part, tensor in parts.items():
+            name = names.get_name(part, (".weight", ".bias"))
+            if name is None:
+                raise ValueError(
+                    f"llama.cpp has no {key}, which model.py has; nothing was exported"
+                )
+            found[name] = tensor
+            if lacks_bias(c, key):
+                found[name.replace("weight", "bias")] = torch.zeros(len(tensor))
     if c.qk_norm:
         for i in range(c.n_layer):
             for name in ("attn_q_norm", "attn_k_norm"):

@@ -282,47 +282,37 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, compiled: bool) -> tuple[
     nothing is multiplied by 0 there, since logits may be infinite.
     """
     index = targets.clamp(min=0)[:, None]  # (n, 1)
-    is_compiled = compiled and logits.device.type == "cuda"
-    loss, gradient, at_target = (compiled_softmax() if is_compiled else softmax)(
-        logits, targets, index
-    )
-    return loss, gradient.scatter_(1, index, at_target)
-
-
-def softmax(logits: Tensor, targets: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what fused_softmax does, by operations of torch, or on a CPU by our kernel."""
-    ignored = targets == -1
-    if cpu_kernels.is_supported(logits) and logits.is_contiguous():
+    ignored = (targets == -1)[:, None]  # (n, 1)
+    if compiled and logits.device.type == "cuda":
+        gradient, log_p = compiled_softmax()(logits, ignored, index)
+    elif cpu_kernels.is_supported(logits) and logits.is_contiguous():
         gradient, log_p = cpu_kernels.softmax(logits, index.squeeze(1))
+        log_p = log_p[:, None]
         if ignored.any():
-            gradient.masked_fill_(ignored[:, None], 0.0)
+            gradient.masked_fill_(ignored, 0.0)
     else:
         all_log_p = torch.log_softmax(logits, 1, dtype=torch.float32)
-        log_p = all_log_p.gather(1, index).squeeze(1)
-        gradient = all_log_p.exp_().masked_fill_(ignored[:, None], 0.0).to(logits.dtype)
-    at_target = log_p.expm1().masked_fill(ignored, 0.0)[:, None].to(logits.dtype)
-    return -log_p.masked_fill(ignored, 0.0).sum(), gradient, at_target
+        log_p = all_log_p.gather(1, index)
+        gradient = all_log_p.exp_().masked_fill_(ignored, 0.0).to(logits.dtype)
+    log_p = log_p.masked_fill(ignored, 0.0)
+    return -log_p.sum(), gradient.scatter_(1, index, log_p.expm1().to(logits.dtype))
 
 
-def fused_softmax(logits: Tensor, targets: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, the softmax of logits (n, V), 0 in ignored rows, and the gradient (n, 1) at
-    index (n, 1).
+def fused_softmax(logits: Tensor, ignored: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the softmax of logits (n, V), 0 in ignored rows, and its logarithms (n, 1) at index
+    (n, 1).
 
-    Compiled, it is one kernel, which reads a row while it is in the card's cache, and two small
-    ones for the sum. The gradient at the targets is written by another: inductor would compare each
-    logit's index with the target's.
+    Compiled, it is one kernel, which reads a row while it is in the card's cache. The gradient at
+    the targets is written by another: inductor would compare each logit's index with the target's.
     """
-    ignored = (targets == -1)[:, None]
     x = logits.float()
     normaliser = x.logsumexp(1, keepdim=True)
-    gradient = torch.where(ignored, 0.0, (x - normaliser).exp()).to(logits.dtype)
-    log_p = logits.gather(1, index).float() - normaliser
-    at_target = log_p.expm1().masked_fill(ignored, 0.0).to(logits.dtype)
-    return -log_p.masked_fill(ignored, 0.0).sum(), gradient, at_target
+    p = torch.where(ignored, 0.0, (x - normaliser).exp()).to(logits.dtype)
+    return p, logits.gather(1, index).float() - normaliser
 
 
 @functools.cache
-def compiled_softmax() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def compiled_softmax() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     return torch.compile(fused_softmax)
 
 

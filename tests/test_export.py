@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from conftest import (
     ROOT,
@@ -142,6 +143,28 @@ def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choic
     )
     (folder / "config.json").write_text(json.dumps(theirs | other))
     with raises_one_line("init_from=", folder, *other):
+        load_gpt2(str(folder))
+
+
+def test_folder_of_a_stranger_with_odd_values_is_refused_in_one_short_line(tmp_path):
+    _, folder = exported(tmp_path, replace(SMALL, bias=True))
+    config = json.loads((folder / "config.json").read_text())
+    del config["deskgpt"]
+    for odd in (
+        {"n_embd": None, "n_inner": 64},
+        {"layer_norm_epsilon": "x" * 10**6},
+        {"activation_function": "x" * 10**6},
+    ):
+        (folder / "config.json").write_text(json.dumps(config | odd))
+        with pytest.raises(ValueError, match=next(iter(odd))) as e:
+            load_gpt2(str(folder))
+        assert_one_line(e.value, "init_from=", folder)
+        assert len(str(e.value)) < 1000
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights = {name: w.to(torch.float8_e4m3fn) for name, w in weights.items()}
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    with raises_one_line("init_from=", "float8_e4m3fn", "16 or 32 bits"):
         load_gpt2(str(folder))
 
 

@@ -83,6 +83,7 @@ def test_model_that_another_program_computes_otherwise_is_not_exported(
     tmp_path, monkeypatch, function, change, to
 ):
     monkeypatch.setattr(f"model.{function}", change)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which llama.cpp is not behind
     saved(tmp_path / "out", SMALL, BYTES)
     with raises_one_line("model.py", "logits differ", "nothing was exported"):
         main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / to)))

@@ -107,12 +107,22 @@ def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, python, 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_patches_apply_and_pages_list_them_and_show_their_lines():
+def test_patches_apply_and_pages_list_them_and_show_their_lines_and_the_loops():
     for name, diff in PATCHES.items():
         subprocess.run(
             ["git", "apply", "--check", "-"], input=diff, cwd=ROOT, check=True, text=True
         )
-        assert f"({name}.patch)" in LIST or f"(hacks/{name}.patch)" in PAGE
+        added = len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
+        removed = len(re.findall("^-(?!-- )", diff, re.M))
+        counts = f"+{added} -{removed}" if removed else f"+{added}"
+        row = f"(hacks/{name}.patch) | {counts} |"
+        assert f"({name}.patch)" in LIST or row in PAGE
+    of_loop = {
+        line.split("  #")[0].strip() for line in Path(train.__file__).read_text().splitlines()
+    }
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+        quoted = {line.split("  #")[0].strip() for line in block.splitlines()}
+        assert {line for line in quoted if line[0] != "#"} <= of_loop
     shown = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
     assert shown
     for diff in shown:

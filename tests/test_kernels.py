@@ -4,6 +4,7 @@ library.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from hypothesis import strategies as st
 from test_model import chosen
 from torch import Tensor
 
-from deskgpt import cpu_kernels, kernels, kernels_self_test
+from deskgpt import cpu_kernels, kernels
 from deskgpt.kernels import causal_attention, chunked_cross_entropy, gelu_tanh, relu2
-from deskgpt.kernels_self_test import LIMIT, our_attention
+from deskgpt.kernels_self_test import LIMIT, error_of
 
 B, T, C, V = 3, 20, 8, 50
 
@@ -228,20 +229,20 @@ def test_further_loss_of_what_logits_has_kept_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax_that_a_card_compiles_is_the_one_that_is_not_compiled(dtype):
+def test_softmax_that_a_card_compiles_is_torchs(dtype):
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 33, generator=draw).mul(4).to(dtype)
-    targets = torch.randint(33, (7,), generator=draw)
-    targets[[1, 4]] = -1
-    arguments = (logits, targets, targets.clamp(min=0)[:, None])
-    for fused, plain in zip(
-        kernels.fused_softmax(*arguments), kernels.softmax(*arguments), strict=True
-    ):
-        torch.testing.assert_close(fused, plain)
+    index = torch.randint(33, (7, 1), generator=draw)
+    ignored = torch.arange(7)[:, None] % 3 == 1
+    p, log_p = kernels.fused_softmax(logits, ignored, index)
+    expected = logits.log_softmax(1, dtype=torch.float32)
+    torch.testing.assert_close(p, expected.exp().masked_fill(ignored, 0.0).to(dtype))
+    torch.testing.assert_close(log_p, expected.gather(1, index))
 
 
 # ---- kernels in C++ ------------------------------------------------------------------------------
 
+torch_attention = functools.partial(F.scaled_dot_product_attention, is_causal=True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -286,18 +287,13 @@ def test_attention_of_any_shape_and_its_gradients_are_torchs(built, dtype, B, T,
     """
     needs(dtype)
     q, k, v = heads_of(B, 2, T, D, dtype)
-    of_torch = kernels_self_test.error_of(
-        kernels_self_test.torch_attention, kernels_self_test.torch_attention, (q, k, v)
-    )
+    of_torch = error_of(torch_attention, (q, k, v))
     if not rows:
         q = q.mT.contiguous().mT
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours = kernels_self_test.error_of(
-            our_attention, kernels_self_test.torch_attention, (q, k, v)
-        )
-        assert ours <= max(LIMIT[dtype], 1.5 * of_torch)
+        assert error_of(causal_attention, (q, k, v)) <= max(LIMIT[dtype], 1.5 * of_torch)
     finally:
         torch.set_num_threads(before)
 
@@ -309,21 +305,16 @@ def test_attention_of_any_shape_and_its_gradients_are_torchs(built, dtype, B, T,
 def test_activations_of_any_size_and_their_slopes_are_torchs(built, name, dtype, n, scale):
     needs(dtype)
     x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * scale).to(dtype)
-    expected = {"gelu_tanh": kernels_self_test.torch_gelu, "relu2": kernels_self_test.torch_relu2}[
-        name
-    ]
-    assert (
-        kernels_self_test.error_of(lambda x: torch.ops.deskgpt.activation(x, name), expected, (x,))
-        <= LIMIT[dtype]
-    )
+    assert error_of(getattr(kernels, name), [x]) <= LIMIT[dtype]
 
 
 def test_results_are_the_same_to_the_last_bit_each_time(built):
     inputs = [x.requires_grad_() for x in heads_of(3, 3, 200, 32, torch.float32)]
-    o = our_attention(*inputs)
+    q, k, v = inputs
+    o = causal_attention(q, k, v)
     first = torch.autograd.grad(o.square().sum(), inputs, retain_graph=True)
     for _ in range(5):
-        assert torch.equal(our_attention(*inputs), o)
+        assert torch.equal(causal_attention(q, k, v), o)
         assert_equal(torch.autograd.grad(o.square().sum(), inputs, retain_graph=True), first)
 
 
@@ -333,7 +324,7 @@ def test_what_is_not_finite_stays_visible(built, bad):
     q, k, v = heads_of(1, 1, 80, 16, torch.float32)
     q[:, :, 40] = bad
     q.requires_grad_()
-    o = our_attention(q, k, v)
+    o = causal_attention(q, k, v)
     assert o[:, :, 40].isnan().all()
     assert o[:, :, :40].isfinite().all()
     assert not torch.autograd.grad(o.sum(), q)[0].isfinite().all()
@@ -354,20 +345,16 @@ def test_target_beyond_the_vocabulary_is_an_error_and_reads_nothing_else(built):
 def test_what_the_kernels_are_not_made_for_is_left_to_torch(built):
     for dtype in (torch.float16, torch.float64):
         q, k, v = heads_of(2, 4, 70, 16, dtype)
-        assert torch.equal(
-            causal_attention(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        )
+        assert torch.equal(causal_attention(q, k, v), torch_attention(q, k, v))
     q = torch.randn(0, 2, 70, 16)
     assert causal_attention(q, q, q).shape == q.shape
     q, k, v = heads_of(2, 4, 70, 16, torch.float32)
     with pytest.raises(AssertionError):  # one head of keys for several of queries: not a crash
-        our_attention(q, k[:, :1], v[:, :1])
+        torch.ops.deskgpt.causal_attention(q, k[:, :1], v[:, :1])
     torch.manual_seed(0)
     dropped = causal_attention(q, k, v, 0.5)
     torch.manual_seed(0)
-    assert torch.equal(
-        dropped, F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
-    )
+    assert torch.equal(dropped, torch_attention(q, k, v, dropout_p=0.5))
     for x in (torch.randn(0, 3), torch.randn(5, 3, dtype=torch.float64)):
         assert torch.equal(relu2(x), F.relu(x).square())
         assert torch.equal(gelu_tanh(x), F.gelu(x, approximate="tanh"))
