@@ -119,9 +119,8 @@ def check_model(
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no TF32
     problems = check_logits(source, idx, targets)
-    trained = copy.deepcopy(
-        source
-    ).train()  # with dropout, and what the model does in training only
+    # With dropout, and with what the model does in training only.
+    trained = copy.deepcopy(source).train()
     seed_all(0, idx.device)
     _, gradients = loss_and_gradients(forward_backward, trained, ComputeMode(), idx, targets)
     unreached = [name for name, gradient in gradients.items() if not gradient.any()]

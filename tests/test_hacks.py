@@ -151,32 +151,6 @@ def smoothed_loss(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
     return -0.9 * log_p.gather(-1, targets[..., None]).mean() - 0.1 * log_p.mean()
 
 
-class MatmulsInFloat8(torch.autograd.Function):
-    """x (N, I) @ weight.T (I, O), and both gradients, of matrices that are rounded to 8 bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x, weight = in_float8(x, torch.float8_e4m3fn), in_float8(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        grad = in_float8(grad, torch.float8_e5m2)
-        return grad @ weight, grad.T @ x
-
-
-def in_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x rounded to an 8-bit dtype, whose largest number stands for x's."""
-    scale = torch.finfo(dtype).max / x.abs().amax()
-    return (x * scale).to(dtype).float() / scale
-
-
-def forward_in_float8(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    return MatmulsInFloat8.apply(x.flatten(0, -2), layer.weight).unflatten(0, x.shape[:-1])
-
-
 def lion_step(optimizer: Any, means: dict[Tensor, Tensor]) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -207,10 +181,6 @@ def plain_loop(name: str, c: TrainConfig, vocab_size: int) -> tuple[list[float],
     """Train as c says, in torch alone. Return the losses and the weights at the end."""
     torch.manual_seed(c.seed)
     model = GPT(GPTConfig.from_settings(c, vocab_size))
-    if name == "fp8":
-        for layer in model.transformer.h.modules():
-            if isinstance(layer, torch.nn.Linear):
-                layer.forward = functools.partial(forward_in_float8, layer)  # type: ignore[method-assign]
     optimizer = plain_optimizer(name, c, model)
     means: dict[Tensor, Tensor] = {}
     last: list[dict[str, Tensor]] = []  # the weights that are averaged
@@ -316,15 +286,16 @@ def check(name: str, dataset: str, cache: str) -> None:
     c = build(TrainConfig, read_settings(TrainConfig, words))
     expected, expected_weights = plain_loop(name, c, model_args["vocab_size"])
     definition.attention, gpt.loss = usual
-    assert losses == pytest.approx(expected, rel=5e-4)
+    assert losses == pytest.approx(expected, rel=0.05 if name == "fp8" else 5e-4)
+    if name == "fp8":  # its rounding is torchao's own
+        assert losses != pytest.approx(expected, rel=1e-5)
     # AdamW makes a whole step of a gradient that is mostly rounding: single weights may differ.
     found = weights(Path("whole"))
     a, b = (
         torch.cat([of_run[key].flatten() for key in expected_weights])
         for of_run in (found, expected_weights)
     )
-    # Without fp8, 1.6e-3 from it
-    assert (a - b).norm() <= (5e-4 if name == "fp8" else 2e-3) * b.norm()
+    assert (a - b).norm() <= (5e-3 if name == "fp8" else 2e-3) * b.norm()
 
     if name != "batch_ramp":  # it needs two micro-batches on each rank
         assert trained(words, "ranks", "--max_iters=2", ranks=2) == pytest.approx(

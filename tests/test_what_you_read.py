@@ -68,26 +68,6 @@ def with_counter_and_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Transformer, "forward", dropping)
 
 
-def with_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a running mean to each gradient, by hooks that keep it (Grokfast)."""
-    init = GPT.__init__
-
-    def hooked(self: Any, config: GPTConfig) -> None:
-        init(self, config)
-        means: dict[str, Tensor] = {}
-
-        def add_mean(name: str, gradient: Tensor) -> Tensor:
-            means[name] = means.get(name, gradient).lerp(gradient, 0.1)
-            return gradient + 2 * means[name]
-
-        for name, p in self.named_parameters():
-            p.register_hook(functools.partial(add_mean, name))
-
-    monkeypatch.setattr(GPT, "__init__", hooked)
-    # So that the loss is computed in chunks.
-    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1000)
-
-
 GLOBAL: dict[str, Any] = {}
 
 
@@ -115,20 +95,17 @@ def with_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definition, "attention", attention)
 
 
-@pytest.mark.parametrize(
-    "change", [with_counter_and_numpy, with_hooks, with_globals], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("change", [with_counter_and_numpy, with_globals], ids=lambda f: f.__name__)
 def test_changed_model_trains_as_a_plain_loop_trains_it(
     change, chars, tmp_path, monkeypatch, capsys
 ):
-    """It keeps a state that every pass and every gradient moves."""
+    """It keeps a state that every pass moves."""
     change(monkeypatch)
     GLOBAL.clear()
     c = tiny(chars, tmp_path, gradient_accumulation_steps=2, max_iters=5)
     main(c)
     assert not re.search("warning|disagrees|wrong", capsys.readouterr().out)
     GLOBAL.clear()
-    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1 << 25)  # all logits at once
     expected, losses, _ = plain_loop(c, load_checkpoint(tmp_path).model_args["vocab_size"])
     assert [e["loss"] for e in events(tmp_path, "iter")] == pytest.approx(losses, rel=1e-5)
     for name, w in weights(tmp_path).items():
@@ -241,24 +218,6 @@ def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_pat
         )
         losses.append([e["loss"] for e in events(tmp_path / str(ranks), "iter")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_optimizer_of_torch_and_a_loss_that_is_summed_train_without_a_word(
-    chars, tmp_path, monkeypatch, capsys
-):
-    def rmsprop(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(model.parameters(), lr=config.learning_rate, momentum=0.9)
-
-    def with_sum(self: GPT, idx: Tensor, targets: Tensor) -> Any:
-        x = self.transformer(idx)
-        z = self.logits(x).float().logsumexp(-1)
-        return None, self.loss(x, targets), {"z": 1e-4 * z.square().sum()}
-
-    monkeypatch.setattr(train, "build_optimizer", rmsprop)
-    monkeypatch.setattr(GPT, "forward", with_sum)
-    main(tiny(chars, tmp_path, dtype="bfloat16", learning_rate=1e-3))
-    assert not re.search("warning|disagrees|wrong|NOT", capsys.readouterr().out)
-    assert all(e["z"] > 0 for e in events(tmp_path, "iter"))
 
 
 # ---- --dry_run tells what the loop does ----------------------------------------------------------
