@@ -37,7 +37,7 @@ from deskgpt.optim import keep_rates_of_groups
 from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
-from train import TrainConfig, main
+from train import TrainConfig, main, main_that_fits
 
 SOURCE = (ROOT / "train.py").read_text(encoding="utf-8")
 
@@ -246,7 +246,7 @@ def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
     monkeypatch.setattr(GPT, "__init__", with_head)
     monkeypatch.setattr(GPT, "forward", with_a_head_for_a_further_loss)
     for dry_run in (False, True):
-        main(tiny(chars, tmp_path, dry_run=dry_run, max_iters=1))
+        main_that_fits(tiny(chars, tmp_path, dry_run=dry_run, max_iters=1))
     assert "gradients reach all parameters" in capsys.readouterr().out
 
 
@@ -298,7 +298,7 @@ def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
     monkeypatch.setattr(changed, change)
     for dry_run in (True,) if trains else (True, False):
         with raises_one_line(*named):
-            main(tiny(chars, tmp_path / str(dry_run), dry_run=dry_run, max_iters=2))
+            main_that_fits(tiny(chars, tmp_path / str(dry_run), dry_run=dry_run, max_iters=2))
 
 
 def test_loss_is_checked_in_chunks_at_any_size(monkeypatch):
