@@ -69,6 +69,7 @@ def distance(
 
 
 ForwardBackward = Callable[..., dict[str, Tensor]]  # train.py's
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)  # it leaves a loss on any device as it is
 
 
 def check_run(
@@ -93,8 +94,7 @@ def check_run(
 
     optimizer = build_optimizer(config, model, mode.dtype)
     optimizer_state = OptimizerState(optimizer, model)
-    scaler = torch.amp.GradScaler(idx.device.type, enabled=False)
-    forward_backward(model, scaler, mode, idx, targets, 1.0)
+    forward_backward(model, NO_SCALER, mode, idx, targets, 1.0)
     optimizer.step()
     check_loadable([model.state_dict(), optimizer_state.state()])
     dist.print0(
@@ -164,8 +164,8 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
     half = idx.size(1) // 2
     # No order of the same tokens, whose mean a model may see.
     other_end = torch.cat((idx[:, :half], idx[:, :1].expand_as(idx[:, half:])), 1)
-    for mode in ("evaluation", "training") if half else ():
-        model = copy.deepcopy(source).train(mode == "training")
+    for is_training in (False, True) if half else ():
+        model = copy.deepcopy(source).train(is_training)
         early = []
         for text in (idx, idx, other_end):
             seed_all(0, idx.device)  # the same dropout
@@ -174,8 +174,8 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
         error = distance(early[2], early[0], dim=-1)
         if not error <= max(limit.logits, 10 * repeated):
             problems.append(
-                f"in {mode} tokens see later ones: their logits change by {error:.2g} with the "
-                "text after them"
+                f"{'in training ' * is_training}tokens see later ones: their logits change by "
+                f"{error:.2g} with the text after them"
             )
 
     model = copy.deepcopy(source)
@@ -202,8 +202,7 @@ def loss_and_gradients(
     """Return the sum of the losses of a pass, and the gradients of the trained parameters by name,
     zeros if there is none.
     """
-    scaler = torch.amp.GradScaler(idx.device.type, enabled=False)
-    losses = forward_backward(model, scaler, mode, idx, targets, 1.0)
+    losses = forward_backward(model, NO_SCALER, mode, idx, targets, 1.0)
     found = {}
     for name, p in model.named_parameters():
         if p.requires_grad:

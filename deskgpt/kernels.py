@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import deskgpt.cpu_kernels as cpu_kernels
@@ -368,13 +369,14 @@ def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
     is_checked = n.bit_count() == 1  # a power of two
     first: list[Tensor] = []
 
-    def run(x: Tensor, context: Any) -> Tensor:
+    def run(x: Tensor, context: Any) -> Any:
         out = block(x, context)
-        y = out.detach()
+        tensors = [part.detach() for part in tree_leaves(out) if isinstance(part, Tensor)]
+        for a, b in zip(first, tensors, strict=False):
+            if (a - b).float().norm() > SAME_OUTPUT * a.float().norm():
+                raise ValueError(DIFFERS)
         if not first:
-            first.append(y)  # it is kept in any case, as the next block's input
-        elif (y - first[0]).norm() > SAME_OUTPUT * first[0].norm():
-            raise ValueError(DIFFERS)
+            first.extend(tensors)  # they are kept in any case, as the next block's input
         return out
 
     before = state_between_passes(block)
