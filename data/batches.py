@@ -493,6 +493,7 @@ class Loader:
             future.cancel()
         self._ahead.clear()
         self._next = position * self.batching.micro_steps_per_rank
+        self._ahead_of_step: int | None = None  # the position, at the first call of `step`
         for _ in range(AHEAD):
             self._submit()
 
@@ -507,12 +508,14 @@ class Loader:
         batch, times the ranks over which gradients are averaged: the step's loss is the mean over
         these targets.
         """
-        done, rest = divmod(self._next - AHEAD, self.batching.micro_steps_per_rank)
-        if rest or done != step:
+        position, rest = divmod(self._next - AHEAD, self.batching.micro_steps_per_rank)
+        if self._ahead_of_step is None:
+            self._ahead_of_step = position - step
+        if rest or position - step != self._ahead_of_step:
             raise ValueError(
-                f"step {step} asks for the micro-batches of step {done}, of which {rest} are read: "
-                "each step takes all of its own, once; for more or fewer of them change "
-                "--gradient_accumulation_steps"
+                f"step {step} does not begin where the step before ended: each step reads all of "
+                "its micro-batches, once, since a resumed run counts on it; for more or fewer of "
+                "them change --gradient_accumulation_steps"
             )
         for _ in range(self.batching.micro_steps_per_rank):
             t0 = time.perf_counter()

@@ -67,10 +67,8 @@ def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
 def chunked_cross_entropy(
     logits: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *chunks: Any
 ) -> Tensor:
-    total = F.cross_entropy(
-        logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum"
-    )
-    return total / (targets != -1).sum().clamp(min=1)
+    loss = F.cross_entropy(logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    return loss.masked_fill((targets == -1).all(), 0.0)
 
 
 # ---- transformers' padding and caches ------------------------------------------------------------

@@ -100,6 +100,14 @@ def exported(
     return model, folder / to
 
 
+def of_a_stranger(folder: Path, **config: Any) -> None:
+    """Leave out of config.json what others do not write, and add this."""
+    path = folder / "config.json"
+    found = json.loads(path.read_text())
+    found.pop("deskgpt", None)
+    path.write_text(json.dumps(found | config))
+
+
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -130,9 +138,7 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias):
 )
 def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choices):
     model, folder = exported(tmp_path, replace(SMALL, bias=True, **choices))
-    theirs = json.loads((folder / "config.json").read_text())
-    del theirs["deskgpt"]
-    (folder / "config.json").write_text(json.dumps(theirs))
+    of_a_stranger(folder)
     args, weights = load_gpt2(str(folder))
     assert GPTConfig.from_args(args, "") == model.config
     assert_equal(weights, dict(model.state_dict()))
@@ -141,26 +147,28 @@ def test_gpt2_of_others_keeps_its_activation_and_its_untied_head(tmp_path, choic
         if "tie_weights" in choices
         else {"activation_function": ["tanh"]}
     )
-    (folder / "config.json").write_text(json.dumps(theirs | other))
+    of_a_stranger(folder, **other)
     with raises_one_line("init_from=", folder, *other):
         load_gpt2(str(folder))
 
 
 def test_folder_of_a_stranger_with_odd_values_is_refused_in_one_short_line(tmp_path):
     _, folder = exported(tmp_path, replace(SMALL, bias=True))
-    config = json.loads((folder / "config.json").read_text())
-    del config["deskgpt"]
-    for odd in (
+    usual = (folder / "config.json").read_text()
+    odd_values: list[dict[str, Any]] = [
         {"n_embd": None, "n_inner": 64},
         {"layer_norm_epsilon": "x" * 10**6},
         {"activation_function": "x" * 10**6},
-    ):
-        (folder / "config.json").write_text(json.dumps(config | odd))
+    ]
+    for odd in odd_values:
+        (folder / "config.json").write_text(usual)
+        of_a_stranger(folder, **odd)
         with pytest.raises(ValueError, match=next(iter(odd))) as e:
             load_gpt2(str(folder))
         assert_one_line(e.value, "init_from=", folder)
         assert len(str(e.value)) < 1000
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(usual)
+    of_a_stranger(folder)
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights = {name: w.to(torch.float8_e4m3fn) for name, w in weights.items()}
     safetensors.torch.save_file(weights, folder / "model.safetensors")
