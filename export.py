@@ -30,14 +30,13 @@ from configurator import configure
 from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt import export_gguf, export_hugging_face, export_sources
-from deskgpt import export_hugging_face as hugging_face
 from deskgpt.engine import LoadedModel, load_model
 from deskgpt.errors import millions, one_line_errors
 from deskgpt.files import cannot_write, check_unused, new_folder, replacing
 from deskgpt.settings import FilePath, check_fields
 from model import GPT
 
-CARD = Path(hugging_face.__file__).with_name("card.md")
+CARD = Path(export_hugging_face.__file__).with_name("card.md")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from deskgpt.checkpoint import check_loadable
 from deskgpt.compute import ComputeMode, apply_compute, seed_all
 from deskgpt.distributed import DistContext
 from deskgpt.evaluation import forward_result
-from deskgpt.optim import OptimizerState
+from deskgpt.optim import OptimizerState, step_if_finite
 from model import GPT
 
 
@@ -95,8 +95,9 @@ def check_run(
     optimizer = build_optimizer(config, model, mode.dtype)
     optimizer_state = OptimizerState(optimizer, model)
     forward_backward(model, NO_SCALER, mode, idx, targets, 1.0)
-    optimizer.step()
+    step_if_finite(optimizer, NO_SCALER, torch.zeros((), device=idx.device))
     check_loadable([model.state_dict(), optimizer_state.state()])
+    GPT.from_state(model.config, model.state_dict(), "a checkpoint of this run")
     dist.print0(
         f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the "
         f"cross-entropy of the logits, gradients reach all parameters; {mode} "
