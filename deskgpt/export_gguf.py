@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deskgpt.check_model import TOLERANCE
-from deskgpt.export_hugging_face import check_same, lacks_bias
+from deskgpt.export_hugging_face import check_same, lacks_bias, of_two_lengths
 from model import GPT, GPTConfig
 
 # The settings that each architecture computes, all without token shift: GPT-2's, and those of the
@@ -259,11 +259,11 @@ def compare(path: Path, ours: GPT, tokens: Tensor) -> bool:
     logits = ours(tokens)[0]
     assert logits is not None
     limit = TOLERANCE["float32"].logits if ours.config.activation == "relu2" else SAME_WITH_GELU
-    ids = tokens[0].tolist()
-    (reply,) = llama.ask("embedding", content=ids, embd_normalize=-1)
-    hidden_states = torch.tensor([reply["embedding"]])  # (1, T, C), which follow the final norm
-    check_same("llama.cpp", ours.logits(hidden_states), logits, limit)
-    found = llama.next_tokens(ids)
+    for text in of_two_lengths(tokens):
+        (reply,) = llama.ask("embedding", content=text[0].tolist(), embd_normalize=-1)
+        hidden_states = torch.tensor([reply["embedding"]])  # (1, T, C), which follow the final norm
+        check_same("llama.cpp", ours.logits(hidden_states), ours(text)[0], limit)
+    found = llama.next_tokens(tokens[0].tolist())
     likeliest = torch.tensor(list(found.values()))
     expected = logits[0, -1, list(found)]
     check_same("llama.cpp", likeliest - likeliest.mean(), expected - expected.mean(), limit)

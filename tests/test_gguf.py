@@ -4,6 +4,7 @@ it does.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -69,6 +70,12 @@ def prefix(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, seen)
 
 
+def by_length(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Scores grow with the length of the text, by nothing at that of a whole context."""
+    scale = math.log(q.size(2) + 1) / math.log(64)
+    return F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
+
+
 def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
     n = torch.arange(1, x.size(1) + 1)[:, None]
     return self.c_proj(activation(self.c_fc(x + 0.02 * x.cumsum(1) / n), self.activation))
@@ -77,7 +84,11 @@ def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
 @needs_llama
 @pytest.mark.parametrize(
     ("function", "change", "to"),
-    [("causal_attention", prefix, "a.gguf"), ("MLP.forward", running_mean, "a")],
+    [
+        ("causal_attention", prefix, "a.gguf"),
+        ("causal_attention", by_length, "a.gguf"),
+        ("MLP.forward", running_mean, "a"),
+    ],
 )
 def test_model_that_another_program_computes_otherwise_is_not_exported(
     tmp_path, monkeypatch, function, change, to
