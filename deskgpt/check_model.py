@@ -18,11 +18,12 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from deskgpt import cpu_kernels
-from deskgpt.checkpoint import check_loadable
+from deskgpt.checkpoint import savable
 from deskgpt.compute import ComputeMode, apply_compute, seed_all
 from deskgpt.distributed import DistContext
 from deskgpt.evaluation import forward_result
-from deskgpt.optim import OptimizerState, step_if_finite
+from deskgpt.optim import step_if_finite
+from deskgpt.train_state import optimizer_state
 from model import GPT
 
 
@@ -93,10 +94,9 @@ def check_run(
         raise ValueError(f"model.py: {'; '.join(problems)}")
 
     optimizer = build_optimizer(config, model, mode.dtype)
-    optimizer_state = OptimizerState(optimizer, model)
     forward_backward(model, NO_SCALER, mode, idx, targets, 1.0)
     step_if_finite(optimizer, NO_SCALER, torch.zeros((), device=idx.device))
-    check_loadable([model.state_dict(), optimizer_state.state()])
+    savable({"model": model.state_dict(), "optimizer": optimizer_state(optimizer, model)})
     GPT.from_state(model.config, model.state_dict(), "a checkpoint of this run")
     dist.print0(
         f"checked on {idx.numel()} tokens: no token sees later ones, the loss is the "

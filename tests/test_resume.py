@@ -115,9 +115,9 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     drawn: list[float] = []
     step_of = Loader.step
 
-    def step(self: Loader) -> Any:
+    def step(self: Loader, number: int) -> Any:
         drawn.append(float(torch.rand(())))  # as main may draw before the first micro-batch
-        return step_of(self)
+        return step_of(self, number)
 
     def rate(schedule: Any, step: int) -> Any:
         return np.interp(step, [0, 6], [0.01, 0.001])  # a number of NumPy
