@@ -165,14 +165,14 @@ def test_folder_of_a_stranger_with_odd_values_is_refused_in_one_short_line(tmp_p
         of_a_stranger(folder, **odd)
         with pytest.raises(ValueError, match=next(iter(odd))) as e:
             load_gpt2(str(folder))
-        assert_one_line(e.value, "init_from=", folder)
+        assert_one_line(e.value, folder)
         assert len(str(e.value)) < 1000
     (folder / "config.json").write_text(usual)
     of_a_stranger(folder)
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights = {name: w.to(torch.float8_e4m3fn) for name, w in weights.items()}
     safetensors.torch.save_file(weights, folder / "model.safetensors")
-    with raises_one_line("init_from=", "float8_e4m3fn", "16 or 32 bits"):
+    with raises_one_line("init_from=", "float8_e4m3fn", "not quantized"):
         load_gpt2(str(folder))
 
 
