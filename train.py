@@ -156,7 +156,7 @@ from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
 from deskgpt.checkpoint import run_folder
-from deskgpt.compute import ComputeMode, CudaGraph, autocast, seed_all, set_seed
+from deskgpt.compute import ComputeMode, CudaGraph, autocast, forward_result, seed_all, set_seed
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
     DistContext,
@@ -166,7 +166,7 @@ from deskgpt.distributed import (
     wrap_ddp,
 )
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
-from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, forward_result
+from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
 from deskgpt.files import RESTART_S, lock_out_dir
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
@@ -272,10 +272,11 @@ def main(config: TrainConfig) -> float:
                 seed_all(micro_batch_seed(config.seed, step, micro.index), dist.device)
                 if dist.distributed:  # ranks exchange gradients after their last micro-batch
                     ddp_model.require_backward_grad_sync = micro.is_last
-                losses = micro_batch(micro.x, micro.y, micro.weight)  # forward_backward
-                for name, loss in losses.items():
-                    loss_sums[name] += loss
-                tokens += micro.x.numel() * dist.world
+                x, y = micro.x, micro.y
+                losses = micro_batch(x, y, micro.weight)  # forward_backward
+                for name in losses:
+                    loss_sums[name] += losses[name]
+                tokens += x.numel() * dist.world
             seed_all(micro_batch_seed(config.seed, step), dist.device)  # the same on all ranks
 
             scaler.unscale_(optimizer)

@@ -19,9 +19,8 @@ from torch import Tensor
 from data.dataset import Dataset
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import savable
-from deskgpt.compute import ComputeMode, apply_compute, seed_all
+from deskgpt.compute import ComputeMode, apply_compute, forward_result, seed_all
 from deskgpt.distributed import DistContext
-from deskgpt.evaluation import forward_result
 from deskgpt.optim import step_if_finite
 from deskgpt.train_state import optimizer_state
 from model import GPT

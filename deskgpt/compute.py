@@ -25,7 +25,7 @@ from torch import Tensor
 from deskgpt import cpu_kernels
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
-from deskgpt.errors import reason
+from deskgpt.errors import reason, shortened
 from deskgpt.pass_facts import Facts, Pass, generator_states, hooks_of, noticed_waits
 from deskgpt.peaks import MIN_SPEEDUP, measured_flops
 from model import GPT
@@ -513,6 +513,22 @@ def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractC
     if dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[dtype], cache_enabled=cached)
+
+
+def forward_result(result: Any) -> Any:
+    """Return what GPT.forward returns. Raises ValueError if that is not (logits, loss), with
+    further losses by name or without.
+    """
+    if isinstance(result, tuple) and len(result) in (2, 3):
+        loss = result[1]
+        further = result[2] if len(result) == 3 else None
+        is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+        if is_loss and isinstance(further, dict | None):
+            return result
+    raise ValueError(
+        f"GPT.forward returns {shortened(result)}: with targets it must return (None, loss), or "
+        "(None, loss, {name: further loss})"
+    )
 
 
 def set_seed(seed: int, deterministic: bool, device: torch.device) -> None:

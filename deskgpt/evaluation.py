@@ -7,16 +7,14 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute import ComputeMode, CudaGraph, Pass, autocast
+from deskgpt.compute import ComputeMode, CudaGraph, Pass, autocast, forward_result
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
-from deskgpt.errors import shortened
 from model import GPT
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
@@ -38,22 +36,6 @@ def evaluation_loss(
     """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
     with autocast(x.device, variant.dtype):
         return {"loss": forward_result(model(x, y))[1]}
-
-
-def forward_result(result: Any) -> Any:
-    """Return what GPT.forward returns. Raises ValueError if that is not (logits, loss), with
-    further losses by name or without.
-    """
-    if isinstance(result, tuple) and len(result) in (2, 3):
-        loss = result[1]
-        further = result[2] if len(result) == 3 else None
-        is_loss = isinstance(loss, Tensor) and loss.numel() == 1
-        if is_loss and isinstance(further, dict | None):
-            return result
-    raise ValueError(
-        f"GPT.forward returns {shortened(result)}: with targets it must return (None, loss), or "
-        "(None, loss, {name: further loss})"
-    )
 
 
 @torch.no_grad()

@@ -127,13 +127,12 @@ class TrainState:
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
         named = self.model.named_parameters()
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self.optimizer.register_step_pre_hook(self._check_frozen)
         own = attributes_of(self.model)
         self._attributes = {name: attribute_state(value) for name, value in own.items()}
         if not self.settings["eval_only"]:
             self._check_saves()
 
-    def _check_frozen(self, *_: Any) -> None:
+    def _check_frozen(self) -> None:
         """Raise ValueError if a parameter that was frozen at the start is trained, but not by the
         optimizer.
         """
@@ -176,6 +175,7 @@ class TrainState:
         After the first step of a resumed run, print a share that differs from the one before. So a
         rate that is changed in main is noticed; `rate` itself is compared before a run resumes.
         """
+        self._check_frozen()
         rate = self.rate(self.schedule, step)
         if not rate:
             return
