@@ -4,6 +4,7 @@ its progress; and what is kept of an optimizer.
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 from collections import deque
@@ -124,6 +125,12 @@ class TrainState:
             | self.data.eval_metadata(self.batching)
             | code_versions(self.variant, self.dist.device)
         )
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} computes gradients in its own step; the loop gives "
+                "each step those of one batch: take an optimizer that needs no closure"
+            )
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
         named = self.model.named_parameters()
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]

@@ -526,6 +526,13 @@ def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path,
         run_of(module, chars, tmp_path / "shares", max_iters=1)
 
 
+def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch):
+    lbfgs = torch.optim.LBFGS
+    monkeypatch.setattr(train, "build_optimizer", lambda c, model, dtype: lbfgs(model.parameters()))
+    with raises_one_line("LBFGS", "closure"):
+        main(tiny(chars, tmp_path, max_iters=1))
+
+
 def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
     modern = {"norm": "rms", "activation": "relu2", "qk_norm": True}
     saved = GPTConfig(**SMALLEST).as_args(), GPTConfig(**SMALLEST | modern).as_args()
