@@ -128,7 +128,7 @@ class TrainState:
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
-                f"{type(self.optimizer).__name__} computes gradients in its own step; the loop gives "
+                f"{type(self.optimizer).__name__} computes gradients in its step; the loop gives "
                 "each step those of one batch: take an optimizer that needs no closure"
             )
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
