@@ -8,13 +8,11 @@ Threads read the token files ahead of the training loop.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,29 +24,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.meta_files import read_record
-from data.token_files import (
-    HEADER_BYTES,
-    MAGIC,
-    MAGICS,
-    MASK_SUFFIX,
-    TOKEN_BYTES,
-    VERSION,
-    listed_checksums,
-    token_files,
-)
+from data.token_files import Numbers, split_files
 from deskgpt.errors import DataError
-from deskgpt.limits import allow_open_files
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-CHUNK = 1 << 20  # tokens that are read at once, if it is not for a batch
-FINGERPRINTED = 1 << 20  # tokens at the beginning of each shard
-FINGERPRINTED_SHARDS = 1024  # at most, evenly spread
+CHECKED = 1 << 20  # tokens of the first shard whose ids are checked before a run begins
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 FEISTEL_ROUNDS = 6
+THREADS = 4  # of the loader: several, since a disk answers several requests as fast as one
+AHEAD = 8  # micro-batches that the loader makes before they are asked for
 
 
 class Split:
@@ -57,9 +44,7 @@ class Split:
 
     In an epoch every shard is cut into consecutive windows. Their inputs do not overlap and never
     cross the shard's end. The first window starts at an offset drawn for that epoch, so that later
-    epochs see other cuts; the order of the windows is a pseudo-random permutation. Which window
-    goes into which row of which batch is a pure function of (seed, step, row of the global batch):
-    there is no state to save, and micro-batches and ranks change nothing.
+    epochs see other cuts; the order of the windows is a pseudo-random permutation.
 
     Packed data has windows of a fixed size (in meta.json), and is read in exactly these, all of
     them in each epoch. Masked targets are -1; windows without any other target are not evaluated.
@@ -74,42 +59,25 @@ class Split:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.seed = seed
-        packed = read_record(folder).get("packed")
-        if packed not in (None, block_size):
-            raise ValueError(
-                f"{folder} is packed into windows of {packed:,} tokens, and "
-                f"block_size={block_size}; try --block_size={packed}, or prepare the data "
-                f"again with --block_size={block_size}"
-            )
-        found = open_shards(folder, split)
-        self.shards = [shard for shard in found if len(shard) > block_size]
-        if not self.shards:
-            longest = max(map(len, found))
-            raise ValueError(
-                f"block_size={block_size} needs {block_size + 1} tokens in a row, "
-                f"{folder}/{split}*.bin: {longest:,}; try more data, or "
-                f"--block_size={max(1, longest - 1)}"
-            )
-        self.masks = open_masks(folder, split, self.shards)  # one for each shard, or none
+        shards, masks, is_packed = split_files(folder, split, block_size)
+        self.shards = [NumberFile(found) for found in shards]
+        self.masks = [NumberFile(found) for found in masks]  # one for each shard, or none
         self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
-        first = np.zeros(1, np.int64)
-        # The others as they are read
-        self._check_ids(first, first, self.shards[0].read(0, CHUNK)[None])
-        # One window fewer than could fit, so that all of them fit whichever offset below block_size
-        # is drawn. A shard with room for one window only has that one, and fewer offsets. Per shard
-        # and epoch
-        self._windows = np.maximum(1, (self.lengths - block_size) // block_size)
-        # To choose from, per shard
-        self._offsets = np.minimum(block_size, self.lengths - self._windows * block_size)
-        self._eval_windows = (self.lengths - 1) // block_size  # per shard
-        if packed:
-            self._windows = self._eval_windows
-            self._offsets = np.ones_like(self._offsets)
+        # All windows without overlap, per shard. Packed data is read in exactly these.
+        self._eval_windows = (self.lengths - 1) // block_size
+        self._windows = self._eval_windows
+        self._offsets = np.ones_like(self.lengths)  # to choose from, per shard
+        if not is_packed:
+            # One window fewer than could fit, so that all of them fit whichever offset is drawn. A
+            # shard with room for one window only has that one, and fewer offsets.
+            self._windows = np.maximum(1, (self.lengths - block_size) // block_size)
+            self._offsets = np.minimum(block_size, self.lengths - self._windows * block_size)
         self.n_windows = int(self._windows.sum())  # per epoch
         self._evaluated = self._windows_with_targets() if self.masks else None  # None: all of them
-        # Raises an error that a check of the files has found meanwhile.
-        self.check: Callable[[], None] = lambda: None
+        self.damage: DataError | None = None  # which a check of the files has found meanwhile
+        first = np.zeros(1, np.int64)
+        self._check_ids(first, first, self.shards[0].read(0, CHECKED)[None])  # others as they come
         if not self.n_eval_windows(1):
             raise ValueError(
                 f"{self.masks[0].path}: it leaves no token to learn; prepare the data again"
@@ -135,8 +103,8 @@ class Split:
         return shard, start
 
     def n_unmasked(self, step: int, global_batch: int, row0: int = 0) -> I64:
-        """Return how many targets the loss masks leave (global_batch,) in each row of optimizer
-        step `step`; row0: as Loader's.
+        """Return the learned targets (global_batch,) in each row of optimizer step `step`; row0: as
+        Loader's.
         """
         rows = np.arange(global_batch) + row0
         return self._unmasked(*self.sequence_offsets(step, rows, global_batch)).sum(1)
@@ -144,16 +112,12 @@ class Split:
     # ---- evaluation ------------------------------------------------------------------------------
 
     def n_eval_windows(self, at_most: int) -> int:
-        """Return the size of the evaluation set: all windows without overlap that the split has, at
-        most at_most.
-        """
-        return min(
-            at_most,
-            int(self._eval_windows.sum()) if self._evaluated is None else len(self._evaluated),
-        )
+        """Return the number of windows without overlap to evaluate: at most at_most, or all."""
+        n = self._eval_windows.sum() if self._evaluated is None else len(self._evaluated)
+        return min(at_most, int(n))
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
-        """Return as train_batch, of rows of a fixed set of n evenly spaced windows; rows past n
+        """Return (inputs, targets) of rows of a fixed set of n evenly spaced windows; rows past n
         have targets of -1.
         """
         window = np.minimum(rows, n - 1) * self.n_eval_windows(2**62) // n
@@ -165,56 +129,18 @@ class Split:
         y[rows >= n] = -1
         return x, y
 
-    def eval_digest(self, n: int) -> str:
-        """Return 16 hex digits of the SHA-256 of what an evaluation of n windows reads, and of
-        block_size.
-        """
-        digest = hashlib.sha256(f"{self.block_size} {n}".encode())
-        for x, y in self.eval_chunks(n):
-            digest.update(x.astype("<i4").tobytes())
-            digest.update(y.astype("<i4").tobytes())
-        return digest.hexdigest()[:16]
-
-    def eval_chunks(self, n: int) -> Iterator[tuple[I64, I64]]:
-        """Yield inputs and targets of an evaluation of n windows, about CHUNK tokens at a time."""
-        at_once = max(1, CHUNK // self.block_size)
-        for first in range(0, n, at_once):
-            yield self.eval_batch(np.arange(first, min(first + at_once, n)), n)
-
     def _windows_with_targets(self) -> I64:
-        """Return the numbers of the windows without overlap, through all shards, that have a
-        learned target.
-        """
+        """Return the numbers of the windows without overlap that have a learned target."""
         T = self.block_size
         windows = zip(self.masks, self._eval_windows.tolist(), strict=True)
         return np.flatnonzero(
             np.concatenate([mask.read(1, n * T).reshape(n, T).any(1) for mask, n in windows])
         )
 
-    # ---- about the files -------------------------------------------------------------------------
-
-    def fingerprint(self) -> str:
-        """Return 16 hex digits that tell these tokens: SHA-256 of the shards' lengths and first
-        2^20 tokens each.
-
-        Masks, if there are any, are part of it. With more than 1,024 shards, it has every n-th one
-        and an n-th of these tokens, so that it never reads more than 2 GB.
-        """
-        every = math.ceil(len(self.shards) / FINGERPRINTED_SHARDS)
-        digest = hashlib.sha256(self.lengths.tobytes())
-        for file in [*self.shards[::every], *self.masks[::every]]:
-            digest.update(file.read(0, FINGERPRINTED // every).tobytes())
-        return digest.hexdigest()[:16]
-
-    def files(self) -> list[NumberFile]:
-        return [*self.shards, *self.masks]
-
     # ---- reading ---------------------------------------------------------------------------------
 
     def _read(self, shard: I64, start: I64) -> tuple[I64, I64]:
-        """Return (inputs, targets), each (len(shard), T), of windows, given the shard and first
-        token of each.
-        """
+        """Return (inputs, targets), each (len(shard), T), of windows from start[i] of shard[i]."""
         block = read_rows(self.shards, shard, start, self.block_size + 1)
         self._check_ids(shard, start, block)
         x = block[:, :-1].astype(np.int64)
@@ -224,15 +150,11 @@ class Split:
         return x, y
 
     def _unmasked(self, shard: I64, start: I64) -> npt.NDArray[np.bool_]:
-        """Return which targets (len(shard), T) of windows are learned, given the shard of each and
-        its first token.
-        """
+        """Return which targets (len(shard), T) of these windows are learned."""
         return read_rows(self.masks, shard, start + 1, self.block_size) != 0
 
     def _check_ids(self, shard: I64, start: I64, block: npt.NDArray[np.uint16]) -> None:
-        """Raise DataError if block (rows, tokens) has too large an id; row i begins at start[i] of
-        shard[i].
-        """
+        """Raise DataError if block (rows, tokens), read from these places, has too large an id."""
         if block.max() < self.vocab_size:
             return
         row, column = np.argwhere(block >= self.vocab_size)[0]
@@ -244,11 +166,55 @@ class Split:
         )
 
 
+class NumberFile:
+    """An open token file or loss mask, `len(file)` numbers.
+
+    If a new file replaces it, the old one is still read. Several threads may read at once. Raises
+    OSError.
+    """
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.path = numbers.path
+        self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (it stays open as long as this object)
+        self._dtype = np.dtype(numbers.dtype)
+        self._begin = numbers.begin
+        self._n = numbers.n
+        self.n_bytes = self._begin + self._n * self._dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._n
+
+    def read(self, first: int, n: int) -> npt.NDArray[Any]:
+        """Return a copy of numbers first .. first + n - 1.
+
+        Raises DataError, if the file has become shorter, too.
+        """
+        size = max(0, min(n, self._n - first)) * self._dtype.itemsize
+        begin = self._begin + first * self._dtype.itemsize
+        # Not memory-mapped: if somebody cuts the file, reading past its new end would end the
+        # process with SIGBUS.
+        try:
+            if hasattr(os, "pread"):
+                content = os.pread(self.file.fileno(), size, begin)
+            else:  # Windows, which replaces no open file
+                with open(self.path, "rb") as file:
+                    file.seek(begin)
+                    content = file.read(size)
+        except OSError as e:
+            raise DataError(f"cannot read {self.path}: {e.strerror}") from None
+        now = os.fstat(self.file.fileno()).st_size
+        if now < self.n_bytes or len(content) < size:
+            raise DataError(
+                f"{self.path} became shorter while it was in use: it had {self.n_bytes:,} "
+                f"bytes, now it has {now:,}; prepare the data again, then resume"
+            )
+        return np.frombuffer(content, self._dtype).copy()
+
+
 def read_rows(files: Sequence[NumberFile], file: I64, start: I64, n: int) -> npt.NDArray[Any]:
     """Return n numbers from start[i] of files[file[i]] in each row i."""
-    return np.stack(
-        [files[f].read(first, n) for f, first in zip(file.tolist(), start.tolist(), strict=True)]
-    )
+    places = zip(file.tolist(), start.tolist(), strict=True)
+    return np.stack([files[number].read(first, n) for number, first in places])
 
 
 def locate(window: I64, windows_per_shard: I64) -> tuple[I64, I64]:
@@ -263,15 +229,12 @@ def locate(window: I64, windows_per_shard: I64) -> tuple[I64, I64]:
 
 def epoch_keys(seed: int, epochs: I64) -> U64:
     """Return one uint64 key per epoch number."""
-    return splitmix64(
-        splitmix64(np.array([seed % 2**64], np.uint64))
-        + epochs.astype(np.uint64) * np.uint64(GOLDEN)
-    )
+    base = splitmix64(np.array([seed % 2**64], np.uint64))
+    return splitmix64(base + epochs.astype(np.uint64) * np.uint64(GOLDEN))
 
 
 def permute(i: I64, n: int, key: U64) -> I64:
-    """Return where position i of 0..n-1 goes under a pseudo-random permutation: O(1) time and
-    memory per element.
+    """Return where position i of 0..n-1 goes under a pseudo-random permutation, in O(1) each.
 
     A Feistel network permutes the smallest range 0..4^k-1 that holds n numbers. A result of n or
     more is sent through it again until it falls below n ("cycle walking", Black & Rogaway, CT-RSA
@@ -288,9 +251,7 @@ def permute(i: I64, n: int, key: U64) -> I64:
 
 
 def feistel(x: U64, half_bits: int, key: U64) -> U64:
-    """Apply a pseudo-random bijection of the numbers of 2·half_bits bits for each key. x, key:
-    (n,).
-    """
+    """Apply a pseudo-random bijection of the numbers of 2·half_bits bits for each key (n,)."""
     half = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     left = x >> half
@@ -304,10 +265,8 @@ def feistel(x: U64, half_bits: int, key: U64) -> U64:
 
 
 def splitmix64(x: U64) -> U64:
-    """Apply a bijection of uint64 that looks random (splitmix64's finalizer: Steele, Lea & Flood,
-    OOPSLA 2014).
-
-    x: of any shape. It makes a random stream of its own from a seed and counters, as in `keys`.
+    """Apply a bijection of uint64 that looks random: splitmix64's finalizer (Steele, Lea & Flood,
+    OOPSLA 2014). It makes a random stream of its own from a seed and counters.
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -319,9 +278,7 @@ def splitmix64(x: U64) -> U64:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a global batch is cut into micro-batches and ranks.
-
-    Any two cuts of the same global batch train the same.
+    """How a global batch is cut into micro-batches and ranks: any two cuts train the same.
 
     Raises ValueError if the ranks cannot share the micro-batches equally.
     """
@@ -362,15 +319,11 @@ class BatchSplit:
         return math.ceil(self.eval_tokens / self.block_size) or self.eval_iters * self.batch_size
 
     def with_batch_size(self, batch_size: int) -> BatchSplit:
-        """Return the same training in micro-batches of this size, which must divide the sequences
-        of a step.
-        """
+        """Return the same training in micro-batches of this size, which must divide the batch."""
         assert self.global_batch_size % batch_size == 0
-        grad_accum_steps = self.global_batch_size // batch_size
-        eval_tokens = self.eval_tokens or self.eval_sequences * self.block_size
-        return replace(
-            self, batch_size=batch_size, grad_accum_steps=grad_accum_steps, eval_tokens=eval_tokens
-        )
+        steps = self.global_batch_size // batch_size
+        tokens = self.settings()["eval_tokens"]
+        return replace(self, batch_size=batch_size, grad_accum_steps=steps, eval_tokens=tokens)
 
     def settings(self) -> dict[str, int]:
         """Return the settings of train.py that ask for this cut and these evaluations."""
@@ -389,15 +342,12 @@ class BatchSplit:
         return micro_step * self.world + self.rank
 
     def rows(self, micro_step: int) -> I64:
-        """Return this rank's rows (batch_size,) of the global batch in one micro-batch: the same at
-        any world size.
-        """
+        """Return this rank's rows (batch_size,) of the global batch in one micro-batch."""
         return self.index(micro_step) * self.batch_size + np.arange(self.batch_size)
 
     def eval_rows(self, n: int) -> Iterator[I64]:
-        """Yield this rank's rows of an evaluation of n windows, a batch at a time.
-
-        Rows from n on are padding.
+        """Yield this rank's rows of an evaluation of n windows, a batch at a time; rows from n on
+        are padding.
 
         All ranks have equally many batches: where weights are sharded, each needs the others.
         """
@@ -406,10 +356,6 @@ class BatchSplit:
 
 
 # ---- tensors on the device -----------------------------------------------------------------------
-
-
-THREADS = 4  # several, since a disk answers several requests as fast as one
-AHEAD = 8  # micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,21 +370,16 @@ class MicroBatch:
     is_last: bool  # of the step
 
 
-# ---- tensors -------------------------------------------------------------------------------------
-
-
 def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a batch as tensors on the device; on CUDA without waiting: the copy queues up behind
     earlier work.
     """
-    x = torch.from_numpy(batch[0])
-    y = torch.from_numpy(batch[1])
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(
-            device, non_blocking=True
-        )
     # On MPS, a copy in the background may read memory that is already freed.
-    return x.to(device), y.to(device)
+    on_cuda = device.type == "cuda"
+    x, y = (torch.from_numpy(ids) for ids in batch)
+    if on_cuda:
+        x, y = x.pin_memory(), y.pin_memory()
+    return x.to(device, non_blocking=on_cuda), y.to(device, non_blocking=on_cuda)
 
 
 def eval_batches(
@@ -458,8 +399,7 @@ def eval_batches(
 
 
 class Loader:
-    """The training micro-batches of one rank, from a position in the order of `Split.train_batch`
-    on.
+    """The training micro-batches of one rank, from a position in `Split.train_batch`'s order on.
 
     Threads read the token files and copy to the device. `step` raises DataError if a file turns out
     to be damaged.
@@ -492,7 +432,7 @@ class Loader:
         for future in self._ahead:
             future.cancel()
         self._ahead.clear()
-        self._next = position * self.batching.micro_steps_per_rank
+        self._next = position * batching.micro_steps_per_rank
         self._ahead_of_step: int | None = None  # the position, at the first call of `step`
         for _ in range(AHEAD):
             self._submit()
@@ -520,7 +460,8 @@ class Loader:
         for _ in range(self.batching.micro_steps_per_rank):
             t0 = time.perf_counter()
             batch, copied = self._ahead.popleft().result()
-            self.split.check()
+            if self.split.damage is not None:
+                raise self.split.damage
             if copied is not None:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(copied)
@@ -542,195 +483,16 @@ class Loader:
         """Return a micro-batch; on CUDA also the event of its copy, which this thread queues on a
         stream of its own.
         """
-        rows = self.batching.rows(micro_step)
-        global_batch = self.batching.global_batch_size
-        batch = self.split.train_batch(position, rows + self._row0, global_batch)
-        weight = 1 / self.batching.micro_steps_per_rank
+        cut = self.batching
+        rows = cut.rows(micro_step)
+        n = cut.global_batch_size
+        x, y = to_device(self.split.train_batch(position, rows + self._row0, n), self.device)
+        weight = 1 / cut.micro_steps_per_rank
         if self.split.masks:
-            n_unmasked = self._n_unmasked(position, global_batch, self._row0)
-            weight = self.batching.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
-        x, y = to_device(batch, self.device)
-        is_last = micro_step == self.batching.micro_steps_per_rank - 1
-        micro_batch = MicroBatch(x, y, weight, self.batching.index(micro_step), is_last)
-        copied = (
-            torch.cuda.current_stream(self.device).record_event()
-            if self.device.type == "cuda"
-            else None
-        )
-        return micro_batch, copied
-
-
-# ---- the files of a split ------------------------------------------------------------------------
-
-AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
-
-
-class Checksums:
-    """Compare the files of splits, masks included, with the checksums that meta.json lists.
-
-    Raises DataError if one differs; of a large data set, `check` raises that later. `state` tells
-    the log what is compared.
-    """
-
-    def __init__(self, folder: Path, splits: Iterable[Split]) -> None:
-        self._listed = listed_checksums(folder)
-        files = [
-            file for split in splits for file in split.files() if file.path.name in self._listed
-        ]
-        self._fault: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._compare, args=[files], name="checksums", daemon=True
-        )
-        self._thread.start()
-        if not self._listed:
-            self.state = "no checksums (no meta.json that lists files)"
-        elif sum(file.n_bytes for file in files) <= AT_ONCE:
-            self._thread.join()
-            self.check()
-            self.state = "checksums verified"
-        else:
-            self.state = "checksums are verified while it trains"
-
-    def check(self) -> None:
-        """Raise DataError if a file has turned out to be another so far. Cheap: for each step."""
-        if self._fault is not None:
-            raise DataError(str(self._fault))
-
-    def _compare(self, files: list[NumberFile]) -> None:
-        try:
-            for file in files:
-                if file.sha256() != self._listed[file.path.name]:
-                    raise ValueError(
-                        f"{file.path} is damaged or was changed (its checksum); prepare "
-                        "the data again"
-                    )
-        except Exception as e:  # raised by `check`
-            self._fault = e
-
-
-def open_tokens(path: Path) -> NumberFile:
-    """Open a token file for reading. Raises ValueError if the file is not a token file, OSError."""
-    size = path.stat().st_size if path.is_file() else 0
-    head = np.fromfile(path, "<i4", 3).tolist() if size else []
-    magic, version, tokens = [*head, 0, 0, 0][:3]  # a bare file may be shorter than a header
-    if not size:
-        reason = "it is missing or empty"
-    elif magic in MAGICS:
-        if (
-            magic == MAGIC
-            and version == VERSION
-            and tokens
-            and size == HEADER_BYTES + TOKEN_BYTES * tokens
-        ):
-            return NumberFile(path, "<u2", HEADER_BYTES, tokens)
-        reason = (
-            f"its header says {tokens:,} tokens of version {version}, magic {magic}, "
-            f"and it has {size:,} bytes"
-        )
-    elif size % TOKEN_BYTES:
-        reason = f"it has {size:,} bytes, an odd number"
-    else:
-        return NumberFile(path, "<u2", 0, size // TOKEN_BYTES)
-    raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
-
-
-class NumberFile:
-    """An open token file or loss mask, `len(file)` numbers.
-
-    If a new file replaces it, the old one is still read.
-
-    Several threads may read at once. Raises OSError.
-    """
-
-    def __init__(self, path: Path, dtype: str, begin: int, n: int) -> None:
-        self.path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (it stays open as long as this object)
-        self._dtype = np.dtype(dtype)
-        self._begin = begin
-        self._n = n
-        self.n_bytes = begin + n * self._dtype.itemsize
-        self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
-
-    def __len__(self) -> int:
-        return self._n
-
-    def read(self, first: int, n: int) -> npt.NDArray[Any]:
-        """Return a copy of numbers first .. first + n - 1.
-
-        Raises DataError, if the file has become shorter, too.
-        """
-        size = max(0, min(n, self._n - first)) * self._dtype.itemsize
-        begin = self._begin + first * self._dtype.itemsize
-        # Not memory-mapped: if somebody cuts the file, reading past its new end would end the
-        # process with SIGBUS.
-        try:
-            if hasattr(os, "pread"):
-                content = os.pread(self._file.fileno(), size, begin)
-            else:
-                # Windows has no pread, and replaces no open file.
-                with open(self.path, "rb") as file:
-                    file.seek(begin)
-                    content = file.read(size)
-        except OSError as e:
-            raise DataError(f"cannot read {self.path}: {e.strerror}") from None
-        now = os.fstat(self._file.fileno()).st_size
-        if now < self.n_bytes or len(content) < size:
-            raise DataError(
-                f"{self.path} became shorter while it was in use: it had {self.n_bytes:,} "
-                f"bytes, now it has {now:,}; prepare the data again, then resume"
-            )
-        return np.frombuffer(content, self._dtype).copy()
-
-    def sha256(self) -> str:
-        """Return the SHA-256 of the whole file, in hex digits."""
-        self._file.seek(0)
-        return hashlib.file_digest(self._file, "sha256").hexdigest()
-
-    def was_written(self) -> bool:
-        """Return whether somebody has written into the file since it was opened, or since the last
-        call.
-        """
-        before = self._written_ns
-        self._written_ns = os.fstat(self._file.fileno()).st_mtime_ns
-        return self._written_ns != before
-
-
-def open_shards(folder: Path, split: str) -> list[NumberFile]:
-    """Open all shards of a split.
-
-    Raises ValueError if one is damaged or not as meta.json lists it, OSError.
-    """
-    paths = token_files(folder, split)
-    entries = read_record(folder).get("files", {})
-    allow_open_files()
-    shards = [open_tokens(path) for path in paths]
-    for shard in shards:
-        n = len(shard)
-        listed = entries.get(shard.path.name, {}).get("tokens", n)
-        if n != listed:
-            raise ValueError(
-                f"{shard.path} has {n:,} tokens, and meta.json lists {listed:,}; prepare "
-                "the data again"
-            )
-    return shards
-
-
-def open_masks(folder: Path, split: str, shards: list[NumberFile]) -> list[NumberFile]:
-    """Open the loss masks of a split's shards: 0 if a token is not a target; [] if all tokens are.
-
-    Raises ValueError if one is missing or has another length.
-    """
-    paths = [shard.path.with_suffix(MASK_SUFFIX) for shard in shards]
-    listed = any(name.startswith(split) for name in read_record(folder).get("masks", {}))
-    if not listed and not any(path.exists() for path in paths):
-        return []
-    masks = []
-    for path, shard in zip(paths, shards, strict=True):
-        size = path.stat().st_size if path.is_file() else 0
-        if size != len(shard):
-            raise ValueError(
-                f"the loss mask {path} has {size:,} bytes, and {shard.path.name} "
-                f"{len(shard):,} tokens, which need one each; prepare the data again"
-            )
-        masks.append(NumberFile(path, "u1", 0, size))
-    return masks
+            n_unmasked = self._n_unmasked(position, n, self._row0)
+            weight = cut.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
+        is_last = micro_step == cut.micro_steps_per_rank - 1
+        copied = None
+        if self.device.type == "cuda":
+            copied = torch.cuda.current_stream(self.device).record_event()
+        return MicroBatch(x, y, weight, cut.index(micro_step), is_last), copied

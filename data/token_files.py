@@ -13,13 +13,17 @@ has.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from data.meta_files import read_nanogpt, read_record
 from data.tokenizer import padded_vocab_size, short_name
+from deskgpt.limits import allow_open_files
 
 MAGIC = 20240520
 MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
@@ -27,10 +31,98 @@ VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
+NUMPY_MAGIC = int.from_bytes(b"\x93NUM", "little", signed=True)
+LOOKED_AT = 256  # numbers at the beginning of a file that tell ids of 32 bits
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
 
 
+class Numbers(NamedTuple):
+    """Where the numbers of a token file or loss mask are: n of them from the byte `begin` on."""
+
+    path: Path
+    dtype: str
+    begin: int
+    n: int
+
+
 # ---- the files of a split ------------------------------------------------------------------------
+
+
+def split_files(
+    folder: Path, split: str, block_size: int
+) -> tuple[list[Numbers], list[Numbers], bool]:
+    """Return the shards of a split that hold a window, their loss masks (none if all tokens are
+    targets), and whether they are packed into windows.
+
+    Raises ValueError if a file is damaged, too short, or not as meta.json lists it, OSError.
+    """
+    record = read_record(folder)
+    packed = record.get("packed")
+    if packed not in (None, block_size):
+        raise ValueError(
+            f"{folder} is packed into windows of {packed:,} tokens, and block_size={block_size}; "
+            f"try --block_size={packed}, or prepare the data again with --block_size={block_size}"
+        )
+    found = [tokens_in_file(path) for path in token_files(folder, split)]
+    for path, _, _, n in found:
+        listed = record.get("files", {}).get(path.name, {}).get("tokens", n)
+        if n != listed:
+            raise ValueError(
+                f"{path} has {n:,} tokens, and meta.json lists {listed:,}; prepare the data again"
+            )
+    shards = [shard for shard in found if shard.n > block_size]
+    if not shards:
+        longest = max(shard.n for shard in found)
+        raise ValueError(
+            f"block_size={block_size} needs {block_size + 1} tokens in a row, "
+            f"{folder}/{split}*.bin: {longest:,}; try more data, or "
+            f"--block_size={max(1, longest - 1)}"
+        )
+    masks = [Numbers(s.path.with_suffix(MASK_SUFFIX), "u1", 0, s.n) for s in shards]
+    is_listed = any(name.startswith(split) for name in record.get("masks", {}))
+    if not is_listed and not any(mask.path.exists() for mask in masks):
+        masks = []
+    for path, _, _, n in masks:
+        size = path.stat().st_size if path.is_file() else 0
+        if size != n:
+            raise ValueError(
+                f"the loss mask {path} has {size:,} bytes, and its token file {n:,} tokens, which "
+                "need one each; prepare the data again"
+            )
+    allow_open_files()
+    return shards, masks, bool(packed)
+
+
+def tokens_in_file(path: Path) -> Numbers:
+    """Return where the tokens of a file are.
+
+    Raises ValueError if it is not a token file, OSError.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    head = np.fromfile(path, "<i4", LOOKED_AT) if size else np.zeros(0, "<i4")
+    magic, version, tokens = [*head.tolist(), 0, 0, 0][:3]  # a bare file may be shorter
+    bare = Numbers(path, "<u2", 0, size // TOKEN_BYTES)
+    llmc = Numbers(path, "<u2", HEADER_BYTES, tokens)
+    if not size:
+        reason = "it is missing or empty"
+    elif magic == NUMPY_MAGIC:
+        reason = "it is a .npy file; write the bare ids: ids.astype('<u2').tofile('train.bin')"
+    elif magic in MAGICS:
+        is_whole = size == HEADER_BYTES + TOKEN_BYTES * tokens
+        if magic == MAGIC and version == VERSION and tokens and is_whole:
+            return llmc
+        reason = (
+            f"its header says {tokens:,} tokens of version {version}, magic {magic}, "
+            f"and it has {size:,} bytes"
+        )
+    elif size % TOKEN_BYTES:
+        reason = f"it has {size:,} bytes, an odd number"
+    elif len(head) == LOOKED_AT and head.min() >= 0 and 1 < head.max() < 1 << 16:
+        # As uint16, every second one would be token 0.
+        reason = "its ids have 32 bits; write 16: ids.astype('<u2').tofile('train.bin')"
+    else:
+        return bare
+    raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
 
 
 def dataset_folder(name: str) -> Path:
@@ -64,23 +156,21 @@ def token_files(folder: Path, split: str) -> list[Path]:
         if (match := numbered.fullmatch(path.name))
     }
     if not found:
-        own = folder / "prepare.py"
-        script = (
-            os.path.relpath(own)
-            if own.exists()
-            else f"data/text/prepare.py FILE --name {folder.name}"
-        )
-        state = (
-            f"has no {split}.bin or numbered {split}_*.bin" if folder.is_dir() else "does not exist"
-        )
         if folder.is_file():
             raise ValueError(
                 f"dataset={folder} is a file; name its folder: --dataset={folder.parent}"
             )
-        raise ValueError(
-            f"dataset folder {folder} {state}; make it with python {script}, or name one "
-            "that data/ has"
-        )
+        state = f"has no {split}.bin or numbered {split}_*.bin"
+        remedy = f"make it with python data/text/prepare.py FILE --name {folder.name}"
+        if (folder / "prepare.py").exists():
+            remedy = f"make it with python {os.path.relpath(folder / 'prepare.py')}"
+        elif not folder.is_dir():
+            state = "does not exist"
+            others = [path.parent.name for path in folder.parent.glob("*/prepare.py")]
+            others += [path.parent.name for path in folder.parent.glob("*/train*.bin")]
+            if like := difflib.get_close_matches(folder.name, others, 1):
+                remedy = f"did you mean {like[0]}? Else {remedy}"
+        raise ValueError(f"dataset folder {folder} {state}; {remedy}, or name one that data/ has")
     if len(set(found.values())) > 1:
         names = ", ".join(path.name for path in found)
         raise ValueError(

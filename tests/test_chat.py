@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from data.batches import BatchSplit, Loader, Split, eval_batches
 from data.chat.prepare import pack, prepare, read_dialogues
 from data.chat.template import Message, Template
+from data.dataset import fingerprint
 from data.meta_files import read_record
 from data.text.prepare import prepare as prepare_text
 from data.tokenizer import BytesTokenizer, from_meta
@@ -276,11 +277,10 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
 
 def test_masks_are_part_of_the_fingerprint_and_wrong_ones_and_other_windows_are_named(tmp_path):
     prints = [
-        Split(masked(tmp_path / str(k), "train", [k]), "train", T, 256).fingerprint()
-        for k in (5, 6)
+        fingerprint(Split(masked(tmp_path / str(k), "train", [k]), "train", T, 256)) for k in (5, 6)
     ]
     (tmp_path / "5" / "train.mask").unlink()
-    assert len({*prints, Split(tmp_path / "5", "train", T, 256).fingerprint()}) == 3
+    assert len({*prints, fingerprint(Split(tmp_path / "5", "train", T, 256))}) == 3
     with raises_one_line(f"--block_size={T}"):
         Split(tmp_path / "5", "train", 16, 256)
     folder = masked(tmp_path / "m", "val", [])

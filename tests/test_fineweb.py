@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
 
-from data.batches import Checksums, Split
+from data.batches import Split
+from data.dataset import Checksums
 from data.fineweb_edu.prepare import REPO, arguments, main
 from data.meta_files import read_record
 from deskgpt.files import locked_folder

@@ -22,10 +22,20 @@ from hypothesis import strategies as st
 
 import data.dataset
 from data import meta_files
-from data.batches import AHEAD, BatchSplit, Checksums, Loader, Split, open_tokens
+from data.batches import AHEAD, BatchSplit, Loader, NumberFile, Split
+from data.dataset import Dataset, eval_digest, fingerprint
 from data.meta_files import read_record, to_json
 from data.prepared import write_dataset
-from data.token_files import HEADER_BYTES, MAGIC, VERSION, check_vocabulary, read_meta, token_files
+from data.token_files import (
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    check_vocabulary,
+    dataset_folder,
+    read_meta,
+    token_files,
+    tokens_in_file,
+)
 from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
 from deskgpt.files import write_atomically
 
@@ -51,7 +61,7 @@ def test_any_piece_of_a_token_file_is_read_as_it_was_written(tmp_path_factory, i
     path.write_bytes(llmc_file(ids) if header else np.array(ids, "<u2").tobytes())
     first = draw.draw(st.integers(0, len(ids)))
     n = draw.draw(st.integers(0, len(ids) - first))
-    shard = open_tokens(path)
+    shard = NumberFile(tokens_in_file(path))
     assert len(shard) == len(ids)
     assert shard.read(first, n).tolist() == ids[first : first + n]
 
@@ -62,6 +72,8 @@ NOT_TOKENS = {
     "cut short": llmc_file([0] * 100)[:-160],
     "a token more": llmc_file([0] * 100, tokens=101),
     "llm.c's 32 bits": llmc_file([0] * 100, magic=20240801, version=7),
+    "npy": b"\x93NUMPY\1\0" + bytes(4000),
+    "ids of 32 bits": np.arange(300, dtype="<u4").tobytes(),
 }
 
 
@@ -70,36 +82,35 @@ def test_file_that_is_no_token_file_is_named(tmp_path, content):
     path = tmp_path / "train.bin"
     path.write_bytes(content)
     with raises_one_line(path, "prepare"):
-        open_tokens(path)
+        tokens_in_file(path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace open files")
 def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_still_read(tmp_path):
+    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
     path = tmp_path / "train.bin"
-    np.arange(100, dtype=np.uint16).tofile(path)
-    replaced = open_tokens(path)
-    write_atomically(path, path.read_bytes())
-    shard = open_tokens(path)
-    assert replaced.read(0, 100).tolist() == list(range(100))
-    assert not replaced.was_written()
+    replaced = opened(tmp_path)
+    write_atomically(path, BYTES[::-1].tobytes())
+    data = opened(tmp_path, compares=False)
+    assert replaced.train.shards[0].read(0, 250).tolist() == BYTES.tolist()
+    assert replaced.changes() == []
 
     with open(path, "r+b") as file:
         file.write(b"\x05")
     # The system's clock may not have ticked meanwhile.
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    assert [shard.was_written(), shard.was_written()] == [True, False]
+    [warning] = data.changes()
+    assert_one_line(warning, path, "written into")
+    assert data.changes() == []
     os.truncate(path, 60)
-    with raises_one_line(path, "shorter", "200 bytes", 60, "prepare the data again"):
-        shard.read(0, 30)
+    with raises_one_line(path, "shorter", "500 bytes", 60, "prepare the data again"):
+        data.train.shards[0].read(0, 30)
 
 
 def test_dataset_is_a_folder_below_data_or_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-    found = [
-        data.token_files.dataset_folder(name)
-        for name in ("mine", "./mine/", str(tmp_path / "mine"), "text")
-    ]
+    found = [dataset_folder(name) for name in ("mine", "./mine/", str(tmp_path / "mine"), "text")]
     assert [path.resolve() for path in found] == [tmp_path / "mine"] * 3 + [ROOT / "data" / "text"]
 
 
@@ -127,30 +138,47 @@ def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names,
         assert [path.name for path in token_files(tmp_path, "train")] == read
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["before the run", "while it trains"])
-def test_one_flipped_bit_is_named_and_without_a_list_nothing_is_verified(
-    tmp_path, monkeypatch, at_once
-):
-    def verified() -> str:
-        checksums = Checksums(
-            tmp_path, [Split(tmp_path, split, 8, 256) for split in ("train", "val")]
-        )
-        checksums._thread.join()
-        checksums.check()
-        return checksums.state
+def opened(folder: Path, compares: bool = True) -> Dataset:
+    data = Dataset(folder)
+    data.open(8, 0, 256, None, compares_checksums=compares)
+    return data
 
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_one_flipped_bit_is_named_before_the_run_or_before_an_evaluation_shows_it(
+    tmp_path, monkeypatch, split
+):
     write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    monkeypatch.setattr("data.batches.AT_ONCE", 1 << 30 if at_once else 0)
-    assert verified() == (
-        "checksums verified" if at_once else "checksums are verified while it trains"
-    )
+    assert opened(tmp_path).checksums.state == "checksums verified"
     flipped = BYTES.copy()
     flipped[3] ^= 1
-    flipped.tofile(tmp_path / "val.bin")
-    with raises_one_line(tmp_path / "val.bin", "prepare the data again"):
-        verified()
-    (tmp_path / "meta.json").unlink()
-    assert verified() == "no checksums (no meta.json that lists files)"
+    flipped.tofile(tmp_path / f"{split}.bin")
+    with raises_one_line(tmp_path / f"{split}.bin", "prepare the data again"):
+        opened(tmp_path)
+
+    monkeypatch.setattr("data.dataset.AT_ONCE", 0)  # as if the data were large
+    may_verify = threading.Event()
+    digest = data.dataset.file_digest
+
+    def held_up(file: NumberFile) -> str:
+        assert file.path.name == "val.bin" or may_verify.wait(60)
+        return digest(file)
+
+    monkeypatch.setattr("data.dataset.file_digest", held_up)
+    found = opened(tmp_path)
+    assert found.checksums.state == "checksums are verified while it trains"
+    if split == "train":
+        assert found.changes() == []  # an evaluation waits for val only
+        may_verify.set()
+    with raises_one_line(tmp_path / f"{split}.bin", "prepare the data again"):
+        found.changes(is_last=True)
+    with raises_one_line(tmp_path / f"{split}.bin"):
+        next(Loader(found.train, BatchSplit(1), CPU).step())
+    may_verify.set()
+    (tmp_path / "meta.json").write_text(
+        json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256})
+    )
+    assert opened(tmp_path).checksums.state == "no checksums (no meta.json that lists files)"
 
 
 def test_vocabularies_must_match(tmp_path):
@@ -350,21 +378,21 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path):
     assert digest.hexdigest()[:16] == "8131322892bc2b63"
     x, y = split.eval_batch(np.arange(40), 40)
     assert hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()[:16] == "07a294022d4bcc4a"
-    assert split.fingerprint() == "29353eb4584e012e"
+    assert fingerprint(split) == "29353eb4584e012e"
 
 
 def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
     split = make(tmp_path / "a", [400, 401])
     assert split.n_eval_windows(10**6) == 49 + 50
     # Another seed
-    assert make(tmp_path / "b", [400, 401], seed=2).eval_digest(10) == split.eval_digest(10)
+    assert eval_digest(make(tmp_path / "b", [400, 401], seed=2), 10) == eval_digest(split, 10)
     others = [make(tmp_path / "d", [801]), make(tmp_path / "e", [400, 401], 9)]
     assert (
         len(
             {
-                split.eval_digest(10),
-                split.eval_digest(11),
-                *(other.eval_digest(10) for other in others),
+                eval_digest(split, 10),
+                eval_digest(split, 11),
+                *(eval_digest(other, 10) for other in others),
             }
         )
         == 4
