@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves it out
 
 from deskgpt import wheels  # noqa: E402
-from deskgpt.files import check_unused, file_sha256  # noqa: E402
+from deskgpt.files import check_unused, file_sha256, sha256  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
 TASKS = {  # commands of the environment's Python; the last one gets what follows `--`
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("task", choices=["train", *TASKS])
     parser.add_argument(
-        "--text", type=absolute, default="", help="train on this file, not on Shakespeare's plays"
+        "--text", type=absolute, default="", help="train on this file or folder, not on plays"
     )
     parser.add_argument(
         "--to", type=absolute, default="", help="also export the model, as export.py --to does"
@@ -75,9 +75,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--venv", type=home, default=".venv", help="the environment's folder")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
-    if args.text and not (os.path.isfile(args.text) and os.path.getsize(args.text)):
+    if args.text and not (os.path.exists(args.text) and os.path.getsize(args.text)):
         sys.exit(
-            f"error: cannot train on {args.text}: it is not a file with text in it; is its "
+            f"error: cannot train on {args.text}: it is no file with text in it, or folder; is its "
             "name right?"
         )
     if args.to:
@@ -176,7 +176,10 @@ def prepare(python: Path, text: str) -> str:
     Python.
     """
     if text:  # each text has a folder of its own: a run needs its data to resume
-        name = f"{re.sub(r'[^A-Za-z0-9]+', '_', Path(text).stem)}_{file_sha256(Path(text))[:8]}"
+        files = sorted(path for path in Path(text).rglob("*") if path.is_file()) or [Path(text)]
+        digests = "".join(file_sha256(path) for path in files)
+        digest = digests if len(files) == 1 else sha256(digests.encode())
+        name = f"{re.sub(r'[^A-Za-z0-9]+', '_', Path(text).stem)}_{digest[:8]}"
         run(python, "data/text/prepare.py", text, "--name", name)
         return name
     if (ROOT / "data" / "shakespeare_char" / "val.bin").exists():

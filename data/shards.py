@@ -1,139 +1,108 @@
-"""Documents to token files: read from files here or on the hub, tokenized in several threads."""
+"""Rows to token files: tokenized in several threads, continued where an earlier process was
+stopped.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
-from data.text_files import PACKED, TEXTS, documents_of, lines_in
-from data.tokenizer import Ids, Tokenizer, encoded_document, valid_unicode
-from deskgpt.errors import reason
-from deskgpt.files import replacing
+from data.sources import State
+from deskgpt.files import remove_leftovers, replacing, write_atomically
 from deskgpt.limits import usable_cores
 
-FORMATS = (".parquet", *(f".jsonl{packed}" for packed in PACKED), *TEXTS)
 BATCH_CHARS = 1 << 19  # many, so that handing a batch to a thread costs nothing in comparison
-ROWS = 64  # of a parquet file that are decoded at once
-# bytes: without a buffer, pyarrow reads the text of a row group, often gigabytes, at once
-BUFFER = 8 << 20
+SAVED_TOKENS = 1 << 24  # after so many, those made so far are saved: every few seconds
+PIECE = 1 << 20  # bytes that are read back at once
 NO_TOKENS = np.zeros(0, np.uint16)
 
 Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, and cut if there were more tokens
+Tokens = npt.NDArray[Any]  # (n,) uint16, with more bits if each has a mask
 
 
-# ---- documents -----------------------------------------------------------------------------------
+def tokens_in(
+    batches: Iterable[tuple[list[Any], State]], encode: Callable[[Any], Tokens]
+) -> Iterator[tuple[Tokens, State]]:
+    """Yield the tokens of each batch, encoded ahead in several threads, and the state after it."""
 
-
-def documents_in_file(path: str, text_column: str) -> Iterator[str]:
-    """Yield the documents of a file: rows of parquet (also hf:// URLs), lines of jsonl, what
-    <|endoftext|> separates.
-
-    Raises ValueError, ImportError.
-    """
-    where = path
-    try:
-        if path.lower().endswith(".parquet"):
-            yield from parquet_texts(path, text_column)
-        elif path.lower().endswith(TEXTS):
-            yield from documents_of(lines_in(Path(path)))
-        else:
-            # Read line by line: as a table, the other columns would have to keep their types.
-            for number, line in enumerate(lines_in(Path(path)), 1):
-                where = f"{path}, line {number},"
-                if line.strip():
-                    yield valid_unicode(as_text(json.loads(line)[text_column]))
-    except ImportError:
-        raise
-    except KeyError:
-        raise ValueError(
-            f"{where} has no column {text_column!r}; name the one with the text: --text_column"
-        ) from None
-    except Exception as e:
-        # The errors of the hub, of its HTTP client, of pyarrow and of json share no class.
-        remedy = (
-            "repair it, or wait for the network; the same command continues, finished "
-            "shards are kept"
-        )
-        raise ValueError(f"{where} cannot be read ({reason(e)}); {remedy}") from None
-
-
-def parquet_texts(path: str, text_column: str) -> Iterator[str]:
-    """Yield the texts of a column of a parquet file. Raises KeyError if it has no such column."""
-    from pyarrow.parquet import ParquetFile
-
-    file: Any = path
-    if "://" in path:
-        from huggingface_hub import HfFileSystem
-
-        file = HfFileSystem().open(path)
-    with ParquetFile(file, buffer_size=BUFFER) as parquet:
-        if text_column not in parquet.schema_arrow.names:
-            raise KeyError(text_column)
-        for group in range(parquet.num_row_groups):
-            for batch in parquet.iter_batches(ROWS, [group], [text_column]):
-                yield from map(as_text, batch[text_column].to_pylist())
-
-
-def as_text(value: Any) -> str:
-    """Return a value of the column with the text; "" for none. Raises ValueError if it is not
-    text.
-    """
-    if not isinstance(value, str | None):
-        raise ValueError(f"the column holds {type(value).__name__}, not text")
-    return value or ""
-
-
-# ---- tokens --------------------------------------------------------------------------------------
-
-
-def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yield documents in lists of about BATCH_CHARS characters."""
-    batch: list[str] = []
-    n_chars = 0
-    for document in documents:
-        batch.append(document)
-        n_chars += len(document)
-        if n_chars >= BATCH_CHARS:
-            yield batch
-            batch = []
-            n_chars = 0
-    if n_chars:
-        yield batch
-
-
-def tokens_in(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Yield the tokens of documents in pieces, none of them empty, encoded ahead in several
-    threads.
-    """
-
-    def encode(batch: list[str]) -> Ids:
-        return np.concatenate([encoded_document(tokenizer, text) for text in batch])
+    def tokens_of(batch: list[Any]) -> Tokens:
+        return np.concatenate([encode(value) for value in batch])
 
     # Threads, not processes: tiktoken releases Python's lock, nothing is copied, and none is left
     # when this is killed.
     cores = usable_cores()
-    waiting = deque[Future[Ids]]()
+    waiting = deque[tuple[Future[Tokens], State]]()
     pool = ThreadPoolExecutor(cores)
     try:
-        for batch in batches_of(documents):
-            waiting.append(pool.submit(encode, batch))
+        for batch, state in batches:
+            waiting.append((pool.submit(tokens_of, batch), state))
             if len(waiting) > 2 * cores:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+                future, after = waiting.popleft()
+                yield future.result(), after
+        for future, after in waiting:
+            yield future.result(), after
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def write_shards(folder: Path, sizes: dict[str, int], pieces: Iterator[Ids]) -> dict[str, Entry]:
+def resumed(
+    path: Path, key: Any, dtype: str, make: Callable[[State | None], Iterator[tuple[Tokens, State]]]
+) -> Iterator[Tokens]:
+    """Yield the tokens that `make` yields, and save them at `path` meanwhile.
+
+    If an earlier process was stopped with the same key, its tokens come first, and `make` continues
+    from the state after them. Raises OSError.
+    """
+    progress = path.with_suffix(".json")
+    n_saved = 0
+    state = None
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or a damaged one
+        saved = json.loads(progress.read_bytes())
+        if saved["key"] == key and path.stat().st_size >= saved["bytes"]:
+            os.truncate(path, saved["bytes"])  # without what was written after it was saved
+            n_saved = saved["bytes"]
+            state = saved["state"]
+    if not n_saved:
+        forget(path)
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        while content := file.read(PIECE):
+            yield np.frombuffer(content, dtype)
+
+    unsaved: list[Tokens] = []
+    for ids, after in make(state):
+        if len(ids):
+            yield ids
+        unsaved.append(ids)
+        if sum(map(len, unsaved)) >= SAVED_TOKENS:
+            with open(path, "ab") as file:
+                file.write(np.concatenate(unsaved).astype(dtype).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            saved = {"key": key, "bytes": path.stat().st_size, "state": after}
+            write_atomically(progress, json.dumps(saved).encode())
+            unsaved = []
+
+
+def forget(path: Path) -> None:
+    """Remove what `resumed` has saved at this path."""
+    progress = path.with_suffix(".json")
+    progress.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    remove_leftovers(path.parent, f"{progress.name}.")
+
+
+def write_shards(folder: Path, sizes: dict[str, int], pieces: Iterator[Tokens]) -> dict[str, Entry]:
     """Write tokens to files one after another, at most sizes[name] of them to each.
 
     Return the entries of these files in meta.json. No file is empty: one for which no tokens are

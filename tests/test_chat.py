@@ -4,25 +4,33 @@ talking.
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import CPU, needs_bpe, raises_one_line
+from conftest import CPU, contents, needs_bpe, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb import fails
 from torch.nn.functional import cross_entropy
 
 from data.batches import BatchSplit, Loader, Split, eval_batches
-from data.chat.prepare import pack, prepare, read_dialogues
+from data.chat import prepare as prepare_chat
+from data.chat.dialogues import as_messages
+from data.chat.prepare import pack
 from data.chat.template import Message, Template
 from data.dataset import fingerprint
 from data.meta_files import read_record
+from data.sources import local_source
 from data.text.prepare import prepare as prepare_text
 from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.chat import fitting
@@ -35,9 +43,14 @@ T = 32
 HELLO = [Message("user", "Hello!"), Message("assistant", "Hi.")]
 
 
+def prepare(path: Path, folder: Path, block_size: int) -> None:
+    source = local_source([path], 1 << 62)
+    prepare_chat.prepare(source, folder, BytesTokenizer(), block_size)
+
+
 def write(path: Path, dialogues: list[list[Message]]) -> Path:
     lines = [
-        json.dumps({"messages": [message._asdict() for message in dialogue]})
+        json.dumps({"messages": [{"role": m.role, "content": m.content} for m in dialogue]})
         for dialogue in dialogues
     ]
     path.write_text("".join(f"{line}\n" for line in lines))
@@ -48,7 +61,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.samp
     ["<|endoftext|>", "\nUser:\n", "Assistant:\nYes", "<|endoftext|>Assistant:\n", " ", ""]
 )
 messages = st.lists(
-    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts),
+    st.builds(Message, st.sampled_from(["system", "user", "assistant"]), texts, st.just(True)),
     min_size=1,
     max_size=5,
 )
@@ -112,7 +125,7 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(
     tmp_path_factory, dialogues
 ):
     folder = tmp_path_factory.mktemp("c")
-    prepare([write(folder / "d.jsonl", dialogues)], folder / "data", BytesTokenizer(), 16)
+    prepare(write(folder / "d.jsonl", dialogues), folder / "data", 16)
     template = Template(BytesTokenizer())
     for name, of_split in (("train", dialogues[:-1]), ("val", dialogues[-1:])):
         split = Split(folder / "data", name, 16, 256)  # packed data is not aligned
@@ -135,8 +148,8 @@ def test_every_learned_token_is_a_target_once_in_an_epoch_and_no_other_is(
 
 
 def test_dialogues_that_ship_are_prepared_and_text_in_their_place_has_no_mask(tmp_path, script):
-    prepare = ("data/chat/prepare.py", "--name", tmp_path / "c", f"--block_size={T}")
-    done = script(*prepare, "--tokenizer=bytes")
+    chat = ("data/chat/prepare.py", "--name", tmp_path / "c", f"--block_size={T}")
+    done = script(*chat, "--tokenizer=bytes")
     assert (done.code, done.err) == (0, "")
     assert "val.bin has 4 dialogues in " in done.out
     assert "of 48 dialogues are longer than a window and were cut" in done.out
@@ -145,39 +158,157 @@ def test_dialogues_that_ship_are_prepared_and_text_in_their_place_has_no_mask(tm
     assert not list(tmp_path.glob("c/*.mask"))
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
     # It has no end_of_text
-    fails(script(*prepare, f"--tokenizer={tmp_path / 'c'}"), "tokenizer char", "bytes")
+    fails(script(*chat, f"--tokenizer={tmp_path / 'c'}"), "tokenizer char", "bytes")
 
 
-def test_dialogues_as_people_have_them(tmp_path):
-    hello = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
-    parts = [
-        hello[0],
-        {"role": "assistant", "content": [{"type": "text", "text": "H"}, {"text": "i."}]},
-    ]
-    sharegpt = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hi."}]
+USER = {"role": "user", "content": "Hello!"}
+ANSWER = {"role": "assistant", "content": "Hi."}
+SAID = {"from": "gpt", "value": "Hi."}
+# Rows of public data sets, all of the same dialogue, after the system message SYSTEM in some.
+SHAPES: list[Any] = [
+    {
+        "messages": [USER, ANSWER],
+        "source": "everyday-conversations",
+        "tool_calls": None,
+    },  # SmolTalk
+    {"prompt": "Hello!", "prompt_id": "f0e3", "messages": [USER, ANSWER]},  # UltraChat
+    [{"role": "User", "content": "Hello!"}, {"role": " ASSISTANT", "content": "Hi."}],
+    {"id": 7, "conversations": [{"from": "human", "value": "Hello!"}, SAID]},  # ShareGPT
+    {"conversation": [USER, ANSWER | {"weight": 1, "language": "en"}], "toxic": False},  # WildChat
+    {"conversation": [{"human": "Hello!", "assistant": "Hi."}]},
+    {"data": ["Hello!", "Hi."]},
+    {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": [{"type": "text", "text": "H"}, {"text": "i."}]},
+        ]
+    },
+    {"instruction": "Hello!", "input": "", "output": "Hi.", "system": ""},  # Alpaca
+    {"instruction": "Hello!", "context": "", "response": "Hi.", "category": "open_qa"},  # Dolly
+    {"prompt": "Hello!", "completion": "Hi."},
+    {"prompt": [USER], "completion": [ANSWER]},
+    {"question": "Hello!", "answer": "Hi."},
+    {"input": "Hello!", "output": "Hi."},
+    {
+        "system": "SYSTEM",
+        "conversations": [{"from": "human", "value": "Hello!"}, SAID],
+        "tools": "",
+    },
+    {"system_prompt": "SYSTEM", "question": "Hello!", "response": "Hi."},  # OpenOrca
+    {"messages": [{"role": "developer", "content": "SYSTEM"}, USER, ANSWER]},
+]
+
+
+@pytest.mark.parametrize(
+    "row", SHAPES, ids=lambda row: " ".join(row) if isinstance(row, dict) else "list"
+)
+def test_dialogues_as_public_sets_have_them_are_the_same_messages(row):
+    system = [Message("system", "SYSTEM")] if "SYSTEM" in json.dumps(row) else []
+    assert as_messages(row) == system + HELLO
+
+
+def test_input_history_and_weight_are_part_of_what_is_learned():
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hello!", "Hi."]]}
+    assert as_messages(row) == [*HELLO, Message("user", "Add.\n1 and 2"), Message("assistant", "3")]
+    unlearned = as_messages([USER, ANSWER | {"weight": 0}, USER, ANSWER])
+    assert unlearned == [HELLO[0], Message("assistant", "Hi.", False), *HELLO]
+    template = Template(BytesTokenizer())
+    ids, mask = template.encode(unlearned)
+    assert np.array_equal(ids, template.encode(HELLO * 2).ids)
+    assert bytes(ids[mask == 1].tolist()) == b"Hi.\xff"
+
+
+LOST: list[tuple[Any, str]] = [
+    ({"messages": [USER, ANSWER | {"reasoning_content": "hm"}]}, "reasoning_content"),
+    ({"messages": [USER, ANSWER | {"tool_calls": [{"name": "f"}]}]}, "tool_calls"),
+    ({"messages": [USER, ANSWER | {"weight": 2}]}, "weight 2"),
+    ({"messages": [USER, ANSWER, {"role": "tool", "content": "x"}]}, "'tool'"),
+    ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, "'tools'"),
+    ({"prompt": "Other.", "messages": [USER, ANSWER]}, "'prompt'"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen, rejected; wanted are messages"),
+    ({"instruction": "a", "output": "b", "explanation": "c"}, "'explanation'"),
+]
+
+
+@pytest.mark.parametrize(("row", "named"), LOST, ids=[named for _, named in LOST])
+def test_key_that_is_not_known_to_change_nothing_is_an_error_that_names_it(row, named):
+    with raises_one_line(named):
+        as_messages(row)
+
+
+@pytest.mark.parametrize(
+    "name", ["d.jsonl.gz", "d.json", "d.parquet", "d.arrow", "d.csv", "folder", "hub"]
+)
+def test_dialogues_of_each_format_and_of_the_hub_give_the_same_tokens(tmp_path, script, name):
+    rows = [{"prompt": f"Question {i}", "completion": f"Answer {i}"} for i in range(30)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = tmp_path / ("d.jsonl.gz" if name in ("folder", "hub") else name)
+    table = pa.Table.from_pylist(rows)
+    if name == "d.json":
+        path.write_text(json.dumps(rows, indent=2))
+    elif name == "d.parquet":
+        pq.write_table(table, path)
+    elif name == "d.arrow":
+        with pa.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table)
+    elif name == "d.csv":
+        with open(path, "w", newline="") as text:
+            csv.writer(text).writerows([rows[0].keys(), *(row.values() for row in rows)])
+    else:
+        path.write_bytes(gzip.compress(lines))
+    (tmp_path / "plain.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n\r\n  "))
+    options = ("--tokenizer=bytes", "--block_size=64", "--out")
+    words = {"folder": (tmp_path,), "hub": ("--hub", tmp_path)}.get(name, (path,))
+    if name in ("folder", "hub"):
+        (tmp_path / "plain.jsonl").rename(tmp_path / "plain")
+    assert script("data/chat/prepare.py", *words, *options, tmp_path / "o" / "a").code == 0
+    prepare(
+        write(tmp_path / "same.jsonl", [as_messages(row) for row in rows]), tmp_path / "o" / "b", 64
+    )
+    found = [contents(tmp_path / "o" / folder) for folder in "ab"]
+    assert [found[0][name] for name in MADE] == [found[1][name] for name in MADE]
+
+
+MADE = ("train.bin", "val.bin", "train.mask", "val.mask")
+
+
+def test_killed_in_the_middle_dialogues_are_continued_and_the_bytes_are_the_same(
+    tmp_path, monkeypatch
+):
     dialogues = [
-        {"messages": hello},
-        hello,
-        {"id": "7", "conversations": sharegpt},
-        {"messages": parts},
+        [Message("user", f"Question {i}"), Message("assistant", "Yes")] for i in range(400)
     ]
-    content = "\ufeff" + "\r\n\r\n  ".join(map(json.dumps, dialogues))
-    (tmp_path / "d.jsonl").write_text(content, "utf-8", newline="")
-    assert list(read_dialogues(tmp_path / "d.jsonl")) == [HELLO] * 4
+    path = write(tmp_path / "d.jsonl", dialogues)
+    monkeypatch.setattr(prepare_chat, "BATCH_MESSAGES", 10)
+    monkeypatch.setattr("data.shards.usable_cores", lambda: 1)
+    prepare(path, tmp_path / "a", T)
+    monkeypatch.setattr("data.shards.SAVED_TOKENS", 1000)
+    read = 0
+
+    def stopped(row: Any) -> list[Message]:
+        nonlocal read
+        read += 1
+        if read == 300:
+            raise KeyboardInterrupt
+        return as_messages(row)
+
+    monkeypatch.setattr(prepare_chat, "as_messages", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(path, tmp_path / "b", T)
+    read = 300
+    prepare(path, tmp_path / "b", T)
+    assert 400 < read < 600  # of 400, most were saved
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 NO_DIALOGUE = [
-    *(
-        b'{"messages": [',
-        b"[" * 100_000,
-        b"7",
-        b"\xff\xfe",
-        b"{}",
-        b'{"messages": null}',
-        b'["hi"]',
-    ),
+    b'{"messages": [',
+    b"[" * 100_000,
+    b"7",
+    b"\xff\xfe",
+    b"{}",
+    b'{"messages": null}',
     b'[{"role": "user"}]',
-    b'[{"role": "tool", "content": "x"}]',
     b'[{"role": "assistant", "content": [{"type": "image"}]}]',
     b'[{"role": "user", "content": "nobody answers"}]',
 ]
@@ -188,8 +319,8 @@ def test_line_that_is_no_dialogue_is_named_and_nothing_is_written(tmp_path):
     for line in NO_DIALOGUE:
         (tmp_path / "d.jsonl").write_bytes(good * 2 + line + b"\n" + good)
         with raises_one_line(tmp_path / "d.jsonl", "line 3"):
-            prepare([tmp_path / "d.jsonl"], tmp_path / "c", BytesTokenizer(), T)
-    assert not (tmp_path / "c").exists()
+            prepare(tmp_path / "d.jsonl", tmp_path / "c", T)
+    assert contents(tmp_path / "c") == {}
 
 
 # ---- the loss ------------------------------------------------------------------------------------

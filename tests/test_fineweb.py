@@ -4,17 +4,20 @@ sequence or in parts.
 
 from __future__ import annotations
 
+import bz2
+import csv
+import functools
 import gzip
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,10 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
 
+import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
 from data.dataset import Checksums
-from data.fineweb_edu.prepare import REPO, arguments, main
+from data.fineweb_edu.prepare import arguments, main
 from data.meta_files import read_record
 from deskgpt.files import locked_folder
 
@@ -35,23 +39,28 @@ END_OF_TEXT = b"\xff"  # of --tokenizer=bytes
 PACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
 }
 
 
-def write_documents(path: Path, texts: Sequence[str | None]) -> Path:
+def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
     """Write a file of documents, with one more column, in the format of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"id": list(range(len(texts))), column: pa.array(texts, pa.string())})
     if path.suffix == ".parquet":
-        pq.write_table(
-            pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())}),
-            path,
-            100,
-        )
-        return path
-    lines = "".join(
-        json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)
-    ).encode()
-    path.write_bytes(PACK[path.suffix](lines) if path.suffix in PACK else lines)
+        pq.write_table(table, path, 100)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_stream(path, table.schema) as file:
+            file.write_table(table, 50)
+    elif ".csv" in path.name:
+        content = io.StringIO()
+        rows = csv.writer(content)
+        rows.writerows([("id", column), *enumerate(texts)])
+        path.write_bytes(PACK.get(path.suffix, bytes)(content.getvalue().encode()))
+    else:
+        rows_ = [json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)]
+        path.write_bytes(PACK.get(path.suffix, bytes)("".join(rows_).encode()))
     return path
 
 
@@ -114,7 +123,7 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
     views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
     pq.write_table(views, folder / "z.parquet")
     (folder / ".git").mkdir()
-    for other in ("d.jsonl.bak", ".hidden.txt", "f.csv", "g.parquet.gz", ".git/h.txt"):
+    for other in ("d.jsonl.bak", ".hidden.txt", "g.parquet.gz", ".git/h.txt"):
         (folder / other).write_text("no")
     (tmp_path / "blob").write_bytes(b"seven")
     (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
@@ -153,8 +162,9 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         good = write_documents(tmp_path / name, ["a text"] * 3)
         assert_error(good, name, "'body'", "--text_column", options=("--text_column=body",))
         assert_error(good, name, "int", options=("--text_column=id",))
-    wrong = {"none.parquet": b"hello" * 100, "a.csv": b"text\nhello", "zip.jsonl": b"PK\x03\x04"}
+    wrong = {"none.parquet": b"hello" * 100, "a.pdf": b"%PDF-1.7", "zip.jsonl": b"PK\x03\x04"}
     wrong |= {"cut.jsonl.gz": PACK[".gz"](b'{"text": "good line"}\n')[:-9]}
+    wrong |= {"fields.csv": b"id,text\n1,a\n2\n", "quote.csv": b'text\n"a'}
     for name, content in wrong.items():
         (tmp_path / name).write_bytes(content)
         assert_error(tmp_path / name, name)
@@ -165,11 +175,13 @@ def test_faults_of_the_source_are_one_line(tmp_path, script):
         "empty.parquet",
         "--text_column",
     )
-    for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]"):
+    for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]", b"7", b"null"):
         (tmp_path / "a.jsonl").write_bytes(
             b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}'
         )
-        assert_error(tmp_path / "a.js*", "a.jsonl, line 322")
+        is_value = bad[0] in b"[7n"
+        what = "line 322 is not an object with a key text" if is_value else "line 322"
+        assert_error(tmp_path / "a.js*", f"a.jsonl, {what}")
     assert_error(good, "char", options=("--tokenizer=char",))
     assert_refused(
         script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source"
@@ -320,44 +332,81 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
-class Unplugged(io.BytesIO):
-    """A file whose end can be read, and nothing else."""
-
-    def read(self, n: int | None = -1) -> bytes:
-        if self.tell() < 5000:
-            raise ConnectionError("the network is gone")
-        return super().read(n)
+# ---- the hub, and files as it has them -----------------------------------------------------------
 
 
-def test_subset_streams_from_the_hub_in_parts_of_one_revision_though_the_network_breaks(
-    tmp_path, script, documents, monkeypatch
+@pytest.fixture
+def hub(tmp_path) -> Path:
+    """A folder as a data set on the hub, which datasets.load_dataset reads in the same way."""
+    configs = "- config_name: {0}\n  data_files:\n  - split: {1}\n    path: {0}/*\n"
+    names = [("ten", "train"), ("rest", "train_sft")]
+    readme = "---\nconfigs:\n" + "".join(configs.format(*name) for name in names) + "---\n"
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "README.md").write_text(readme)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".csv"])
+def test_set_of_the_hub_is_streamed_by_its_name_in_parts_and_what_it_lacks_is_named(
+    tmp_path, script, documents, hub, suffix
 ):
-    root = tmp_path / "hub"
+    texts = [text for text in documents if text != "NA"] + ["NA"]
     for i in range(3):
-        write_documents(root / "sample" / "10BT" / f"{i:03}_00000.parquet", documents[i::3])
-    revisions = itertools.count()
-    is_down = True
-
-    def info(_: Any, repo: str, revision: str | None) -> Any:
-        names = [path.relative_to(root).as_posix() for path in root.rglob("*.parquet")]
-        siblings = [SimpleNamespace(rfilename=name) for name in names]
-        return SimpleNamespace(sha=revision or f"revision{next(revisions)}", siblings=siblings)
-
-    def opened(_: Any, url: str) -> io.BytesIO:
-        content = (root / url.removeprefix(f"hf://datasets/{REPO}@revision1/")).read_bytes()
-        return Unplugged(content) if is_down else io.BytesIO(content)
-
-    prepare = (PREPARE, *SMALL, "--out", tmp_path / "out")
-    fails(script(*prepare), "network", "--source FILE")  # as the tests are: offline
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
-    monkeypatch.setattr("huggingface_hub.HfFileSystem.open", opened)
-    fails(script(*prepare, "--subset=nope"), "--subset nope", "sample-10BT")
+        write_documents(hub / "ten" / f"{i}{suffix}", texts[i::3], "body")
+        write_documents(hub / "rest" / f"{i}{suffix}", texts[i::3], "body")
+    column = "--text_column=body"
+    prepare = (PREPARE, *SMALL, "--hub", hub, "--subset=ten", column, "--out", tmp_path / "out")
     for part in ("--part=1/2", "--part=0/2"):
-        is_down = True
-        fails(script(*prepare, part), "the network is gone", "same command continues")
-        is_down = False
         assert script(*prepare, part).code == 0
     assert "already prepared" in script(*prepare).out
-    record = read_record(tmp_path / "out")
-    assert (record["source"], record["revision"]) == (f"{REPO}, sample-10BT", "revision1")
-    assert_holds(tmp_path / "out", [*documents[::3], *documents[1::3], *documents[2::3]])
+    assert read_record(tmp_path / "out")["source"] == f"{hub}, ten"
+    assert_holds(tmp_path / "out", [*texts[::3], *texts[1::3], *texts[2::3]])
+    other = ("--hub", hub, "--tokenizer=bytes", "--out", tmp_path / "other")
+    fails(script(PREPARE, *other, "--subset=nope"), "nope", "ten", "rest")
+    fails(script(PREPARE, *other, "--subset=rest", column), "train", "train_sft", "--split")
+    fails(script(PREPARE, *other, "--subset=ten"), "text", "--text_column")
+    assert script(PREPARE, *other, "--subset=rest", "--split=train_sft", column).code == 0
+    fails(script(PREPARE, *SMALL, "--out", tmp_path / "own"), "network", "--source FILE")
+    assert_refused(script(PREPARE, "--hub", hub, "--tokenizer=bytes"), "--out")
+
+
+FILES = ["a.parquet", "b.arrow", "c.jsonl", "c.json.gz", "d.ndjson.xz", "e.csv", "e.csv.zst"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "hub"])
+def test_killed_in_the_middle_of_a_file_it_reads_no_row_before_again_and_the_bytes_are_the_same(
+    tmp_path, monkeypatch, documents, hub, name
+):
+    """The same for each format: what an earlier process had saved is not read again."""
+    texts = documents[1:]
+    if name == "hub":
+        write_documents(hub / "ten" / "a.parquet", texts)
+        options = ["--hub", str(hub), "--subset=ten"]
+    else:
+        options = ["--source", str(write_documents(tmp_path / name, texts))]
+    options += ["--tokenizer=bytes", "--val_tokens=1000"]
+    read: list[str] = []
+    text_of = prepare_fineweb.text_of
+
+    def read_until(n: int, column: str, row: Any) -> str:
+        read.append(text_of(column, row))
+        if len(read) == n:
+            raise KeyboardInterrupt
+        return read[-1]
+
+    monkeypatch.setattr("data.fineweb_edu.prepare.BATCH_CHARS", 1000)
+    made(*options, "--out", tmp_path / "undisturbed")
+    monkeypatch.setattr("data.shards.SAVED_TOKENS", 20_000)
+    monkeypatch.setattr("data.shards.usable_cores", lambda: 1)
+    monkeypatch.setattr(prepare_fineweb, "text_of", functools.partial(read_until, 250))
+    with pytest.raises(KeyboardInterrupt):
+        made(*options, "--out", tmp_path / "killed")
+    assert not read_record(tmp_path / "killed")["files"]
+    with open(tmp_path / "killed" / ".part_0_1.tokens", "ab") as file:
+        file.write(b"cut off when it was killed")
+    read.clear()
+    monkeypatch.setattr(prepare_fineweb, "text_of", functools.partial(read_until, 0))
+    made(*options, "--out", tmp_path / "killed")
+    assert 30 < len(read) < len(texts) - 150
+    assert read == texts[-len(read) :]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "undisturbed")

@@ -27,7 +27,11 @@ from data.tokenizer import Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
 # Of roles
-OTHER_NAMES = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}
+OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
+OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot"), "assistant")
+# Keys of a message that change nothing. `name` and tool calls are not among them.
+HARMLESS = "id type language timestamp turn_identifier redacted toxic country state header"
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 # As meta.json and checkpoints record it: another number for another template.
 NAME = "deskgpt-chat-1"
 HEADERS = {role: f"{role.capitalize()}:\n" for role in ROLES}
@@ -47,6 +51,7 @@ JINJA = (
 class Message(NamedTuple):
     role: str  # one of ROLES
     content: str
+    is_learned: bool = True  # if it is the assistant's
 
 
 class Encoded(NamedTuple):
@@ -79,7 +84,8 @@ class Template:
             content = self.tokenizer.encode(message.content)
             ids += [header, content, self._end]
             mask.append(np.zeros(len(header), np.uint8))
-            mask.append(np.full(len(content) + 1, message.role == "assistant", np.uint8))
+            is_target = message.role == "assistant" and message.is_learned
+            mask.append(np.full(len(content) + 1, is_target, np.uint8))
         return Encoded(np.concatenate(ids), np.concatenate(mask))
 
     def prompt(self, messages: list[Message]) -> Ids:
@@ -89,43 +95,38 @@ class Template:
         return np.concatenate([self.encode(messages).ids, self._headers["assistant"]])
 
 
-def as_messages(value: Any) -> list[Message]:
-    """Return the messages of a dialogue in JSON, {"messages": [{"role": ..., "content": ...}]} or
-    the bare list.
-
-    ShareGPT's keys (conversations, from, value) are read too. Raises ValueError, whose message says
-    in a few words what is wrong.
-    """
-    if isinstance(value, dict):
-        value = value.get("messages") or value.get("conversations", value.get("messages"))
-    if not isinstance(value, list):
-        raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
-    messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
-    if not any(message.role == "assistant" for message in messages):
-        raise ValueError(
-            "it has no assistant turn to learn, so nothing is learned from it; leave it out"
-        )
-    return messages
-
-
 def as_message(value: Any, n: int) -> Message:
-    """Return message number n. Raises ValueError as as_messages."""
-    if isinstance(value, dict) and "from" in value:
-        value = value | {"role": value["from"], "content": value.get("value")}
-    content = value.get("content") if isinstance(value, dict) else None
+    """Return message number n of a dialogue, {"role": ..., "content": ...} or ShareGPT's {"from":
+    ..., "value": ...}; with "weight": 0 it is not learned.
+
+    Raises ValueError, whose message says in a few words what is wrong.
+    """
+    message = dict(value) if isinstance(value, dict) else {}
+    role = message.pop("from" if "from" in message else "role", None)
+    content = message.pop("value" if "value" in message else "content", None)
+    weight = message.pop("weight", None)
     if isinstance(content, list):  # OpenAI's parts, of which images have no text
         texts: list[Any] = [
             part.get("text") if isinstance(part, dict) else None for part in content
         ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if not isinstance(content, str) or not isinstance(value.get("role"), str):
+    lost = [key for key in message if key not in HARMLESS.split() and message[key] not in EMPTY]
+    if lost:
+        raise ValueError(
+            f"message {n} has the key {lost[0]!r}: {reprlib.repr(message[lost[0]])} would be lost; "
+            "put what is to be learned into content, and leave the key out"
+        )
+    if not isinstance(content, str) or not isinstance(role, str):
         raise ValueError(
             f"message {n} is {reprlib.repr(value)}, not an object with role and content, "
             "which are text"
         )
-    role = OTHER_NAMES.get(value["role"], value["role"])
-    if role not in ROLES:
+    name = role.strip().lower()
+    name = OTHER_NAMES.get(name, name)
+    if name not in ROLES:
         raise ValueError(
             f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}"
         )
-    return Message(role, valid_unicode(content))
+    if weight not in (None, 0, 1):
+        raise ValueError(f"message {n} has the weight {reprlib.repr(weight)}, not 0 or 1")
+    return Message(name, valid_unicode(content), weight != 0)

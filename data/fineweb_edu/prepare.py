@@ -1,8 +1,10 @@
-"""Make token files of FineWeb-Edu, streamed from the Hugging Face hub, or of your own documents.
+"""Make token files of FineWeb-Edu or another data set, streamed from the Hugging Face hub, or of
+your own documents.
 
     python data/fineweb_edu/prepare.py  # sample-10BT: 10B tokens, 20 GB
     python data/fineweb_edu/prepare.py --tokens 3e9                     # the first 3B of them
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
+    python data/fineweb_edu/prepare.py --hub roneneldan/TinyStories --out data/stories
     python data/fineweb_edu/prepare.py --tokenizer data/novel-bpe --out data/own_vocabulary
     # files 0, 3, 6 ...; others make parts 1/3, 2/3
     python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine
@@ -10,19 +12,19 @@
 Writes a shard for each source file, train_000000.bin and so on (uint16 token ids), and meta.json,
 which lists them; the beginning of the first file is val_000000.bin. Small files of --source share a
 shard. Every document begins with <|endoftext|>. If it is stopped, at any point, the same command
-continues after the last finished shard.
+continues there.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
+import json
 import math
-import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -31,31 +33,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.meta_files import read_record, to_json
 from data.prepared import locked, named_tokenizer
-from data.shards import FORMATS, Entry, documents_in_file, tokens_in, write_shards
+from data.shards import BATCH_CHARS, Entry, Tokens, forget, resumed, tokens_in, write_shards
+from data.sources import FINEWEB_EDU, Source, State, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
-from data.text_files import expanded
-from data.tokenizer import short_name
-from deskgpt.errors import OneLineParser, one_line_errors, reason
-from deskgpt.files import file_sha256, remove_leftovers, write_atomically
+from data.tokenizer import Tokenizer, encoded_document, short_name
+from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.files import file_sha256, remove_leftovers, sha256, write_atomically
 
-REPO = "HuggingFaceFW/fineweb-edu"
-SUBSETS = ("sample-10BT", "sample-100BT", "sample-350BT", "default", "CC-MAIN-2024-10 ...")
-VAL_TOKENS = 100_000_000
-# Of the first shard's files on this machine: with four bytes per token, a tenth is val.
-BYTES_PER_VAL_TOKEN = 40
+HERE = Path(__file__).resolve().parent
+SUBSETS = "sample-10BT, sample-100BT, sample-350BT, default, CC-MAIN-2024-10 ..."
 ALL_TOKENS = 1 << 62
 WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
 Record = dict[str, Any]  # the content of meta.json
-
-
-class Source(NamedTuple):
-    """Files of documents."""
-
-    name: str  # as meta.json records it
-    shards: list[list[str]]  # the files of each shard
-    val_tokens: int
-    revision: str | None = None  # of a data set on the hub
 
 
 def main(args: argparse.Namespace) -> None:
@@ -90,9 +80,10 @@ def make(args: argparse.Namespace) -> Record:
         remedy = "give bytes, gpt2, or a folder that was prepared with --tokenizer=bpe"
         raise ValueError(f"--tokenizer={args.tokenizer} has no token between documents; {remedy}")
     if args.source:
-        source = local_source(args.source, args.shard_bytes)
+        source = local_source(args.source, args.shard_bytes, args.text_column)
     else:
-        source = hub_source(args.subset, read_record(folder).get("revision"))
+        revision = read_record(folder).get("revision")
+        source = hub_source(args.hub, args.subset, args.split, revision, args.text_column)
     settings = {
         "tokenizer": tokenizer.meta(),
         "vocab_size": tokenizer.vocab_size,
@@ -126,10 +117,10 @@ def make(args: argparse.Namespace) -> Record:
         if number == 0:
             sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
         remove_leftovers(folder, *(f"{name}." for name in sizes))
-        documents = itertools.chain(
-            *(documents_in_file(path, args.text_column) for path in source.shards[number])
-        )
-        entries = write_shards(folder, sizes, tokens_in(documents, tokenizer))
+        saved = folder / f".part_{part}_{n_parts}.tokens"
+        key = sha256(json.dumps([settings, number, source.version(number)]).encode())
+        make = functools.partial(tokens_of_shard, source, number, args.text_column, tokenizer)
+        entries = write_shards(folder, sizes, resumed(saved, key, "<u2", make))
         for name in sizes:
             before = record["files"].get(name)
             if before and "cut" not in before and entries.get(name) != before:
@@ -138,8 +129,18 @@ def make(args: argparse.Namespace) -> Record:
                     "another --out"
                 )
         record = add_shards(folder, settings, entries, [] if train in entries else [number])
+        forget(saved)
         to_repair.discard(number)
     return record
+
+
+def tokens_of_shard(
+    source: Source, number: int, column: str, tokenizer: Tokenizer, state: State | None
+) -> Iterator[tuple[Tokens, State]]:
+    """Yield the tokens of a shard's documents from `state` on, and the states after them."""
+    text = functools.partial(text_of, column)
+    batches = source.batches(number, text, BATCH_CHARS, state)
+    return tokens_in(batches, functools.partial(encoded_document, tokenizer))
 
 
 def number_of(name: str) -> int:
@@ -197,58 +198,6 @@ def add_shards(
     return record
 
 
-def local_source(paths: list[Path], shard_bytes: int) -> Source:
-    """Return a source of these files, of folders all readable ones in name order.
-
-    Raises ValueError.
-    """
-    files = expanded(paths, FORMATS)
-    shards: list[list[str]] = []
-    sizes: list[int] = []  # bytes of each shard's files
-    for path in files:
-        if not path.is_file() or not path.name.lower().endswith(FORMATS):
-            raise ValueError(
-                f"--source {path} is not a file *.parquet, *.jsonl or *.txt (the latter "
-                "also packed)"
-            )
-        if not shards or sizes[-1] >= shard_bytes:
-            shards.append([])
-            sizes.append(0)
-        shards[-1].append(os.path.abspath(path))
-        sizes[-1] += path.stat().st_size
-    names = ", ".join(path.name for path in files[:3])
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    val_tokens = max(1, min(VAL_TOKENS, sizes[0] // BYTES_PER_VAL_TOKEN))
-    return Source(f"{names}{more} ({sum(sizes):,} bytes)", shards, val_tokens)
-
-
-def hub_source(subset: str, revision: str | None) -> Source:
-    """Return a subset of FineWeb-Edu, at its newest revision if none is given.
-
-    Raises ValueError.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        info = HfApi().dataset_info(REPO, revision=revision)
-    except Exception as e:  # the errors of the hub and of its HTTP client share no class
-        advice = "is there a network? --source FILE reads local files"
-        raise ValueError(f"the hub does not give {REPO} ({reason(e)}); {advice}") from None
-    folder = f"data/{subset}/"
-    if subset == "default":
-        folder = "data/"
-    elif subset.startswith("sample-"):
-        folder = f"sample/{subset.removeprefix('sample-')}/"
-    names = [file.rfilename for file in info.siblings or []]
-    files = sorted(name for name in names if name.startswith(folder) and name.endswith(".parquet"))
-    if not files:
-        raise ValueError(
-            f"--subset {subset}: {REPO} has no such subset; it has {', '.join(SUBSETS)}"
-        )
-    urls = [f"hf://datasets/{REPO}@{info.sha}/{name}" for name in files]
-    return Source(f"{REPO}, {subset}", [[url] for url in urls], VAL_TOKENS, info.sha)
-
-
 def print_totals(folder: Path, record: Record) -> None:
     """Print what folder holds. Raises ValueError if the source left no tokens for train."""
     tokens = {"train": 0, "val": 0}
@@ -283,15 +232,9 @@ def i_of_n(text: str) -> tuple[int, int]:
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = OneLineParser(__doc__)
     add = parser.add_argument
-    of = parser.add_mutually_exclusive_group().add_argument
-    of("--subset", default=SUBSETS[0], help=f"{', '.join(SUBSETS)} (default: {SUBSETS[0]})")
-    of(
-        "--source",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help=".parquet, .jsonl, .txt (also packed) or folders",
-    )
+    add_hub(parser, FINEWEB_EDU)
+    about = "instead: files *.parquet, .arrow, .jsonl, .csv, .txt (text also packed), or folders"
+    add("--source", nargs="+", type=Path, metavar="PATH", help=about)
     add(
         "--text_column",
         default="text",
@@ -322,8 +265,15 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         metavar="I/N",
         help="make only shards I, I + N, I + 2N ...",
     )
-    add_folder(parser, Path(__file__).resolve().parent)
-    return parser.parse_args(argv)
+    add_folder(parser, HERE)
+    args = parser.parse_args(argv)
+    if args.source and (args.subset or args.hub != FINEWEB_EDU):
+        raise ConfigError("--source reads local files, --hub and --subset the hub: give one")
+    if args.hub == FINEWEB_EDU:
+        args.subset = args.subset or "sample-10BT"
+    elif args.out == HERE:
+        raise ConfigError(f"--hub={args.hub} needs --name or --out, a folder of its own")
+    return args
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Make token files from anybody's own text.
 
-    # of a folder, its .txt files
+    # of a folder, its .txt files, or else its .md files
     python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2
     # a vocabulary of its own
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
 Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UTF-8, also packed
-(.gz, .zst). If lines with nothing but <|endoftext|> separate documents, each document begins with
-that token.
+(.gz, .zst, .xz, .bz2). If lines with nothing but <|endoftext|> separate documents, each document
+begins with that token.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.prepared import named_tokenizer, write_dataset
 from data.text_files import (
+    MARKDOWN,
     SEPARATOR,
     TEXTS,
     documents_in,
@@ -61,19 +62,19 @@ BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
 # Data and markup that people take for text, by how they begin.
-STRUCTURED = {"JSON": r'[\[{]\s*[\[{"]', "HTML or XML": "<[!?a-zA-Z]", "RTF": r"{\\rtf"}
+STRUCTURED = {"JSON": r'[\[{]\s*[\[{"]', "HTML or XML": "<[!?a-zA-Z]"}
 
 
 def main(args: argparse.Namespace) -> None:
-    paths = expanded(args.files, TEXTS)
+    paths = expanded(args.files, TEXTS, MARKDOWN)
     texts = [read_text(path) for path in paths]
     for path, text in zip(paths, texts, strict=True):
         kinds = [kind for kind, begin in STRUCTURED.items() if re.match(begin, text.lstrip()[:99])]
         if kinds or path.suffix.lower() in (".csv", ".tsv"):
             print(
                 f"note: {path.name} looks like {(*kinds, 'CSV')[0]}; the model will learn "
-                "its quotes, keys or tags. To avoid this, convert it to text, or to jsonl "
-                "for: python data/fineweb_edu/prepare.py --source"
+                "its quotes, keys or tags. To avoid this, convert it to text, or give it to "
+                "data/chat/prepare.py (dialogues) or data/fineweb_edu/prepare.py --source"
             )
             break
     if len(texts) > 1:
@@ -95,6 +96,11 @@ def prepare(
     if len(text) - cut < 2:
         raise ValueError(
             f"{source} has {len(text)} characters, too few to train on; give more text"
+        )
+    if len(text) - cut < len(text) * (1 - TRAIN_SHARE) / 2:
+        print(
+            f"note: val has {len(text) - cut:,} of {len(text):,} characters, since it begins with "
+            "a document; its loss will say little"
         )
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
