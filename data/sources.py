@@ -26,9 +26,7 @@ from data.text_files import TEXTS, documents_of, expanded, kind_of, lines_in, pa
 from data.tokenizer import valid_unicode
 from deskgpt.errors import reason
 
-JSON = packed(".jsonl", ".ndjson", ".json")
-CSV = packed(".csv", ".tsv")
-FORMATS = (".parquet", ".arrow", *JSON, *CSV, *TEXTS)
+FORMATS = (".parquet", ".arrow", *packed(".jsonl", ".ndjson", ".json", ".csv", ".tsv"), *TEXTS)
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 VAL_TOKENS = 100_000_000
 # Of the first shard's files: with four bytes per token, a tenth is val.
@@ -37,34 +35,19 @@ ROWS = 64  # of a table that are decoded at once
 BUFFER = 1 << 20  # bytes of a column of parquet that are read at once
 
 Part = str | int  # a file's path, or the number of a file of a data set on the hub
-State = dict[str, Any]  # how far something was read, as JSON
+State = dict[str, Any]  # how far the files of a shard were read, as JSON
 
 
-class Rows:
-    """The rows of a file, those left out that an earlier process had read when it took `state`."""
+class Rows(NamedTuple):
+    """The rows of a file, and what a message calls one."""
 
-    def __init__(self, name: str, unit: str, rows: Any, state: State | None) -> None:
-        self.name = name
-        self.unit = unit
-        self.n = state["rows"] if state else 0  # that were read; lines count if they are empty
-        self._rows = rows
-        self._is_stream = hasattr(rows, "load_state_dict")
-        if state and self._is_stream:
-            rows.load_state_dict(state["datasets"])
-        elif state:
-            self._rows = itertools.islice(rows, self.n, None)
+    name: str
+    unit: str
+    rows: Any  # a stream of datasets, which has a state, or an iterator
 
-    def __iter__(self) -> Iterator[Any]:
-        for row in self._rows:
-            self.n += 1
-            if self.unit != "line":
-                yield row
-            elif row.strip():
-                yield json.loads(row)
 
-    def state(self) -> State:
-        datasets = self._rows.state_dict() if self._is_stream else None
-        return {"rows": self.n, "datasets": datasets}
+class RowError(ValueError):
+    """What is wrong with a row, without its place."""
 
 
 class Source(NamedTuple):
@@ -73,13 +56,13 @@ class Source(NamedTuple):
     name: str  # as meta.json records it
     shards: list[list[Part]]  # the files of each shard
     val_tokens: int
-    open: Callable[[Part, State | None], Rows]
+    open: Callable[[Part], Rows]
     revision: str | None = None  # of a data set on the hub
 
     def version(self, shard: int) -> list[Any]:
         """Return what changes when somebody changes the files of a shard."""
-        paths = [Path(part) for part in self.shards[shard] if isinstance(part, str)]
-        return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        stats = [os.stat(part) for part in self.shards[shard] if isinstance(part, str)]
+        return [*self.shards[shard], *((found.st_size, found.st_mtime_ns) for found in stats)]
 
     def batches(
         self, shard: int, value_of: Callable[[Any], Any], size: int, state: State | None
@@ -89,43 +72,42 @@ class Source(NamedTuple):
 
         Raises ValueError, which names the row, if one cannot be read or value_of raises one.
         """
-        begun = state["file"] if state else 0
-        for number in range(begun, len(self.shards[shard])):
-            inner = state["rows"] if state and number == begun else None
-            rows = None
-            batch: list[Any] = []
-            length = 0
+        begin = state or {"file": 0, "row": 0, "stream": None}
+        for number in range(begin["file"], len(self.shards[shard])):
+            where = str(self.shards[shard][number])
+            n = begin["row"]  # rows that were read; empty lines count
             try:
-                rows = self.open(self.shards[shard][number], inner)
-                for row in rows:
+                name, unit, rows = self.open(self.shards[shard][number])
+                is_stream = hasattr(rows, "state_dict")
+                if is_stream and begin["stream"]:
+                    rows.load_state_dict(begin["stream"])
+                batch: list[Any] = []
+                length = 0
+                for row in rows if is_stream else itertools.islice(rows, n, None):
+                    n += 1
+                    where = f"{name}, {unit} {n}"
+                    if unit == "line":
+                        if not row.strip():
+                            continue
+                        row = json.loads(row)
                     batch.append(value_of(row))
                     length += len(batch[-1])
                     if length >= size:
-                        yield batch, {"file": number, "rows": rows.state()}
+                        at = rows.state_dict() if is_stream else None
+                        yield batch, {"file": number, "row": n, "stream": at}
                         batch = []
                         length = 0
                 if batch:
-                    yield batch, {"file": number, "rows": rows.state()}
+                    yield batch, {"file": number + 1, "row": 0, "stream": None}
             except ImportError:
                 raise
+            except RowError as e:
+                raise ValueError(f"{where} {e}") from None
             except Exception as e:
                 # The errors of datasets, of the hub, of its HTTP client and of json share no class.
-                raise named_error(self.shards[shard][number], rows, e) from None
-
-
-def named_error(part: Part, rows: Rows | None, e: Exception) -> ValueError:
-    """Return the error to raise for a row that cannot be read, which names it and the remedy."""
-    if isinstance(e, RowError) and rows:
-        return ValueError(f"{rows.name}, {rows.unit} {rows.n} {e}")
-    if rows and str(e).startswith(rows.name):
-        return ValueError(str(e))  # lines_in names the line
-    where = f"{rows.name}, {rows.unit} {rows.n}," if rows and rows.n else part
-    remedy = "repair it, or wait for the network; the same command continues"
-    return ValueError(f"{where} cannot be read ({reason(e)}); {remedy}")
-
-
-class RowError(ValueError):
-    """What is wrong with a row, without its place."""
+                remedy = "repair it, or wait for the network; the same command continues"
+                raise ValueError(f"{where} cannot be read ({reason(e)}); {remedy}") from None
+            begin = {"row": 0, "stream": None}
 
 
 def text_of(column: str, row: Any) -> str:
@@ -133,15 +115,13 @@ def text_of(column: str, row: Any) -> str:
     if not isinstance(row, dict):
         raise RowError(f"is not an object with a key {column}: {reprlib.repr(row)}")
     if column not in row:
-        found = ", ".join(map(str, row))
         raise RowError(
-            f"is not an object with a key {column!r}, but with {found[:200]}; name the one with "
-            "the text: --text_column"
+            f"has no column {column!r}, but {', '.join(row)[:200]}; name the one with the text: "
+            "--text_column"
         )
-    value = row[column]
-    if not isinstance(value, str | None):
-        raise RowError(f"holds {type(value).__name__} in its column {column!r}, not text")
-    return valid_unicode(value or "")
+    if not isinstance(row[column], str | None):
+        raise RowError(f"holds {type(row[column]).__name__} in its column {column!r}, not text")
+    return valid_unicode(row[column] or "")
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -157,9 +137,8 @@ def local_source(paths: list[Path], shard_bytes: int, column: str | None = None)
     sizes: list[int] = []  # bytes of each shard's files
     for path in files:
         if not path.is_file() or not path.name.lower().endswith(FORMATS):
-            kind = kind_of(path)
-            remedy = f"; it is {kind}" if kind else ""
-            raise ValueError(f"{path} is not a file *{', *'.join(FORMATS)}{remedy}")
+            remedy = kind_of(path) or "is its name right?"
+            raise ValueError(f"{path} is not a file *{', *'.join(FORMATS)}: {remedy}")
         if not shards or sizes[-1] >= shard_bytes:
             shards.append([])
             sizes.append(0)
@@ -167,35 +146,29 @@ def local_source(paths: list[Path], shard_bytes: int, column: str | None = None)
         sizes[-1] += path.stat().st_size
     names = ", ".join(path.name for path in files[:3])
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    val_tokens = val_tokens_of(sizes[0])
-    read = functools.partial(rows_in_file, column=column)
-    return Source(f"{names}{more} ({sum(sizes):,} bytes)", shards, val_tokens, read)
+    name = f"{names}{more} ({sum(sizes):,} bytes)"
+    return Source(name, shards, val_tokens_of(sizes[0]), lambda path: rows_in(path, column))
 
 
-def rows_in_file(part: Part, state: State | None, column: str | None) -> Rows:
-    """Return the rows of a file: of a table, a JSON array or CSV, the lines of jsonl, or the
+def rows_in(part: Part, column: str | None) -> Rows:
+    """Return the rows of a file: of a table, CSV or a JSON array, the lines of jsonl, or the
     documents of a text.
     """
     path = Path(str(part))
     name = path.name.lower()
-    unit = "row"
-    rows: Any
-    if name.endswith((".parquet", ".arrow")):
-        kind = path.suffix.lower()[1:]
-        options = parquet_options(column) if kind == "parquet" else {}
-        files = escape(str(path))
-        rows = checked(stream(kind, data_files=files, split="train", **options), column)
-    elif name.endswith(CSV):
-        rows = csv_rows(path)
-    elif name.endswith(TEXTS):
-        unit = "document"
-        rows = ({column: document} for document in documents_of(lines_in(path)))
-    else:
-        rows = json_array(path)
-        if rows is None:
-            unit = "line"
-            rows = lines_in(path)
-    return Rows(str(path), unit, rows, state)
+    if name.endswith(".parquet"):
+        return Rows(str(path), "row", stream("parquet", column, data_files=escape(str(path))))
+    if name.endswith(".arrow"):
+        return Rows(str(path), "row", stream("arrow", column, data_files=escape(str(path))))
+    if name.endswith(packed(".csv", ".tsv")):
+        return Rows(str(path), "row", csv_rows(path))
+    if name.endswith(TEXTS):
+        documents = ({column: document} for document in documents_of(lines_in(path)))
+        return Rows(str(path), "document", documents)
+    entries = json_array(path)
+    if entries is not None:
+        return Rows(str(path), "entry", entries)
+    return Rows(str(path), "line", lines_in(path))
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, str]]:
@@ -204,7 +177,7 @@ def csv_rows(path: Path) -> Iterator[dict[str, str]]:
     separator = "\t" if ".tsv" in path.name.lower() else ","
     for row in csv.DictReader(lines_in(path, newline=""), delimiter=separator, strict=True):
         if None in row or None in row.values():
-            raise ValueError("it has another number of fields than the first line")
+            raise ValueError("the next one has another number of fields than the first line")
         yield row
 
 
@@ -214,41 +187,42 @@ def json_array(path: Path) -> list[Any] | None:
     """
     lines = (line for line in lines_in(path) if line.strip())
     first = next(lines, "")
+    if not first.lstrip().startswith("["):
+        return None
+    with suppress(ValueError, RecursionError):
+        json.loads(first)
+        if next(lines, ""):
+            return None
     with suppress(ValueError, RecursionError):  # of which the lines' own reader speaks
-        if first.lstrip().startswith("[") and (not is_json(first) or not next(lines, "")):
-            return json.loads(read_text(path))
+        return json.loads(read_text(path))
     return None
-
-
-def is_json(line: str) -> bool:
-    with suppress(ValueError):
-        json.loads(line)
-        return True
-    return False
 
 
 # ---- streams of the package datasets -------------------------------------------------------------
 
 
-def parquet_options(column: str | None) -> dict[str, Any]:
-    """Return options with which datasets reads parquet in little memory: a column, few rows at
-    once, in small reads. A row group is decoded as a whole all the same.
+def stream(kind: str, column: str | None, path: str | None = None, **options: Any) -> Any:
+    """Return the stream of datasets.load_dataset for this kind of file, with little memory: one
+    column of parquet (None means all), few rows at once, in small reads. A row group is decoded as
+    a whole all the same.
+
+    path: of the data set, else of files of this kind. Raises ValueError if it lacks the column.
     """
     from pyarrow.dataset import ParquetFragmentScanOptions
 
-    scan = ParquetFragmentScanOptions(
-        use_buffered_stream=True, buffer_size=BUFFER, pre_buffer=False
-    )
-    columns = [column] if column else None
-    return {"columns": columns, "batch_size": ROWS, "fragment_scan_options": scan}
-
-
-def stream(path: str, name: str | None = None, **options: Any) -> Any:
-    """Return the stream of load_dataset."""
-    datasets = quiet_datasets()
-    return datasets.load_dataset(
-        path, name=name, streaming=True, cache_dir=scratch().name, **options
-    )
+    if kind == "parquet":
+        options["columns"] = [column] if column else None
+        options["batch_size"] = ROWS
+        options["fragment_scan_options"] = ParquetFragmentScanOptions(
+            use_buffered_stream=True, buffer_size=BUFFER, pre_buffer=False
+        )
+    elif kind == "csv":  # pandas would take the text "NA" for none
+        options |= {"keep_default_na": False, "na_filter": False}
+    options = {"split": "train", "cache_dir": scratch().name} | options
+    found = quiet_datasets().load_dataset(path or kind, streaming=True, **options)
+    if column and found.features is not None and column not in found.features:
+        raise ValueError(f"it has no column {column!r}; name the one with the text: --text_column")
+    return found
 
 
 def quiet_datasets() -> Any:
@@ -267,13 +241,6 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def checked(rows: Any, column: str | None) -> Any:
-    """Return the stream. Raises ValueError if it lacks the column."""
-    if column and rows.features is not None and column not in rows.features:
-        raise ValueError(f"it has no column {column!r}; name the one with the text: --text_column")
-    return rows
-
-
 def hub_source(
     name: str, subset: str | None, split: str, revision: str | None, column: str | None = None
 ) -> Source:
@@ -289,31 +256,23 @@ def hub_source(
             from huggingface_hub import HfApi
 
             revision = HfApi().dataset_info(name, revision=revision).sha
-        at = {"revision": revision}
-        datasets = quiet_datasets()
-        builder = datasets.load_dataset_builder(name, subset, cache_dir=scratch().name, **at)
+        at = {"name": subset, "revision": revision, "cache_dir": scratch().name}
+        builder = quiet_datasets().load_dataset_builder(name, **at)
         files = builder.config.data_files
         if split not in files:
             raise ValueError(f"it has no split {split!r}, but {', '.join(files)}: --split")
-        options: dict[str, Any] = {}
-        if builder.name == "parquet":
-            options = parquet_options(column)
-        elif builder.name == "csv":  # pandas would take the text "NA" for none
-            options = {"keep_default_na": False, "na_filter": False}
-        dataset = checked(stream(name, subset, split=split, **at, **options), column)
-        val_tokens = VAL_TOKENS
-        if name != FINEWEB_EDU:
-            val_tokens = val_tokens_of(size_of(files[split][0]))
+        dataset = stream(builder.name, column, name, split=split, **at)
+        val_tokens = VAL_TOKENS if name == FINEWEB_EDU else val_tokens_of(size_of(files[split][0]))
     except (
         Exception
     ) as e:  # the errors of the hub, of its HTTP client and of datasets share no class
         advice = "is there a network? Are --hub and --subset right? --source FILE reads local files"
         raise ValueError(f"the hub does not give {what} ({reason(e)}); {advice}") from None
 
-    def rows(part: Part, state: State | None) -> Rows:
+    def rows(part: Part) -> Rows:
         of_file = dataset.shard(num_shards=dataset.num_shards, index=part)
         # By row groups, where a file has some: resuming reads none of those before.
-        return Rows(f"{what}, file {part}", "row", of_file.reshard(), state)
+        return Rows(f"{what}, file {part}", "row", of_file.reshard())
 
     return Source(what, [[i] for i in range(dataset.num_shards)], val_tokens, rows, revision)
 
