@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from data.sources import State
-from deskgpt.files import remove_leftovers, replacing, write_atomically
+from data.sources import Source, State
+from deskgpt.files import remove_leftovers, replacing, sha256, write_atomically
 from deskgpt.limits import usable_cores
 
 BATCH_CHARS = 1 << 19  # many, so that handing a batch to a thread costs nothing in comparison
@@ -57,30 +57,38 @@ def tokens_in(
 
 
 def resumed(
-    path: Path, key: Any, dtype: str, make: Callable[[State | None], Iterator[tuple[Tokens, State]]]
+    path: Path,
+    settings: Any,
+    source: Source,
+    shard: int,
+    value_of: Callable[[Any], Any],
+    size: int,
+    encode: Callable[[Any], Tokens],
+    dtype: str = "<u2",
 ) -> Iterator[Tokens]:
-    """Yield the tokens that `make` yields, and save them at `path` meanwhile.
+    """Yield the tokens that encode makes of value_of each row of a shard, in batches of this size,
+    and save them at `path` meanwhile.
 
-    If an earlier process was stopped with the same key, its tokens come first, and `make` continues
-    from the state after them. Raises OSError.
+    If an earlier process was stopped with the same settings, its tokens come first, and the rows
+    that it read are left out. Raises ValueError, OSError.
     """
+    key = sha256(json.dumps([settings, source.revision, source.version(shard)]).encode())
     progress = path.with_suffix(".json")
-    n_saved = 0
     state = None
     with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or a damaged one
         saved = json.loads(progress.read_bytes())
         if saved["key"] == key and path.stat().st_size >= saved["bytes"]:
             os.truncate(path, saved["bytes"])  # without what was written after it was saved
-            n_saved = saved["bytes"]
             state = saved["state"]
-    if not n_saved:
+    if state is None:
         forget(path)
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        while content := file.read(PIECE):
-            yield np.frombuffer(content, dtype)
+    else:
+        with open(path, "rb") as file:
+            while content := file.read(PIECE):
+                yield np.frombuffer(content, dtype)
 
     unsaved: list[Tokens] = []
-    for ids, after in make(state):
+    for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
         if len(ids):
             yield ids
         unsaved.append(ids)

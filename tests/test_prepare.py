@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import json
 import os
@@ -32,7 +33,14 @@ from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe
 from data.text_files import lines_in, read_text
 from data.token_files import read_meta
-from data.tokenizer import CharTokenizer, Tokenizer, from_meta, of_merges, padded_vocab_size
+from data.tokenizer import (
+    BytesTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    from_meta,
+    of_merges,
+    padded_vocab_size,
+)
 
 PREPARE = "data/text/prepare.py"
 
@@ -53,20 +61,33 @@ def test_text_is_read_packed_or_not_and_never_cut_short(tmp_path, suffix):
             read_text(path)
 
 
-NOT_TEXT = {
-    "latin-1": "line\nKäse".encode("latin-1"),
-    "half a surrogate": b"line\n\xed\xa0\x80",
-    "zip": b"PK\x03\x04" + bytes(50),
-    "packed under another name": PACK[".gz"](b"line"),
+# Files that are no UTF-8 text, and what the line names.
+NOT_TEXT: dict[str, tuple[bytes, str]] = {
+    "latin-1.txt": (
+        "line\nKäse".encode("latin-1"),
+        "line 2: this is not UTF-8 text: save it as UTF-8",
+    ),
+    "gbk.txt": (
+        "line\n文章".encode("gbk"),
+        "iconv -f LATIN1 -t UTF-8 if it is Latin-1 (likewise GBK",
+    ),
+    "half a surrogate.txt": (b"line\n\xed\xa0\x80", "line 2: this is not UTF-8 text"),
+    "windows.txt": ("Käse".encode("utf-16"), "line 1: this is UTF-16: use iconv -f UTF-16"),
+    "a.zip": (b"PK\x03\x04" + bytes(50), "line 1: this is a zip archive: unpack it with unzip"),
+    "a.docx": (b"PK\x03\x04" + bytes(50), "pandoc -t plain"),
+    "a.tar.gz": (gzip.compress(bytes(512)), "tar -xf"),
+    "paper.pdf": (b"%PDF-1.7 all of it ASCII", "a PDF: use pdftotext"),
+    "packed under another name.txt": (PACK[".gz"](b"line"), "give it the suffix of its kind, .gz"),
+    "a.parquet": (b"PAR1" + bytes(50), "a table: use python data/fineweb_edu/prepare.py --source"),
 }
 
 
-@pytest.mark.parametrize("content", NOT_TEXT.values(), ids=NOT_TEXT.keys())
-def test_file_that_is_not_text_is_named_with_its_line(tmp_path, content):
-    path = tmp_path / "a.txt"
-    path.write_bytes(content)
-    with raises_one_line("a.txt, line 2" if content.startswith(b"line\n") else "a.txt, line 1"):
-        read_text(path)
+@pytest.mark.parametrize("name", NOT_TEXT)
+def test_file_that_is_not_text_is_named_with_its_line_and_the_command_that_helps(tmp_path, name):
+    content, named = NOT_TEXT[name]
+    (tmp_path / name).write_bytes(content)
+    with raises_one_line(tmp_path / name, named):
+        read_text(tmp_path / name)
 
 
 def ids_in(folder: Path) -> np.ndarray:
@@ -156,6 +177,16 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_tells_that_they_do_not(
         assert decoded(tmp_path / "own").endswith("\n" + "".join(stories).replace("\n", "\r\n"))
 
 
+def test_short_val_is_said_and_dialogues_are_sent_to_the_script_that_reads_them(tmp_path, script):
+    line = "a line of a document\n"
+    (tmp_path / "a.txt").write_text(line * 300 + "<|endoftext|>\nand a short one\n")
+    done = script(PREPARE, tmp_path / "a.txt", "--out", tmp_path / "own")
+    assert "note: val has 16 of 6,330 characters" in done.out
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n' * 20)
+    done = script(PREPARE, tmp_path / "chat.jsonl", "--out", tmp_path / "own")
+    assert "data/chat/prepare.py (dialogues)" in done.out
+
+
 DATA_OR_MARKUP = {
     "a.txt": ('{"text": "a line"}\n' * 20, ["JSON"]),
     "a.json": ("\n" + json.dumps([{"text": "a line"}] * 20, indent=1), ["JSON"]),
@@ -188,6 +219,10 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
         (tmp_path / "texts" / name).write_text(text * 20)
     assert script(PREPARE, tmp_path / "texts", "--out", tmp_path / "own").code == 0
     assert decoded(tmp_path / "own") == "one\n" * 20 + "two\n" * 20
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "c.md").write_text("three\n" * 20)
+    assert script(PREPARE, tmp_path / "notes", "--out", tmp_path / "notes").code == 0
+    assert decoded(tmp_path / "notes") == "three\n" * 20
     pattern = tmp_path / "texts" / "*.txt"
     assert (
         script(PREPARE, pattern, "--tokenizer", tmp_path / "own", "--out", tmp_path / "other").code
@@ -284,6 +319,7 @@ def test_ids_are_bytes_then_merges_then_the_end_of_text():
     assert tokenizer.end_of_text == 259
     assert tokenizer.encode("the the\xff").tolist() == [116, 257, 258, 0xC3, 0xBF]
     assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
+    assert BytesTokenizer().encode_prompt("h<|endoftext|>").tolist() == [104, 255]
     assert 259 not in tokenizer.encode("<|endoftext|>")
     assert tokenizer.token_bytes().tolist() == [1] * 256 + [2, 2, 4, 0]
     assert padded_vocab_size(tokenizer.meta(), 260) == 320

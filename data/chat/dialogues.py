@@ -14,21 +14,12 @@ from data.chat.template import EMPTY, Message, as_message
 
 # A list of messages: {"role", "content"}, ShareGPT's {"from", "value"}, pairs as below, or texts,
 # the user's first.
-LISTS = ("messages", "conversations", "conversation", "dialogue", "dialog", "data")
-# A question and its answer: texts, or lists as above.
-PAIRS = (
-    ("instruction", "output"),  # Alpaca
-    ("instruction", "response"),  # Dolly
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("human", "assistant"),
-    ("user", "assistant"),
-    ("input", "output"),
-)
+LISTS = "messages conversations conversation dialogue dialog data".split()  # noqa: SIM905
+# A question and its answer: texts, or lists as above. Alpaca, Dolly, and many more.
+PAIRS = """
+    instruction output, instruction response, prompt completion, prompt response, question answer,
+    question response, query response, query answer, human assistant, user assistant, input output
+"""
 ADDED = ("input", "context")  # to an instruction, in a new line
 SYSTEM = ("system", "system_prompt", "system_message")
 HARMLESS = """
@@ -83,7 +74,7 @@ def turns(value: Any) -> list[Message]:
             messages = [as_message({"role": "system", "content": row[key]}, 1)]
             read.add(key)
     lists = [key for key in LISTS if isinstance(row.get(key), list)]
-    pairs = [pair for pair in PAIRS if row.keys() >= set(pair)]
+    pairs = [pair.split() for pair in PAIRS.split(",") if row.keys() >= set(pair.split())]
     if lists:
         found = turns(row[lists[0]])
         messages += found

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.meta_files import read_record, to_json
 from data.prepared import locked, named_tokenizer
-from data.shards import BATCH_CHARS, Entry, Tokens, forget, resumed, tokens_in, write_shards
-from data.sources import FINEWEB_EDU, Source, State, add_hub, hub_source, local_source, text_of
+from data.shards import BATCH_CHARS, Entry, forget, resumed, write_shards
+from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
-from data.tokenizer import Tokenizer, encoded_document, short_name
+from data.tokenizer import encoded_document, short_name
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
-from deskgpt.files import file_sha256, remove_leftovers, sha256, write_atomically
+from deskgpt.files import file_sha256, remove_leftovers, write_atomically
 
 HERE = Path(__file__).resolve().parent
 SUBSETS = "sample-10BT, sample-100BT, sample-350BT, default, CC-MAIN-2024-10 ..."
@@ -118,9 +117,10 @@ def make(args: argparse.Namespace) -> Record:
             sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
         remove_leftovers(folder, *(f"{name}." for name in sizes))
         saved = folder / f".part_{part}_{n_parts}.tokens"
-        key = sha256(json.dumps([settings, number, source.version(number)]).encode())
-        make = functools.partial(tokens_of_shard, source, number, args.text_column, tokenizer)
-        entries = write_shards(folder, sizes, resumed(saved, key, "<u2", make))
+        text = functools.partial(text_of, args.text_column)
+        encode = functools.partial(encoded_document, tokenizer)
+        pieces = resumed(saved, settings, source, number, text, BATCH_CHARS, encode)
+        entries = write_shards(folder, sizes, pieces)
         for name in sizes:
             before = record["files"].get(name)
             if before and "cut" not in before and entries.get(name) != before:
@@ -132,15 +132,6 @@ def make(args: argparse.Namespace) -> Record:
         forget(saved)
         to_repair.discard(number)
     return record
-
-
-def tokens_of_shard(
-    source: Source, number: int, column: str, tokenizer: Tokenizer, state: State | None
-) -> Iterator[tuple[Tokens, State]]:
-    """Yield the tokens of a shard's documents from `state` on, and the states after them."""
-    text = functools.partial(text_of, column)
-    batches = source.batches(number, text, BATCH_CHARS, state)
-    return tokens_in(batches, functools.partial(encoded_document, tokenizer))
 
 
 def number_of(name: str) -> int:
