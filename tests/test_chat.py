@@ -4,8 +4,6 @@ talking.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 from collections import Counter
 from itertools import chain
@@ -13,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import CPU, contents, needs_bpe, raises_one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fineweb import fails
+from test_fineweb import fails, write_table
 from torch.nn.functional import cross_entropy
 
 from data.batches import BatchSplit, Loader, Split, eval_batches
@@ -236,37 +232,22 @@ def test_key_that_is_not_known_to_change_nothing_is_an_error_that_names_it(row, 
         as_messages(row)
 
 
-@pytest.mark.parametrize(
-    "name", ["d.jsonl.gz", "d.json", "d.parquet", "d.arrow", "d.csv", "folder", "hub"]
-)
+FORMATS = ["d.jsonl.gz", "d.json", "d.parquet", "d.arrow", "d.csv", "folder", "hub"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_dialogues_of_each_format_and_of_the_hub_give_the_same_tokens(tmp_path, script, name):
-    rows = [{"prompt": f"Question {i}", "completion": f"Answer {i}"} for i in range(30)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path = tmp_path / ("d.jsonl.gz" if name in ("folder", "hub") else name)
-    table = pa.Table.from_pylist(rows)
-    if name == "d.json":
-        path.write_text(json.dumps(rows, indent=2))
-    elif name == "d.parquet":
-        pq.write_table(table, path)
-    elif name == "d.arrow":
-        with pa.ipc.new_stream(path, table.schema) as file:
-            file.write_table(table)
-    elif name == "d.csv":
-        with open(path, "w", newline="") as text:
-            csv.writer(text).writerows([rows[0].keys(), *(row.values() for row in rows)])
-    else:
-        path.write_bytes(gzip.compress(lines))
-    (tmp_path / "plain.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n\r\n  "))
-    options = ("--tokenizer=bytes", "--block_size=64", "--out")
-    words = {"folder": (tmp_path,), "hub": ("--hub", tmp_path)}.get(name, (path,))
-    if name in ("folder", "hub"):
-        (tmp_path / "plain.jsonl").rename(tmp_path / "plain")
-    assert script("data/chat/prepare.py", *words, *options, tmp_path / "o" / "a").code == 0
-    prepare(
-        write(tmp_path / "same.jsonl", [as_messages(row) for row in rows]), tmp_path / "o" / "b", 64
-    )
-    found = [contents(tmp_path / "o" / folder) for folder in "ab"]
-    assert [found[0][name] for name in MADE] == [found[1][name] for name in MADE]
+    dialogues = [[Message("user", f"Q {i}"), Message("assistant", f"A {i}")] for i in range(30)]
+    columns = {"prompt": [d[0].content for d in dialogues]}
+    columns["completion"] = [d[1].content for d in dialogues]
+    inside = tmp_path / "folder"
+    path = write_table(inside / ("d.jsonl.gz" if name in ("folder", "hub") else name), columns)
+    words = {"folder": (inside,), "hub": ("--hub", inside)}.get(name, (path,))
+    options = ("--tokenizer=bytes", "--block_size=64", "--out", tmp_path / "a")
+    assert script("data/chat/prepare.py", *words, *options).code == 0
+    prepare(write(tmp_path / "same.jsonl", dialogues), tmp_path / "b", 64)
+    found = [contents(tmp_path / folder) for folder in "ab"]
+    assert [found[0][file] for file in MADE] == [found[1][file] for file in MADE]
 
 
 MADE = ("train.bin", "val.bin", "train.mask", "val.mask")

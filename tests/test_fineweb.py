@@ -44,24 +44,32 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
-    """Write a file of documents, with one more column, in the format of its name."""
+def write_table(path: Path, columns: dict[str, Any]) -> Path:
+    """Write columns in the format of a file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table({"id": list(range(len(texts))), column: pa.array(texts, pa.string())})
+    table = pa.table(columns)
+    rows = table.to_pylist()
+    content = io.StringIO()
     if path.suffix == ".parquet":
         pq.write_table(table, path, 100)
-    elif path.suffix == ".arrow":
+        return path
+    if path.suffix == ".arrow":
         with pa.ipc.new_stream(path, table.schema) as file:
             file.write_table(table, 50)
-    elif ".csv" in path.name:
-        content = io.StringIO()
-        rows = csv.writer(content)
-        rows.writerows([("id", column), *enumerate(texts)])
-        path.write_bytes(PACK.get(path.suffix, bytes)(content.getvalue().encode()))
+        return path
+    if ".csv" in path.name:
+        csv.writer(content).writerows([columns, *(row.values() for row in rows)])
+    elif path.suffix == ".json":
+        json.dump(rows, content, indent=1)
     else:
-        rows_ = [json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)]
-        path.write_bytes(PACK.get(path.suffix, bytes)("".join(rows_).encode()))
+        content.writelines(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(PACK.get(path.suffix, bytes)(content.getvalue().encode()))
     return path
+
+
+def write_documents(path: Path, texts: Sequence[str | None], column: str = "text") -> Path:
+    """Write a file of documents, with one more column, in the format of its name."""
+    return write_table(path, {"id": range(len(texts)), column: pa.array(texts, pa.string())})
 
 
 def assert_holds(folder: Path, texts: list[str]) -> None:
