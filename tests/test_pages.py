@@ -58,6 +58,8 @@ python bench/ask.py
 python bench/speed.py config/train_shakespeare_char_cpu.py --grid
 python bench/lab.py
 python bench/check_cards.py
+python data/fineweb_edu/prepare.py --hub
+python data/chat/prepare.py --hub
 python -m bench
 python sample.py --serve
 sbatch

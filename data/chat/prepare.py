@@ -104,9 +104,10 @@ def encoded_with_mask(template: Template, messages: list[Message]) -> Tokens:
 
 def split_dialogues(pieces: list[Tokens], template: Template) -> list[Encoded]:
     """Return the dialogues in these pieces: where one ends, end_of_text stands twice."""
-    tokens = np.concatenate([*pieces, np.zeros(0, "<u4")])
-    ids = tokens.astype("<u2")
-    mask = (tokens >> MASK_BIT).astype(np.uint8)
+    ids = np.concatenate([np.zeros(0, "<u2"), *(piece.astype("<u2") for piece in pieces)])
+    mask = np.concatenate(
+        [np.zeros(0, "u1"), *((piece >> MASK_BIT).astype("u1") for piece in pieces)]
+    )
     is_end = ids == template.end_of_text
     begins = np.flatnonzero(is_end[1:] & is_end[:-1]) + 1
     found = zip(np.split(ids, begins), np.split(mask, begins), strict=True)
