@@ -138,9 +138,6 @@ class BytesTokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint16)
 
-    def encode_prompt(self, text: str) -> Ids:
-        return self.encode(text.replace(END_OF_TEXT, "\udcff"))  # which becomes the byte 255
-
     def decode_bytes(self, ids: list[int]) -> bytes:
         return bytes(ids).replace(b"\xff", END_OF_TEXT.encode())
 

@@ -173,7 +173,7 @@ def test_one_flipped_bit_is_named_before_the_run_or_before_an_evaluation_shows_i
     with raises_one_line(tmp_path / f"{split}.bin", "prepare the data again"):
         found.changes(is_last=True)
     with raises_one_line(tmp_path / f"{split}.bin"):
-        next(Loader(found.train, BatchSplit(1), CPU).step())
+        next(Loader(found.train, BatchSplit(1), CPU).step(0))
     may_verify.set()
     (tmp_path / "meta.json").write_text(
         json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256})
