@@ -296,7 +296,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.shift is not None:
             x = self.shift(x, context)
-        x = activation(self.c_fc(x), self.activation)  # (B, T, 4C)
+        x = activation(self.c_fc(x), self.activation)  # (B, T, 4C), the widest tensor of a block
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
@@ -315,8 +315,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = x + self.attn(self.ln_1(x), context)
-        return x + self.mlp(self.ln_2(x), context)
+        x = x + self.attn(self.ln_1(x), context)  # tokens exchange what they know
+        return x + self.mlp(self.ln_2(x), context)  # and each thinks about it alone
 
 
 class Transformer(nn.Module):
@@ -502,8 +502,8 @@ class GPT(nn.Module):
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=not wpe.requires_grad)
 
     def num_params(self) -> int:
-        """Parameters without position embeddings; a tied token embedding counts once, as the head's
-        matrix.
+        """Return the number of parameters without position embeddings, as nanoGPT counts them: a
+        tied token embedding counts once, as the head's matrix.
         """
         wpe = getattr(self.transformer, "wpe", None)  # None for RoPE, or if you took it out
         positions = 0 if wpe is None else wpe.weight.numel()

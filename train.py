@@ -197,9 +197,10 @@ MOST_SEQUENCES = 1 << 20  # per step: with more, a typo looks like a step withou
 
 
 class SettingsInLoop:
-    """The settings of a run, without those that the run may change.
+    """Give the settings of a run, but not those that the run may change.
 
-    Reading one of these raises AttributeError, which names what to read instead.
+    Reading one of these raises AttributeError, which names what to read instead. An edit that asks
+    for config.max_iters in the loop would otherwise be right until someone sets max_minutes.
     """
 
     def __init__(self, config: object, instead: dict[str, str]) -> None:
@@ -455,7 +456,7 @@ def evaluate_run(
     monitor.flush()  # spikes of the steps before are printed first
     logger.warn(state.data.changes())  # somebody may have written into them
     n_before = sum(e.step < state.step for e in state.evaluations)
-    with logger.timer.timed("evaluation"):
+    with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
         train = evaluate_split(state.data.train, state, stop, graph)
         val = evaluate_split(state.data.val, state, stop, graph)
         texts = texts_at(n_before, state.step >= state.schedule.max_iters)
@@ -521,7 +522,7 @@ def cuda_graphs(
         shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
-    # DDP broadcasts buffers in some passes only, and a recording would repeat or miss that.
+    # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
     if variant.cuda_graph and getattr(ddp_model, "modules_buffers", None):
         train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
     return train, evaluation
@@ -610,6 +611,6 @@ if __name__ == "__main__":
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explain_compile_errors():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
-            limit_threads()
-            keep_freed_memory()
+            limit_threads()  # beyond a container's quota they are stopped in mid-matmul
+            keep_freed_memory()  # or each step asks the system for its memory again
             main_that_fits(config)
