@@ -229,14 +229,14 @@ def main(config: TrainConfig) -> float:
     model = build_model(config, start, compute, dist)  # on the device, sharded, its blocks compiled
     ddp_model: Any = wrap_ddp(model, dist)  # the model itself, if there is one rank
     parameters = [p for p in model.parameters() if p.requires_grad]  # of all that is not frozen
-    optimizer = build_optimizer(config, model, compute.dtype)  # sees sharded parameters as such
+    optimizer = build_optimizer(config, model, compute.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=compute.dtype == "float16")
     settings = asdict(config)
     schedule = config.schedule()
     state = TrainState(  # all that a checkpoint keeps
         settings, model, optimizer, scaler, compute, batch, schedule, learning_rate, data, dist
     )
-    restore(start, state, trains=not config.eval_only)  # weights, moments, step, losses so far
+    restore(start, state, trains=not config.eval_only)
 
     # ---- who watches it --------------------------------------------------------------------------
     logger = RunLogger(config, state)  # the terminal, log.jsonl, W&B, and the clock of the steps
