@@ -1,8 +1,8 @@
 """GPT-2 as one module, with modern choices as settings: network, loss, FLOPs count.
 
 What you read here is what runs, in training, evaluation, sampling and export. Where something is
-faster than plain torch, this file calls it (deskgpt/kernels.py): write something else in its place,
-and that runs (docs/hacking.md).
+faster than plain torch, this file calls it (deskgpt/kernels.py). Write something else in its place,
+and that is what runs (docs/hacking.md).
 
 With GPT-2's choices, the names, order and shapes of the parameters are those of nanoGPT's `GPT`, so
 its checkpoints (weights and AdamW state) load here unchanged. This file reads and writes no files,
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What a user chooses about the model. train.py has these among its settings.
+    """Hold what a user chooses about the model; train.py has these among its settings.
 
-    Raises ValueError.
+    Add a setting of your own here, read it in the module that needs it, and --help, config files
+    and checkpoints have it. Raises ValueError for a model that cannot be.
     """
 
     # model
@@ -67,22 +68,24 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.n_embd % self.n_head:
+            # Each head has n_embd / n_head channels. Propose the count that is nearest.
             divisors = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             best = min(divisors, key=lambda h: abs(h - self.n_head))
             raise ValueError(
                 f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; try "
                 f"--n_head={best}"
             )
-        if self.position == "rope" and self.n_embd // self.n_head % 2:
+        if self.position == "rope" and self.n_embd // self.n_head % 2:  # channels turn in pairs
             raise ValueError(
                 f"position=rope needs heads of an even width, not {self.n_embd // self.n_head}"
             )
 
 
-# The model arguments that nanoGPT knows. The other settings are modern choices.
+# nanoGPT's model arguments, which its checkpoints have. All other settings are modern choices.
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-# What GPT-2 has of the modern choices. Checkpoints leave these out, so this table never changes: a
-# default above may, and what earlier checkpoints compute may not.
+# What GPT-2 has of the modern choices. Checkpoints leave these out, so this table never changes. A
+# default above may: but if it changed here too, every earlier checkpoint would compute something
+# else, without a word.
 GPT2_CHOICES: dict[str, Any] = {
     "position": "learned",
     "norm": "layer",
@@ -98,7 +101,8 @@ MODERN_CHOICES = tuple(f.name for f in fields(ModelSettings) if f.name not in NA
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelSettings):
-    # GPT-2's 50257 rounded up: whole tiles in matmuls.
+    # GPT-2's 50257, rounded up to a multiple of 128: matmuls work in whole tiles. No text has the
+    # ids that this adds, and sampling never draws them.
     vocab_size: Annotated[int, Range(1, 2**31)] = 50304
 
     @classmethod
@@ -117,7 +121,7 @@ class GPTConfig(ModelSettings):
         try:
             return cls(**{**GPT2_CHOICES, **model_args})
         except (TypeError, ValueError) as e:
-            # A name that is not ours, a value of another type or out of range.
+            # An unknown name, or a value of a wrong type or out of range.
             found = textwrap.shorten(str(model_args), 300, placeholder=" ...")
             why = textwrap.shorten(str(e), 300, placeholder=" ...")
             raise ValueError(
@@ -125,8 +129,8 @@ class GPTConfig(ModelSettings):
             ) from None
 
     def as_args(self) -> dict[str, Any]:
-        """Return what `from_args` reads, without modern choices that are GPT-2's: so nanoGPT reads
-        a GPT-2.
+        """Return what `from_args` reads. Choices that are GPT-2's are left out, because nanoGPT
+        passes all that it finds to its own GPTConfig.
         """
         return {k: v for k, v in asdict(self).items() if (k, v) not in GPT2_CHOICES.items()}
 
@@ -135,8 +139,12 @@ class GPTConfig(ModelSettings):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, dropout: float) -> Tensor:
-    """Causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D), in training and with
-    a cache.
+    """Return causal attention (B, H, T, D) of q (B, H, T, D) over k, v (B, H, S, D).
+
+    Training, evaluation and sampling all come here. To let a query see other keys, as with a
+    window, change both calls: the first computes whole texts, the second new tokens with a cache,
+    where a query's position is not its row. A single new token is the last one, so it sees all keys
+    and needs no mask, unless the cache returns slots that nothing was written to yet.
     """
     T = q.size(2)
     if k.size(2) == T:  # a whole text
@@ -148,8 +156,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, dropout:
 
 
 def rotary_table(T: int, D: int) -> Tensor:
-    """Cosines and sines (2, T, D / 2) of the angles of T positions in heads of width D (RoFormer,
-    arXiv:2104.09864).
+    """Return cosines and sines (2, T, D / 2) of the angles of T positions in heads of width D
+    (RoFormer, arXiv:2104.09864).
+
+    Pairs of channels turn at different rates, one radian per token at most: fast ones tell
+    neighbours apart, slow ones the beginning of a text from its end.
     """
     frequencies = 10000.0 ** -(torch.arange(0, D, 2) / D)  # (D / 2,)
     angles = torch.outer(torch.arange(T), frequencies)  # (T, D / 2)
@@ -157,11 +168,15 @@ def rotary_table(T: int, D: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotates pairs of channels of x (B, H, T, D); rotary (2, T, D / 2): the rows of rotary_table
-    for its positions.
+    """Rotate pairs of channels of x (B, H, T, D) by the angles of their positions.
+
+    rotary (2, T, D / 2) holds the rows of rotary_table for these positions. The product of a query
+    and a key then depends on their distance alone.
     """
     cos, sin = rotary
-    a, b = x.float().chunk(2, -1)  # the pairs that turn together are (i, i + D / 2)
+    # In float32: bfloat16's 8 bits are too few for angles. The pairs that turn together are
+    # (i, i + D / 2).
+    a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
@@ -170,16 +185,17 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 @dataclass
 class ForwardContext:
-    """What all blocks share in one forward pass."""
+    """Hold what all blocks share in one forward pass. Put here what your blocks need besides x."""
 
     tokens: Tensor  # ids (B, T)
     positions: Tensor  # of the tokens (T,)
-    key_positions: Tensor  # of these and of all tokens in the cache (S,)
+    key_positions: Tensor  # of all keys, with those in the cache (S,)
     rotary: Tensor | None  # (2, T, D / 2) cosines and sines of rotary positions
     cache: KVCache | None = None
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
+    """Return a norm of the residual stream (.., C), with gains of its own."""
     if config.norm == "layer":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
     if config.norm == "rms":
@@ -188,7 +204,10 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """gelu_tanh (GPT-2's), gelu (nanoGPT's) or relu2 of x, elementwise."""
+    """Return gelu_tanh (GPT-2's), gelu (nanoGPT's) or relu2 of x, elementwise.
+
+    For another one, add its name to ModelSettings.activation and its line here.
+    """
     if name == "gelu_tanh":
         return gelu_tanh(x)
     if name == "gelu":
@@ -199,15 +218,17 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 class TokenShift(nn.Module):
-    """Takes the first quarter of the channels from the token before, zeros for the first token.
+    """Take the first quarter of the channels from the token before, zeros for the first token.
 
-    After RWKV, arXiv:2305.13048.
+    A block then sees pairs of letters before any head has learned to look back (after RWKV,
+    arXiv:2305.13048).
     """
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         n = x.size(-1) // 4
         shifted = x[:, :, :n]  # (B, T, C // 4)
         kept = x[:, :, n:]
+        # With a cache, the token before may be one of an earlier call. Training has none.
         before = (
             context.cache.swap_last_input(self, shifted[:, -1:])
             if context.cache is not None
@@ -220,6 +241,12 @@ class TokenShift(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
+    """Let each token gather from the tokens up to it, with n_head sets of weights.
+
+    Queries, keys and values are one matmul: three small ones would each wait to be launched. With
+    qk_norm the scores stay below sqrt(D), however large the weights grow.
+    """
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         # Q, k, v in one matmul
@@ -227,7 +254,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head = config.n_head
-        self.dropout = config.dropout
+        self.dropout = config.dropout  # of attention's weights, which exist only within its kernel
         self.qk_norm = config.qk_norm
         self.shift = TokenShift() if config.token_shift else None
 
@@ -256,6 +283,8 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Transform each token alone, through four times as many channels."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
@@ -267,11 +296,17 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         if self.shift is not None:
             x = self.shift(x, context)
-        x = activation(self.c_fc(x), self.activation)  # (B, T, 4C)
+        x = activation(self.c_fc(x), self.activation)  # (B, T, 4C), the widest tensor of a block
         return self.dropout(self.c_proj(x))  # (B, T, C)
 
 
 class Block(nn.Module):
+    """Add attention and MLP to the residual stream, each on a normalised copy of it.
+
+    The stream itself is never normalised in between (pre-norm), so gradients reach the first block
+    undiminished.
+    """
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.ln_1 = make_norm(config)
@@ -280,12 +315,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = x + self.attn(self.ln_1(x), context)
-        return x + self.mlp(self.ln_2(x), context)
+        x = x + self.attn(self.ln_1(x), context)  # tokens exchange what they know
+        return x + self.mlp(self.ln_2(x), context)  # and each thinks about it alone
 
 
 class Transformer(nn.Module):
-    """Everything up to the final norm."""
+    """Compute everything from token ids up to the final norm."""
 
     rotary: Tensor | None  # cosines and sines of rotary positions (2, block_size, D / 2)
 
@@ -303,18 +338,19 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"position={config.position} is not computed: write it in Transformer of model.py"
             )
+        # Not in checkpoints: it follows from the settings. nanoGPT would not know it.
         self.register_buffer("rotary", rotary, persistent=False)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
         # How it is computed; train.py sets these (deskgpt/compute.py) and logs them.
-        # Of the residual stream; None: the embedding's, float32.
+        # The dtype of the residual stream; None leaves that of the embedding, float32.
         self.residual_dtype: torch.dtype | None = None
         self.recompute = "none"  # full: the backward pass computes the blocks' activations again
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Final hidden states (B, T, C) of token ids idx (B, T), which follow those in the
-        cache.
+        """Return the final hidden states (B, T, C) of token ids idx (B, T), which follow those in
+        the cache.
         """
         T = idx.size(1)
         length = T if cache is None else cache.length + T
@@ -326,7 +362,7 @@ class Transformer(nn.Module):
         else:
             positions, key_positions = cache.positions(T, idx.device)  # (T,), (S,)
         x = self.wte(idx)  # (B, T, C)
-        if self.embedding_norm:
+        if self.embedding_norm:  # all tokens enter at one length, rare ones too
             x = F.rms_norm(x, x.shape[-1:], eps=1e-5)
         if self.rotary is None:
             x = x + self.wpe(positions)
@@ -338,11 +374,13 @@ class Transformer(nn.Module):
                 x = checkpoint_block(block, x, context)
             else:
                 x = block(x, context)
-        # autocast's norm is float32; the head rounds it
+        # autocast computes the norm in float32. Cast it here, or a float32 copy stays for the loss.
         return self.ln_f(x).to(self.residual_dtype or x.dtype)
 
 
 class GPT(nn.Module):
+    """Predict the next token: a transformer, and a head that turns its states into logits."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -354,18 +392,16 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.transformer.wte.weight = self.lm_head.weight  # GPT-2, after Press & Wolf 2017
         for name, module in self.named_modules():
-            # It was visited as transformer.wte
+            # A tied head was already drawn as transformer.wte: twice would spend random numbers.
             is_tied_head = module is self.lm_head and config.tie_weights
             if isinstance(module, nn.Linear | nn.Embedding) and not is_tied_head:
                 self._init(name, module)
 
     def _init(self, name: str, module: nn.Linear | nn.Embedding) -> None:
-        """GPT-2's initial values, section 2.3 of its paper; zeros instead where zero_init says
-        so.
-        """
+        """Set GPT-2's initial values (section 2.3 of its paper), or zeros if zero_init says so."""
+        # By name: a layer of yours that writes into the residual stream should end in c_proj, too.
         adds_to_residual = name.endswith("c_proj")
-        # Each block adds to the residual stream twice: scaled so that its variance does not grow
-        # with depth.
+        # Each block adds to the stream twice: without this scale its variance grows with depth.
         std = 0.02 / math.sqrt(2 * self.config.n_layer) if adds_to_residual else 0.02
         nn.init.normal_(module.weight, std=std)
         if self.config.zero_init and (adds_to_residual or module is self.lm_head):
@@ -376,12 +412,12 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, None) without targets, (None, loss) with them: the logits of a training batch
-        are never kept.
+        """Return (logits, None) without targets, and (None, loss) with them: the logits of a
+        training batch are never kept.
 
         idx, targets: (B, T) int64, targets of -1 are ignored; logits (B, T, V). A third result may
-        be a dict of further losses by name, each a scalar tensor: training adds them to the loss,
-        evaluation does not, and the log has each.
+        be a dict of further losses by name, each a scalar tensor. Training adds them to the loss,
+        evaluation does not, and the log has each under its name.
         """
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
@@ -389,18 +425,20 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., V) of hidden states x (..., C), each token alone.
+        """Return the logits (..., V) of hidden states x (..., C), each token alone.
 
-        The loss and generation both call this.
+        The loss and generation both call this, so a softcap or a temperature belongs here.
         """
         return self.lm_head(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, keeping no logits;
-        0 of no targets.
+        """Return F.cross_entropy(self.logits(x), targets, ignore_index=-1) in float32, without
+        keeping logits; 0 if there are no targets.
 
-        A card computes all logits at once if the step is then predicted to fit its memory, or as
-        few chunks as fit (memory.py: with_fewest_chunks). A CPU computes chunks of a fixed size.
+        With GPT-2's vocabulary the logits are the largest tensor of a step: 50,304 numbers a token,
+        where a hidden state has 768. A card computes all of them at once if the step is then
+        predicted to fit its memory, or as few chunks as fit (memory.py: with_fewest_chunks). A CPU
+        computes chunks of a fixed size. Write F.cross_entropy here if you want torch's own.
         """
         V = self.config.vocab_size
         return chunked_cross_entropy(
@@ -435,7 +473,7 @@ class GPT(nn.Module):
         Raises ValueError, naming `source`, if they do not fit.
         """
         try:
-            # Compares before memory is taken
+            # Compare the shapes first, on a model without memory.
             cls.without_storage(config).load_state_dict(state, assign=True)
             model = cls(config)
             if not model.lm_head.weight.is_meta:  # a rank that gets its weights from another
@@ -448,7 +486,7 @@ class GPT(nn.Module):
         return model
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shortens the context to block_size tokens by cropping the position embeddings."""
+        """Shorten the context to block_size tokens by cropping the position embeddings."""
         if block_size > self.config.block_size:
             longest = self.config.block_size
             raise ValueError(
@@ -464,19 +502,19 @@ class GPT(nn.Module):
             self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=not wpe.requires_grad)
 
     def num_params(self) -> int:
-        """Parameters without position embeddings; a tied token embedding counts once, as the head's
-        matrix.
+        """Return the number of parameters without position embeddings, as nanoGPT counts them: a
+        tied token embedding counts once, as the head's matrix.
         """
         wpe = getattr(self.transformer, "wpe", None)  # None for RoPE, or if you took it out
         positions = 0 if wpe is None else wpe.weight.numel()
         return sum(p.numel() for p in self.parameters()) - positions
 
     def estimate_flops(self) -> int:
-        """FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM, arXiv:2204.02311,
-        appendix B).
+        """Return the FLOPs per trained token, forward and backward: 6N + 12·L·H·Q·T (PaLM,
+        arXiv:2204.02311, appendix B).
 
-        MFU rests on it. N counts the parameters of matmuls: an embedding only if it is also the
-        head.
+        MFU rests on it: if you change the matmuls, change this, or your MFU is another model's. N
+        counts the parameters of matmuls: an embedding only if it is also the head.
         """
         tables = {m.weight for m in self.modules() if isinstance(m, nn.Embedding)} - {
             self.lm_head.weight

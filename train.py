@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH=1 leaves this folder out
 
 from deskgpt.errors import open_standard_files
 from deskgpt.stopping import StopConditions, signal_handler
@@ -101,7 +101,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
                 f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
             )
         if self.plan_for:
-            object.__setattr__(self, "device", "cpu")  # the card is not here
+            object.__setattr__(self, "device", "cpu")  # the card is elsewhere: nothing runs on it
             try:
                 find_cards(self.plan_for)
             except ValueError as e:
@@ -136,6 +136,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 
 
 # ---- what main uses -----------------------------------------------------------------------------
+# These imports stand below the settings, so that the settings are the first thing you read.
 
 import functools
 import gc
@@ -185,22 +186,25 @@ from deskgpt.saving import Checkpointer
 from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 
-# Settings that a run changes: max_minutes the schedule, auto_batch the micro-batch.
+# A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
+# The settings say what was asked for. A loop that reads them would follow a plan that is no longer
+# true, so it reads the state.
 READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)} | {
     "batch_size": "state.batching.batch_size",
     "gradient_accumulation_steps": "state.batching.grad_accum_steps",
 }
-MOST_SEQUENCES = 1 << 20  # per step: more would take the memory, or a step without an end
+MOST_SEQUENCES = 1 << 20  # per step: with more, a typo looks like a step without an end
 
 
 class SettingsInLoop:
-    """The settings of a run, without those that the run may change.
+    """Give the settings of a run, but not those that the run may change.
 
-    Reading one of these raises AttributeError, which names what to read instead.
+    Reading one of these raises AttributeError, which names what to read instead. An edit that asks
+    for config.max_iters in the loop would otherwise be right until someone sets max_minutes.
     """
 
     def __init__(self, config: object, instead: dict[str, str]) -> None:
-        """instead: what to read, by setting."""
+        """Wrap config. instead: what to read in place of a setting, by its name."""
         self._config = config
         self._instead = instead
 
@@ -215,16 +219,16 @@ def main(config: TrainConfig) -> float:
     # ---- what is trained, on what, from where ----------------------------------------------------
     dist = init_distributed(config.device, config.backend, config.dist_timeout_s)
     stop = StopConditions(config, dist)  # signals, max_hours, max_minutes, patience
-    set_seed(config.seed, config.deterministic, dist.device)
-    data = Dataset(dataset_folder(config.dataset))
+    set_seed(config.seed, config.deterministic, dist.device)  # before the weights are drawn
+    data = Dataset(dataset_folder(config.dataset))  # if a split is missing, the run ends here
     start = find_start(config, data, dist)  # random weights, a checkpoint, or GPT-2's weights
-    check_same_experiment(config, start, data, learning_rate, dist)
+    check_same_experiment(config, start, data, learning_rate, dist)  # before anything is written
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------
-    compute, batch = choose_compute_and_batch(config, start, dist)
+    compute, batch = choose_compute_and_batch(config, start, dist)  # before memory is taken
     model = build_model(config, start, compute, dist)  # on the device, sharded, its blocks compiled
     ddp_model: Any = wrap_ddp(model, dist)  # the model itself, if there is one rank
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]  # of all that is not frozen
     optimizer = build_optimizer(config, model, compute.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=compute.dtype == "float16")
     settings = asdict(config)
@@ -247,7 +251,7 @@ def main(config: TrainConfig) -> float:
     try:
         while True:
             step = state.step
-            lr = learning_rate(state.schedule, step)
+            lr = learning_rate(state.schedule, step)  # of the step alone: nothing to save
             is_last = step >= state.schedule.max_iters or config.eval_only
             save_is_due = stop.check(step > state.first_step, checkpointer.saved_at)
 
@@ -258,7 +262,7 @@ def main(config: TrainConfig) -> float:
             if (val or save_is_due) and monitor.is_healthy():
                 checkpointer.save_if_due(state, logger, val, save_is_due)
             if is_last or stop.reason:
-                break
+                break  # the last step is evaluated; after a signal, finish saves
 
             # ---- one optimizer step --------------------------------------------------------------
             seed_all(micro_batch_seed(config.seed, step, -1), dist.device)  # for draws of main
@@ -279,12 +283,12 @@ def main(config: TrainConfig) -> float:
                 tokens += x.numel() * dist.world
             seed_all(micro_batch_seed(config.seed, step), dist.device)  # the same on all ranks
 
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # float16's gradients are scaled: clip them as they are
             grad_norms = gradient_norms(parameters)  # of each parameter: a NaN has a name
-            grad_norm = torch.linalg.vector_norm(grad_norms)
+            grad_norm = torch.linalg.vector_norm(grad_norms)  # of all of them together
             clip_grads_with_norm_(parameters, config.grad_clip or math.inf, grad_norm)
-            step_if_finite(optimizer, scaler, grad_norm)
-            optimizer.zero_grad(set_to_none=True)
+            step_if_finite(optimizer, scaler, grad_norm)  # a NaN or an infinity changes nothing
+            optimizer.zero_grad(set_to_none=True)  # an evaluation needs their memory more
 
             # ---- log -----------------------------------------------------------------------------
             logger.deferred.run()  # the line of the step before: a card computes this one
@@ -308,11 +312,11 @@ def main(config: TrainConfig) -> float:
 
 
 def main_that_fits(config: TrainConfig) -> float:
-    """Run main; if a card's memory runs out, go on from the last whole step in half the
-    micro-batch, which is the same training.
+    """Run main, and return the best validation loss.
 
-    main saves that step first. So the loop undoes no half of a step, and a run whose memory is
-    short after 5,000 steps keeps them. Return the best validation loss.
+    If a card's memory runs out, go on from the last whole step in half the micro-batch, which is
+    the same training. main saves that step first, so a run that gets into trouble after 5,000 steps
+    keeps all 5,000, and the loop never has to undo half a step.
     """
     if config.dry_run or config.plan_for:
         return print_plan(config)
@@ -320,10 +324,12 @@ def main_that_fits(config: TrainConfig) -> float:
         try:
             return main(config)
         except BatchTooLargeError as e:
-            if e.smaller is None:
+            if e.smaller is None:  # several ranks, --auto_batch=False, or one sequence is too much
                 raise
             smaller = e.smaller
-        gc.collect()  # the model and the optimizer of the first try
+        # Outside of `except`: there the error still holds the frames of the pass that failed, and
+        # with them its activations. The model and the optimizer of the first try go, too.
+        gc.collect()
         config = replace(config, **settings_to_continue(config, smaller))
 
 
@@ -335,34 +341,45 @@ def forward_backward(
     y: Tensor,
     weight: float | Tensor,
 ) -> dict[str, Tensor]:
-    """Add the gradients of a micro-batch to those of the step; return its losses by name, times its
-    weight.
+    """Add the gradients of a micro-batch to those of the step, and return its losses by name.
 
-    This is all that a CUDA graph records of a step: code in here may change nothing but tensors.
+    weight is the micro-batch's share of the step: times it, the losses of all micro-batches add up
+    to the mean over the step, however it is split.
+
+    This is all that a CUDA graph records of a step. A replay does not run its Python: anything but
+    tensors that you change in here changes in the first steps only.
     """
+    # The cache keeps 16-bit copies of the weights for the whole pass. Blocks that are computed
+    # again make their own, so for them it would only take memory.
     with autocast(x.device, variant.dtype, cached=variant.recompute == "none"):
         losses = named_losses(*forward_result(model(x, y)))
         loss: Any = sum(losses.values()) * weight
-    scaler.scale(loss).backward()
+    scaler.scale(loss).backward()  # the scale keeps float16's small gradients above zero
+    # Detached: a loss that is kept for the log would keep all activations with it.
     return {name: value.detach() * weight for name, value in losses.items()}
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Linear warm-up to learning_rate, then down to min_lr at lr_decay_iters as lr_schedule says,
-    then min_lr.
+    """Return the learning rate of a step: a linear warm-up to learning_rate, then down to min_lr at
+    lr_decay_iters as lr_schedule says, then min_lr.
+
+    Write another schedule here. Keep it a function of these two: a resumed run calls it for the
+    steps already done, to notice that the schedule has changed.
     """
     high = schedule.learning_rate
     if not schedule.decay_lr:
         return high
     low = high / 10 if schedule.min_lr is None else schedule.min_lr
-    if step < schedule.warmup_iters:
-        return high * (step + 1) / (schedule.warmup_iters + 1)
+    if step < schedule.warmup_iters:  # AdamW's first steps are long, its moments know little yet
+        return high * (step + 1) / (schedule.warmup_iters + 1)  # never 0: that step would be wasted
     if step >= schedule.end:
         return low
-    left = (schedule.end - step) / (schedule.end - schedule.warmup_iters)
+    left = (schedule.end - step) / (schedule.end - schedule.warmup_iters)  # falls from 1 to 0
     if schedule.lr_schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))
     elif schedule.lr_schedule == "trapezoid":
+        # The last fifth. Until then the rate is the peak, so a run that was stopped before it can
+        # go on with a larger max_iters, as if it had been planned so.
         decay_steps = min(math.ceil(schedule.end / 5), schedule.end - schedule.warmup_iters)
         left = min(1.0, (schedule.end - step) / decay_steps)
     elif schedule.lr_schedule != "linear":
@@ -376,9 +393,9 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def named_losses(
     logits: None, loss: Tensor, further: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return the losses of GPT.forward by name.
+    """Return the losses of GPT.forward by name. Training adds all of them; the val loss is `loss`.
 
-    Raises ValueError if a further one cannot be added.
+    Raises ValueError if a further one cannot be added, or has a name that the log needs.
     """
     for name, part in (further or {}).items():
         is_taken = name in STEP_FIELDS or name == "step"
@@ -393,6 +410,9 @@ def named_losses(
 def micro_batch_seed(seed: int, *numbers: int) -> int:
     """Return a seed for torch's generators, below 2^63: another stream for each step and
     micro-batch of a run.
+
+    seed + step would do for one run, but the run with the next seed would draw the same numbers a
+    step later. So the numbers are mixed.
     """
     mixed = splitmix64(np.array([seed], np.uint64))
     for number in numbers:
@@ -403,8 +423,11 @@ def micro_batch_seed(seed: int, *numbers: int) -> int:
 def build_optimizer(
     config: TrainConfig, model: GPT, dtype: str = "float32"
 ) -> torch.optim.Optimizer:
-    """Return the run's optimizer. dtype: of the model's matmuls, and of Muon's: the same on all
-    ranks.
+    """Return the run's optimizer. Build another one here: main asks for no more than torch's
+    interface, and a group with an lr of its own keeps its share of the rate.
+
+    dtype: of the model's matmuls, and of Muon's. It must be the same on all ranks, or their weights
+    drift apart.
     """
     return make_optimizer(
         model,
@@ -425,20 +448,20 @@ def evaluate_run(
     graph: CudaGraph,
     texts_at: Callable[[int, bool], list[str]],
 ) -> Evaluation | None:
-    """Evaluate the model on a fixed set of windows of both splits, and log it; texts_at lets it
-    write.
+    """Evaluate the model on the same windows of both splits each time, log it, and let the model
+    write a text if texts_at says so.
 
     Return the loss on the val split; None if a signal cuts the evaluation short.
     """
-    monitor.flush()
-    logger.warn(state.data.changes())
+    monitor.flush()  # spikes of the steps before are printed first
+    logger.warn(state.data.changes())  # somebody may have written into them
     n_before = sum(e.step < state.step for e in state.evaluations)
-    with logger.timer.timed("evaluation"):
+    with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
         train = evaluate_split(state.data.train, state, stop, graph)
         val = evaluate_split(state.data.val, state, stop, graph)
         texts = texts_at(n_before, state.step >= state.schedule.max_iters)
     if stop.is_interrupted():
-        return None
+        return None  # the mean of fewer windows is another number: it is neither kept nor compared
     state.add_evaluation(train, val)
     logger.evaluation(train, val, learning_rate(state.schedule, state.step), texts)
     monitor.check_val_loss(val.loss)
@@ -449,6 +472,7 @@ def evaluate_run(
 def evaluate_split(
     split: Split, state: TrainState, stop: StopConditions, graph: CudaGraph
 ) -> Evaluation:
+    """Return the loss on fixed windows of a split, on all ranks together."""
     batches = eval_batches(split, state.batching, state.dist.device)
     return evaluate(state.model, state.variant, stop.stop_on_signal(batches), state.dist, graph)
 
@@ -459,12 +483,13 @@ def evaluate_split(
 def make_sampler(
     interval: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
 ) -> Callable[[int, bool], list[str]]:
-    """Return a function of the evaluations so far, and whether this is the last: it returns texts
-    of the model after each `interval` of them.
+    """Return a function that lets the model write after each `interval` evaluations.
+
+    It takes the number of evaluations so far, and whether this one is the last, and returns texts.
     """
     if not interval or not dist.is_first:
         return lambda n_evaluations, is_last: []
-    from deskgpt.engine import sampler_for
+    from deskgpt.engine import sampler_for  # only runs that write need what sampling needs
 
     return sampler_for(interval, model, compute, dist, tokenizer)
 
@@ -477,12 +502,11 @@ def cuda_graphs(
     batching: BatchSplit,
     warn: Callable[[list[str]], None],
 ) -> tuple[CudaGraph, CudaGraph]:
-    """Return forward_backward and evaluation_loss, to be called as they are.
+    """Return forward_backward and evaluation_loss, to be called as they are. On CUDA they are
+    recorded, and replayed from then on.
 
-    On CUDA they are replayed later on.
-
-    The first two steps run without a graph: they compile, and allocate the optimizer's state. Both
-    graphs use the same memory, one after the other.
+    The first two steps run without a graph, because they compile and allocate the optimizer's
+    state. Both graphs use the same memory, one after the other.
     """
     train = CudaGraph(
         functools.partial(forward_backward, ddp_model, scaler, variant),
@@ -498,7 +522,7 @@ def cuda_graphs(
         shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
-    # DDP broadcasts buffers in some passes only, and a recording would repeat or miss that.
+    # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
     if variant.cuda_graph and getattr(ddp_model, "modules_buffers", None):
         train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
     return train, evaluation
@@ -533,10 +557,10 @@ def finish(
     ddp_model: nn.Module,
     stop: StopConditions,
 ) -> float:
-    """Save what was not saved, if the run is to be resumed; print the end screen; raise what the
-    run ends with.
+    """Save what was not saved if the run is to be resumed, print the end screen, and raise what the
+    run ends with, if anything.
 
-    Returns the best validation loss.
+    Return the best validation loss.
     """
     if stop.reason and monitor.is_healthy():
         checkpointer.save_if_new(state, logger, is_restarting=stop.smaller is not None)
@@ -552,13 +576,14 @@ def finish(
 
 
 def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Exception:
-    """Return what the run ends with: the error itself or, if memory ran out, one with the settings
-    that need less of it. Only cards raise that, and none of it changes the state.
+    """Return what the run ends with: the error itself or, if a card's memory ran out, one that
+    names settings with which it fits. The state is as it was: it changes after a step only.
     """
     from deskgpt.memory import batch_too_large
 
     if not isinstance(error, torch.OutOfMemoryError):
         return error
+    # One rank cannot start again alone: the others wait for it within the step.
     may_halve = bool(config.auto_batch) and state.dist.world == 1
     return batch_too_large(state.dist.device, state.batching, may_halve)
 
@@ -570,6 +595,7 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
     if reads_only or dist_env(os.environ).rank > 0:
         return nullcontext()
+    # torchrun starts a run again while a file server still keeps the lock of a host that is gone.
     restarts = settings["init_from"] == "auto" and dist_env(os.environ).distributed
     return lock_out_dir(run_folder(settings["out_dir"]), RESTART_S if restarts else 0.0)
 
@@ -585,6 +611,6 @@ if __name__ == "__main__":
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explain_compile_errors():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))
-            limit_threads()
-            keep_freed_memory()
+            limit_threads()  # beyond a container's quota they are stopped in mid-matmul
+            keep_freed_memory()  # or each step asks the system for its memory again
             main_that_fits(config)

@@ -1,16 +1,17 @@
-# A character-level model of Shakespeare that reaches a val loss of 1.459 in three minutes on two
-# CPU cores with AMX (bench/results/README.md). nanoGPT quotes 1.4697 for its GPU run. It takes
-# longer on a processor without bfloat16 instructions or without a C++ compiler.
+# A character-level model of Shakespeare that took 136 s of steps to a val loss of 1.4700 on two CPU
+# cores with AMX, not compiled (bench/results/2026-11-26-speed-amx.md). nanoGPT quotes 1.4697 for
+# its run on a GPU. It takes longer on a processor without bfloat16 instructions or without a C++
+# compiler.
 #
 #     python data/shakespeare_char/prepare.py
 #     python train.py config/train_shakespeare_char_fast.py
 #     python train.py config/train_shakespeare_char_fast.py --n_layer=2 --max_iters=680 \
 #       --learning_rate=8e-3 --norm=layer
 #
-# The second run takes fewer steps of half the layers and reaches 1.525 in a minute
-# (bench/results/README.md). It is too short for compiling to pay, and without compiling
-# --norm=layer is faster, because torch has no RMS norm kernel for a CPU. The learning rate falls
-# over the whole run, so set a smaller max_iters instead of stopping early.
+# The second run takes fewer steps of half the layers: there it reached 1.5290 after 39.9 s of steps
+# (the same page). It is too short for compiling to pay, and without compiling --norm=layer is
+# faster, because torch has no RMS norm kernel for a CPU. The learning rate falls over the whole
+# run, so set a smaller max_iters instead of stopping early.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"

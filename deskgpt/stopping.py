@@ -97,7 +97,8 @@ def print_to_stderr(line: str) -> None:
 # ---- what is due ---------------------------------------------------------------------------------
 
 ERROR_REASON = "an error"
-# If ranks differ, the last one
+# Why a run saves or ends. A reason of yours in StopConditions.check belongs here, too: ranks agree
+# by its number. If they differ, the last one counts.
 REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR_REASON)
 
 
