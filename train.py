@@ -454,12 +454,13 @@ def evaluate_run(
     Return the loss on the val split; None if a signal cuts the evaluation short.
     """
     monitor.flush()  # spikes of the steps before are printed first
-    logger.warn(state.data.changes())  # somebody may have written into them
+    is_last = state.settings["eval_only"] or state.step >= state.schedule.max_iters
+    logger.warn(state.data.changes(is_last))  # somebody may have written into them
     n_before = sum(e.step < state.step for e in state.evaluations)
     with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
         train = evaluate_split(state.data.train, state, stop, graph)
         val = evaluate_split(state.data.val, state, stop, graph)
-        texts = texts_at(n_before, state.step >= state.schedule.max_iters)
+        texts = texts_at(n_before, is_last)
     if stop.is_interrupted():
         return None  # the mean of fewer windows is another number: it is neither kept nor compared
     state.add_evaluation(train, val)

@@ -345,7 +345,7 @@ REPORTED_VOCABULARIES = (50257, 50304)  # GPT-2's, and padded
 # each of their own.
 KINDS = {"GeForce": "GeForce", "H100": "Hopper", "H200": "Hopper", "GH200": "Hopper"}
 # The least and the most MFU of known runs on CPUs, both of two cores: 4 layers of 128 with AMX,
-# whose 768 tokens took 22.6 ms (docs/figures.md) where matmuls reach 2.5 TFLOP/s
+# 2,000 steps of 768 tokens in 45.2 s (docs/figures.md) where matmuls reach 2.5 TFLOP/s
 # (bench/results/2026-11-26-speed-amx.md); and 12 of 768 (2026-11-25-speed-zen4.md).
 MFU_ON_CPU = (0.07, 0.85)
 # Of what a step takes on a CPU, oneDNN's workspaces and the allocator's gaps, by peaks of real

@@ -165,6 +165,8 @@ class StopConditions:
         """Return the strongest reason on any rank: an error, then a signal, then `reason`."""
         if signal_handler.signal:
             reason = signal.Signals(signal_handler.signal).name
+        if reason not in REASONS:
+            raise ValueError(f"{reason} is no reason to stop that ranks know: add it to REASONS")
         return REASONS[int(self.dist.max(REASONS.index(reason)))]
 
     def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
