@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from deskgpt.distributed import DistContext, is_dtensor
+from deskgpt.distributed import ALONE, DistContext, is_dtensor
 from deskgpt.errors import reason
 from deskgpt.files import (
     Fields,
+    cannot_write,
     check_record,
     copy_file,
     is_number,
@@ -88,12 +89,13 @@ def save_checkpoint(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
     not be. The checkpoints before are then unharmed, and ckpt_best.pt may be the new one.
     """
     path = out_dir / CKPT
-    before = f"; the checkpoint before it is intact: {path}" if path.exists() else ""
     try:
         content = savable(vars(checkpoint))
         check_numbers(checkpoint)
     except ValueError as e:
-        raise ValueError(f"{path} is not written: {e}{before}") from None
+        raise ValueError(
+            f"{path} is not written: {e}; a checkpoint that was there before is intact"
+        ) from None
     try:
         write_ckpt_file(content, out_dir / CKPT_BEST if best else path)
         sync_folder(out_dir)
@@ -101,10 +103,7 @@ def save_checkpoint(checkpoint: Checkpoint, out_dir: Path, best: bool) -> None:
             copy_file(out_dir / CKPT_BEST, path)
             sync_folder(out_dir)
     except OSError as e:
-        raise OSError(
-            f"cannot write {path}: {e.strerror or e}; free some disk space or choose "
-            f"another --out_dir{before}"
-        ) from None
+        raise cannot_write(path, e) from None
 
 
 def savable(value: Any, name: str = "") -> Any:
@@ -123,10 +122,10 @@ def savable(value: Any, name: str = "") -> Any:
     for kind in (list, tuple, set):
         if isinstance(value, kind):
             return kind(savable(item, name) for item in value)
-    what = f"a {type(value).__name__}"
-    if isinstance(value, Tensor):
-        what = "a tensor that is sparse, nested, quantized, expanded or on meta"
-    raise ValueError(f"{name} holds {what}; checkpoints keep dense tensors, numbers and texts")
+    raise ValueError(
+        f"{name} holds a {type(value).__name__}; checkpoints keep numbers, texts, and tensors that "
+        "are not sparse, nested, quantized, expanded or on meta"
+    )
 
 
 def check_numbers(saved: Checkpoint) -> None:
@@ -209,9 +208,7 @@ def archive_previous_run(out_dir: Path, names: tuple[str, ...]) -> Path | None:
         for path in found:
             os.replace(path, folder / path.name)
     except OSError as e:
-        raise OSError(
-            f"out_dir={out_dir} cannot be written: {e.strerror}; choose another --out_dir"
-        ) from None
+        raise cannot_write(out_dir, e) from None
     return folder
 
 
@@ -243,7 +240,7 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
 def load_checkpoint(
     out_dir: str | Path,
     print0: Callable[[str], object] = str,
-    dist: DistContext | None = None,
+    dist: DistContext = ALONE,
     checksums: bool = True,
 ) -> Checkpoint:
     """Return the last good checkpoint of the folder out_dir, or the one at the path of a .pt file.
@@ -261,16 +258,12 @@ def load_checkpoint(
         saved = None
         damage = "is damaged, as another rank has found"
         try:
-            saved = read_checkpoint(
-                p, checksums and (dist is None or dist.is_first), numbers=checksums
-            )
+            saved = read_checkpoint(p, checksums and dist.is_first, numbers=checksums)
         except ValueError as e:
             damage = str(e)
-        if dist is not None and not dist.all(saved is not None):
-            saved = None
-        if saved is not None:
-            if dist is not None:  # only numbers tell whether a head is tied
-                saved.model_args = dist.gather(saved.model_args)[0]
+        if dist.all(saved is not None) and saved is not None:
+            # Only numbers tell whether a head is tied.
+            saved.model_args = dist.gather(saved.model_args)[0]
             if damages:
                 print0(f"{damages[0]}: taking {p.name}, step {saved.iter_num}")
             return saved
@@ -281,23 +274,22 @@ def load_checkpoint(
 
 
 def load_to_resume(
-    out_dir: str | Path, dist: DistContext | None = None, checksums: bool = True
+    out_dir: str | Path, dist: DistContext = ALONE, checksums: bool = True
 ) -> Checkpoint:
     """As load, for a run that is resumed: best_val_loss is what the best checkpoint on the disk was
     evaluated at.
 
     It is infinite if no checkpoint there was evaluated on the same data.
     """
-    print0 = dist.print0 if dist else print
-    saved = load_checkpoint(out_dir, print0, dist, checksums)
+    saved = load_checkpoint(out_dir, dist.print0, dist, checksums)
     saved.best_val_loss = val_loss_of_weights(saved)
     path = run_folder(out_dir) / CKPT_BEST
     if not path.exists():
         return saved
     try:
-        best = read_checkpoint(path, checksums=dist is None or dist.is_first, numbers=False)
+        best = read_checkpoint(path, checksums=dist.is_first, numbers=False)
     except ValueError as e:
-        print0(f"{path} {e}: its loss, the best so far, does not count")
+        dist.print0(f"{path} {e}: its loss, the best so far, does not count")
         return saved
     if comparison_key(best) == comparison_key(saved):
         saved.best_val_loss = min(saved.best_val_loss, val_loss_of_weights(best))

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -84,8 +83,6 @@ class ComputeSettings(Protocol):
     """What `choose_compute` reads of train.py's settings."""
 
     @property
-    def device(self) -> str: ...
-    @property
     def dtype(self) -> str: ...
     @property
     def cpu_kernels(self) -> str | bool: ...
@@ -119,9 +116,7 @@ def choose_compute(
     types = dist.gather(device.type)
     if len({*types}) > 1:
         found = ", ".join(f"rank {rank} {type}" for rank, type in enumerate(types))
-        raise ValueError(
-            f"device={config.device}: {found}; all ranks need the same kind, such as --device=cpu"
-        )
+        raise ValueError(f"{found}: all ranks need the same kind of device, such as --device=cpu")
     if dtype == "auto":
         dtype = earlier.get("dtype") or default_dtype(device)
     is_sharded = shards_of(config.dp_shard, dist.world) > 1
@@ -218,6 +213,20 @@ DRAWS = "the model draws random numbers on the CPU, from Python's, NumPy's or to
 REPLACES = "each pass replaces gradients"
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a graph reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Any]  # in the order of the arguments
+    kinds: list[Any]  # of the arguments
+    outputs: dict[str, Tensor]
+    gradients: list[
+        tuple[nn.Parameter, Tensor]
+    ]  # a parameter, and the memory to which the graph adds
+    facts: Facts  # what the pass may have read
+
+
 class CudaGraph:
     """A pass that is recorded once and then replayed: its kernels are queued by one call.
 
@@ -268,20 +277,18 @@ class CudaGraph:
         self.recordings = 0
         self.drops = 0  # recordings that this pass has made worthless
         self._eager_calls = eager_calls  # to come before the next recording
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Any] = []  # what the graph reads, in the order of the arguments
-        self._outputs: dict[str, Tensor] = {}
-        # A parameter, and the memory to which the graph adds.
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._facts: Facts | None = None  # what the recorded pass may have read
+        self._recording: Recording | None = None
 
     def __call__(self, *args: Any) -> dict[str, Tensor]:
         if not self.enabled or exchanges_gradients(self.run):
             return self.run(*args)
-        if self._graph is not None:
-            change = self._change(args)
+        recording = self._recording
+        if recording is not None:
+            change = "the shape or value of an argument"
+            if recording.kinds == [kind_of(value) for value in args]:
+                change = recording.facts.first_change()
             if not change:
-                return self._replay(args)
+                return self._replay(recording, args)
             self.drop(f"{change} changes")
         if self._eager_calls or not self.enabled:
             return self._observed(args)
@@ -291,24 +298,17 @@ class CudaGraph:
         """Free the graph and its memory, to be recorded anew a few times; return whether there was
         one.
         """
-        if all(other._graph is None for other in self.memory_group):
+        if not any(other._recording for other in self.memory_group):
             return False
         for other in self.memory_group:
-            other._free()
+            other._recording = None
+            # What has changed may be compiled anew, and cannot be recorded.
+            other._eager_calls = max(other._eager_calls, 1)
         torch.cuda.empty_cache()
         self.drops += 1
         if self.drops == MAX_RECORDINGS:
             self.refuse(f"{why} again and again")
         return True
-
-    def _free(self) -> None:
-        self._graph = None
-        self._inputs = []
-        self._outputs = {}
-        self._gradients = []
-        self._facts = None
-        # What has changed may be compiled anew, and cannot be recorded.
-        self._eager_calls = max(self._eager_calls, 1)
 
     def refuse(self, why: str) -> None:
         """Go on without a graph, and say why."""
@@ -374,12 +374,7 @@ class CudaGraph:
                     gradients.append((p, gradient))
         versions = [gradient._version for _, gradient in gradients]
         drawn = generator_states()
-        states = (
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state(device),
-        )
+        state = torch.cuda.get_rng_state(device)
 
         graph = torch.cuda.CUDAGraph()
         why = ""
@@ -387,10 +382,8 @@ class CudaGraph:
             # The threads of the loader go on meanwhile: the mode says that their calls are none of
             # the recording's.
             stream = torch.cuda.current_stream(device)
-            pool = next(
-                (other._graph.pool() for other in self.memory_group if other._graph is not None),
-                None,
-            )
+            recordings = [r for r in (other._recording for other in self.memory_group) if r]
+            pool = recordings[0].graph.pool() if recordings else None
             with torch.cuda.graph(
                 graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
@@ -407,20 +400,18 @@ class CudaGraph:
                 p.grad = gradient
             for p in without_gradient:
                 p.grad = None
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-            torch.cuda.set_rng_state(states[3], device)
+            torch.cuda.set_rng_state(state, device)
             self.refuse(why)
             return self.run(*args)
 
-        self._gradients = []
+        added = []
         for (p, gradient), version in zip(gradients, versions, strict=True):
             if gradient._version != version:
-                self._gradients.append((p, gradient))
+                added.append((p, gradient))
             elif any(p is other for other in without_gradient):  # the loss does not depend on it
                 p.grad = None
-        self._graph, self._inputs, self._outputs, self._facts = graph, inputs, outputs, facts
+        kinds = [kind_of(value) for value in args]
+        self._recording = Recording(graph, inputs, kinds, outputs, added, facts)
         self.recordings += 1
         graph.replay()
         if changed := facts.first_change() or (generator_states() != drawn and DRAWS):
@@ -429,9 +420,9 @@ class CudaGraph:
             self.refuse(changed if changed == DRAWS else f"each pass changes {changed}")
         return outputs
 
-    def _replay(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+    def _replay(self, recording: Recording, args: tuple[Any, ...]) -> dict[str, Tensor]:
         fresh = []
-        for p, gradient in self._gradients:
+        for p, gradient in recording.gradients:
             if p.grad is gradient:
                 continue
             if p.grad is None:  # as after optimizer.zero_grad()
@@ -441,50 +432,29 @@ class CudaGraph:
             p.grad = gradient
         if fresh:
             torch._foreach_zero_(fresh)
-        for static, value in zip(self._inputs, args, strict=True):
+        for static, value in zip(recording.inputs, args, strict=True):
             if isinstance(value, Tensor):
                 static.copy_(value)
             elif isinstance(static, Tensor):
                 static.fill_(value)
-        assert self._graph is not None
-        self._graph.replay()
-        return self._outputs
+        recording.graph.replay()
+        return recording.outputs
 
-    def _change(self, args: tuple[Any, ...]) -> str:
-        """Return the name of something that the recorded pass may have read and that differs now,
-        or "".
-        """
-        if len(args) != len(self._inputs):
-            return "the number of arguments"
-        for i, (static, value) in enumerate(zip(self._inputs, args, strict=True)):
-            if isinstance(value, Tensor):
-                is_same = isinstance(static, Tensor) and (static.shape, static.dtype) == (
-                    value.shape,
-                    value.dtype,
-                )
-            else:
-                is_same = isinstance(value, float) or static == value
-            if not is_same:
-                return (
-                    f"the shape of argument {i + 1}"
-                    if isinstance(value, Tensor)
-                    else f"argument {i + 1}"
-                )
-        assert self._facts is not None
-        return self._facts.first_change()
+
+def kind_of(value: Any) -> Any:
+    """Return what must stay the same of an argument: a float is handed to a graph, as tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return float if isinstance(value, float) else value
 
 
 def static_input(value: Any, device: torch.device) -> Any:
     """Return the memory from which a graph reads an argument: of a tensor, or of a float; anything
     else as it is.
     """
-    if isinstance(value, Tensor):
-        return value.clone()
-    return (
-        torch.tensor(value, dtype=torch.float32, device=device)
-        if isinstance(value, float)
-        else value
-    )
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float32, device=device)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def exchanges_gradients(run: Pass) -> bool:

@@ -75,6 +75,10 @@ class DistContext:
         return everyone
 
 
+# A process without ranks, that reads a file.
+ALONE = DistContext(torch.device("cpu"))
+
+
 def agree(dist: DistContext, own: Any, otherwise: Any = None) -> Any:
     """Return what all ranks take for a value that each derives from its own device: the cards of a
     run can differ.

@@ -61,7 +61,7 @@ def remove_leftovers(folder: Path, *names: str) -> None:
     """
     for name in names:
         for path in folder.glob(f"{name}*{TEMPORARY}"):
-            if path.is_symlink() or not path.is_dir():
+            with suppress(OSError):  # a folder
                 path.unlink()
 
 
@@ -254,7 +254,7 @@ def locked_folder(folder: Path, in_use: str, name: str = "", wait_s: float = 0.0
     except Timeout:
         raise ValueError(in_use) from None
     except OSError as e:
-        raise OSError(f"{folder} cannot be written: {e.strerror}; choose another folder") from None
+        raise cannot_write(folder, e) from None
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ from deskgpt.errors import clock, in_gib, millions, reason
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import (
     cache_path,
+    cannot_write,
     check_not_replaced,
     note_once,
     read_small,
@@ -106,7 +107,8 @@ class RunLogger:
         # What prints and logs numbers of the device.
         self.deferred = DeferredCalls(self.dist.device)
         self.log = open_log(config, state)
-        self.wandb_run_id = self.log.wandb_run.id if self.log.wandb_run else state.wandb_run_id
+        if self.log.wandb_run:
+            state.wandb_run_id = self.log.wandb_run.id
         # Of all ranks, each once: cards of a run can differ.
         self.device = " + ".join(
             dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
@@ -264,25 +266,19 @@ class RunLogger:
             name: float(value(window) if callable(value) else value)
             for name, value in numbers.items()
         }
-        loss, mfu, tokens_per_s = own.pop("loss"), own.pop("mfu"), own.pop("tokens_per_s")
-        lr = own.pop("lr")
-        del own["grad_norm"]
+        mfu = own["mfu"]
         limit = self.config.grad_clip
-        more = "".join(f", {name} {value:.6g}" for name, value in own.items())
+        more = [f", {name} {own[name]:.6g}" for name in own if name not in STEP_NUMBERS]
         self.print0(
-            f"iter {step}: loss {loss:.4f}, time {step_s * 1e3:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"tok/s {tokens_per_s:,.0f}, eta {clock(self._left_s(step, step_s))}{more}"
+            f"iter {step}: loss {own['loss']:.4f}, time {step_s * 1e3:.2f}ms, "
+            f"mfu {mfu * 100:.2f}%, tok/s {own['tokens_per_s']:,.0f}, "
+            f"eta {clock(self._left_s(step, step_s))}{''.join(more)}"
         )
         self.log.write(
             "iter",
             iter=step,
-            loss=loss,
             time_ms=step_s * 1e3,
-            mfu=mfu,
-            tokens_per_s=tokens_per_s,
             data_wait=window.wait_s / window.seconds,
-            lr=lr,
-            grad_norm=norms[-1],
             clip_rate=sum(norm > limit for norm in norms) / len(norms) if limit else None,
             tokens=self.state.tokens_before(step + 1),
             train_s=self.timer.window_ended_s,
@@ -291,9 +287,7 @@ class RunLogger:
         )
         if mfu > 1 and self._is_mfu_possible:
             self._is_mfu_possible = False
-            remedy = (
-                f"if it was measured, delete {cache_path('peaks')}, and the next run measures again"
-            )
+            remedy = f"if it was measured, delete {cache_path('peaks')} to measure it again"
             self.warn(
                 [f"mfu {mfu:.0%}: the peak is too low, or GPT.estimate_flops too high; {remedy}"]
             )
@@ -362,8 +356,9 @@ class RunLogger:
         if stop and state.step > 0:
             self.print0(f"stopped by {stop} at step {state.step}")
         memory = peak_memory_bytes(self.dist.device)
+        steps = state.step - state.first_step
         self.print0(
-            f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training, "
+            f"{steps} steps: {clock(timer.train_s())} of training, "
             f"{clock(timer.total_s['evaluation'])} of evaluation, "
             f"{clock(timer.total_s['saving'])} of saving, {clock(self.warm_up_s)} to start"
         )
@@ -372,9 +367,7 @@ class RunLogger:
         variant = state.variant
         reported = reported_speed(state.model.config, self.device, variant.dtype, variant.recompute)
         if reported and timer.train_s():
-            tokens = (
-                (state.step - state.first_step) * state.batching.tokens_per_step / self.dist.world
-            )
+            tokens = steps * state.batching.tokens_per_step / self.dist.world
             self.print0(
                 f"{tokens / timer.train_s():,.0f} tokens/s of a card; known runs on this "
                 f"one: {reported}"
@@ -498,9 +491,7 @@ class RunLog:
             try:
                 self._append(b"")
             except OSError as e:
-                raise OSError(
-                    f"cannot write {path}: {e.strerror}; choose another --out_dir"
-                ) from None
+                raise cannot_write(path, e) from None
 
     def write(self, event: str, **fields: Any) -> None:
         if self.path:

@@ -100,26 +100,20 @@ def step_if_finite(
     the device. Raises ValueError if memory runs out, with half of the step done.
     """
     try:
-        _step_if_finite(optimizer, scaler, grad_norm)
+        if scaler.is_enabled():  # it has looked at the gradients itself
+            scaler.step(optimizer)
+            scaler.update()
+        elif grad_norm.device.type == "cuda" and skips_by_itself(optimizer):
+            optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        elif grad_norm.isfinite():
+            optimizer.step()
     except torch.OutOfMemoryError:
         raise ValueError(
             "out of memory in the optimizer's step; try --cuda_graph=False, half the --batch_size "
             "or a smaller model, and resume from the last checkpoint"
         ) from None
-
-
-def _step_if_finite(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor
-) -> None:
-    if scaler.is_enabled():  # it has looked at the gradients itself
-        scaler.step(optimizer)
-        scaler.update()
-    elif grad_norm.device.type == "cuda" and skips_by_itself(optimizer):
-        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif grad_norm.isfinite():
-        optimizer.step()
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:

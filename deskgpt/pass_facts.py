@@ -79,26 +79,16 @@ class Facts:
             if snapshot(values[i]) != self.mutable[i]:
                 return self.names[i]
         if not all(map(operator.is_, values, self.values)):
-            for i, (now, before) in enumerate(zip(values, self.values, strict=True)):
-                if (
-                    now is not before
-                    and i not in self.mutable
-                    and snapshot(now) != snapshot(before)
-                ):
-                    return self.names[i]
+            for name, now, before in zip(self.names, values, self.values, strict=True):
+                if now is not before and snapshot(now) != snapshot(before):
+                    return name
         if [tensor_state(tensor) for tensor in self.tensors] != self.tensor_states:
             return "the memory of a tensor, its hooks, or which tensors are trained"
         sizes = [len(space) for _, space in self.spaces]
         # Python adds names of its own, such as __warningregistry__.
-        if sizes != self.sizes and self._n_own() == len(self.places):
-            self.sizes = sizes
-        elif sizes != self.sizes:
-            prefix = next(
-                p
-                for (p, _), now, before in zip(self.spaces, sizes, self.sizes, strict=True)
-                if now != before
-            )
-            return f"the attributes of {prefix.rstrip('.') or 'the model'}"
+        if sizes != self.sizes and self._n_own() != len(self.places):
+            return "which attributes modules have, or which names model.py has"
+        self.sizes = sizes
         return ""
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from configurator import read_settings
+from configurator import build, read_settings
 from data.batches import BatchSplit
 from data.dataset import Dataset
 from deskgpt import device as machine
@@ -38,7 +38,6 @@ from deskgpt.device import git_commit, versions
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import ConfigError, shortened
 from deskgpt.files import note_once, untrusted_settings
-from deskgpt.settings import settings_of
 from deskgpt.stopping import Schedule
 from deskgpt.train_state import LR_HISTORY, TrainState, sample_lrs
 from model import GPT, GPT2_CHOICES, MODERN_CHOICES, GPTConfig, ModelSettings
@@ -132,19 +131,17 @@ def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start
     if is_resumed:
         dist.print0(f"resuming {source} at step {saved.iter_num}")
         # nanoGPT's checkpoint has fewer settings; one that came later has its default.
-        defaults = {name: setting.default for name, setting in settings_of(type(config)).items()}
         known = known_settings(type(config), saved.config)
         known |= settings_of_model(saved.model_args, source)
-        start.earlier = replace(config, **(defaults | known))
+        start.earlier = build(type(config), known)
 
     for name in given:
-        # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a
-        # longer one.
-        if name == "block_size" and (config.eval_only or not is_resumed):
-            continue
         wanted = getattr(new_model, name)
         actual = getattr(model_config, name)
-        if wanted != actual:
+        # A model may be evaluated or finetuned with a shorter context. crop_block_size refuses a
+        # longer one.
+        is_free = name == "block_size" and (config.eval_only or not is_resumed)
+        if wanted != actual and not is_free:
             raise ValueError(
                 f"{name}={wanted}, but {source} has {name}={actual}: use --{name}={actual}"
             )
@@ -285,10 +282,7 @@ def restore(start: Start, state: TrainState, trains: bool) -> None:
     saved = start.checkpoint
     if start.earlier is not None:
         of_code = {name: state.metadata[name] for name in OF_CODE}
-        changes = {change.name: change for change in changes_between(saved.metadata, of_code)}
-        if "code" in changes:  # one line is enough
-            changes.pop("code_digest", None)
-        for change in changes.values():
+        for change in changes_between(saved.metadata, of_code):
             state.dist.print0(f"changed: {change}")
         state.resume(saved, start.source, trains)
     saved.model = {}
@@ -346,18 +340,17 @@ def settings_of_start(cls: type, argv: list[str]) -> dict[str, Any]:
     source = settings["init_from"]
     if source in ("resume", "auto"):
         return resumed_settings(cls, argv, settings["out_dir"])
-    if is_checkpoint(source):
-        return read_settings(
-            cls,
-            argv,
-            settings_of_model(load_checkpoint(source, checksums=False).model_args, source),
-        )
     if source == "scratch":
         return settings
-    from deskgpt.gpt2_weights import exported_model_args
+    if is_checkpoint(source):
+        model_args: dict[str, Any] | None = load_checkpoint(source, checksums=False).model_args
+    else:
+        from deskgpt.gpt2_weights import exported_model_args
 
-    exported = exported_model_args(source)
-    return read_settings(cls, argv, settings_of_model(exported, source)) if exported else settings
+        model_args = exported_model_args(source)
+    if not model_args:
+        return settings
+    return read_settings(cls, argv, settings_of_model(model_args, source))
 
 
 def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Checkpointer:
                     "save", f"saving checkpoint to {self.out_dir}", iter=state.step, best=is_best
                 )
                 best_val_loss = val.loss if val is not None and is_best else self.best_val_loss
-                self.save(state.checkpoint(best_val_loss, logger.wandb_run_id), is_best)
+                self.save(state.checkpoint(best_val_loss), is_best)
 
     def kept_text(self) -> str:
         """Return what an error says about the checkpoints."""

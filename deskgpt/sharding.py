@@ -43,8 +43,7 @@ def check_sharding(dp_shard: int, world: int, dtype: str, sample_interval: int) 
 def describe_shards(dp_shard: int, world: int) -> str:
     """Return how the weights are spread, after a semicolon; "" if each rank has all of them."""
     n = shards_of(dp_shard, world)
-    copies = "" if n == world else f", {world // n} copies"
-    return f"; weights sharded among {n}{copies}" if n > 1 else ""
+    return f"; weights sharded among {n}, {world // n} times" if n > 1 else ""
 
 
 def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 600.0) -> DeviceMesh:
@@ -146,11 +145,7 @@ def sharded_as(full: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     is_first = torch.distributed.get_rank() == 0
-    source = (
-        full.to(like.device)
-        if is_first
-        else torch.empty(full.shape, dtype=full.dtype, device=like.device)
-    )
+    source = full.to(like.device) if is_first else torch.empty_like(full, device=like.device)
     if is_dtensor(like) and full.shape == like.shape:
         return distribute_tensor(source, like.device_mesh, like.placements)
     torch.distributed.broadcast(source, 0)

@@ -225,9 +225,7 @@ class TrainState:
                 f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})"
             ) from None
 
-    def checkpoint(
-        self, best_val_loss: float = math.inf, wandb_run_id: str | None = None
-    ) -> Checkpoint:
+    def checkpoint(self, best_val_loss: float = math.inf) -> Checkpoint:
         """Return all of the state. best_val_loss: of the best checkpoint on the disk, once this one
         is written.
         """
@@ -254,7 +252,7 @@ class TrainState:
             chat=self.data.chat,
             # As saved_compute reads it
             variant=asdict(self.variant) | {"device": self.dist.device.type},
-            wandb_run_id=wandb_run_id,
+            wandb_run_id=self.wandb_run_id,
             progress={
                 **{name: getattr(self, name) for name in self._plain_fields()},
                 "rows": self.rows_before(self.step),

@@ -33,50 +33,39 @@ class Gpu(NamedTuple):
 def nvidia_gpu() -> Gpu | str | None:
     """Return the first NVIDIA card; or why its driver does not answer, and the remedy; or None.
 
-    nvidia-smi is asked first. It fails after an update of the driver, hangs, or is not in the PATH:
-    then the driver's library is asked, in a process of its own, which may hang too.
+    The driver's own library is asked, which torch needs too, while nvidia-smi may not be in the
+    PATH. A driver may hang, or crash, so it is asked in a process of its own.
     """
-    is_listed, said = run_briefly(
-        "nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"
-    )
-    version = run_briefly("nvidia-smi")[1] if is_listed else ""
-    cuda = re.search(r"CUDA (?:UMD )?Version: *(\d+\.\d+)", version)
-    found = f"{said.partition(chr(10))[0]}, {cuda[1]}" if cuda else ""
-    if not CARD.fullmatch(found):
-        is_answer, found = run_briefly(sys.executable, __file__, LIBRARY)
-        said = said or (found if is_answer else "")
+    found = ask_driver()
     card = CARD.fullmatch(found)
     if card:
         return Gpu(card[1], (int(card[4]), int(card[5])), (int(card[2]), int(card[3])))
-    if not said:
+    if not found:
         return None
-    words = " ".join(said.partition("\n")[0].split())
-    return f"the NVIDIA driver does not answer ({words}): restart the machine, or update the driver"
+    return f"the NVIDIA driver does not answer ({found}): restart the machine, or update the driver"
 
 
 CARD = re.compile(r"(.+), (\d+)\.(\d+), (\d+)\.(\d+)")  # its name, compute capability and CUDA
 
 
-def run_briefly(*command: str) -> tuple[bool, str]:
-    """Return whether a command ended well, and what it printed or why it printed nothing."""
-    try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except OSError:  # there is no such command
-        return False, ""
+def ask_driver() -> str:
+    """Return what describe_by returns in another process, or why that printed nothing."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, LIBRARY], stdout=subprocess.PIPE, text=True, errors="replace"
+    )
     try:
         printed, _ = process.communicate(timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         process.kill()  # and not wait: in a driver that hangs, it cannot be killed
-        return False, f"{command[0]}: no answer in {ANSWER_S:g} s"
-    return process.returncode == 0, printed.strip()
+        return f"{LIBRARY}: no answer in {ANSWER_S:g} s"
+    return printed.strip() if process.returncode == 0 else f"{LIBRARY} crashes"
 
 
 def describe_by(path: str) -> str:
     """Return the first card as CARD has it, by a driver's library; or the number of its error; ""
     without library or card.
     """
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # which could hide the card
     try:
         library = ctypes.CDLL(path)
     except OSError:

@@ -133,19 +133,6 @@ def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
     assert found > 60
 
 
-def test_weights_that_are_not_finite_are_not_loaded_and_two_damaged_files_are_named(tmp_path):
-    save_checkpoint(state_of(1), tmp_path, best=True)
-    spoiled = vars(state_of())
-    spoiled["model"]["transformer.wte.weight"][3, 3] = torch.nan
-    torch.save(spoiled, tmp_path / "ckpt.pt")
-    lines: list[str] = []
-    assert load_checkpoint(tmp_path, lines.append).iter_num == 1
-    assert_one_line(*lines, "NaN", "ckpt_best.pt, step 1")
-    (tmp_path / "ckpt_best.pt").write_bytes(b"as bad")
-    with raises_one_line(tmp_path / "ckpt.pt", tmp_path / "ckpt_best.pt", "copy"):
-        load_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("numbers", [True, False])
 def test_file_that_is_cut_while_it_is_read_is_refused(numbers, tmp_path, monkeypatch):
     save_checkpoint(state_of(), tmp_path, best=False)
@@ -168,20 +155,12 @@ def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(
     (tmp_path / "ckpt_best.pt").write_text("damaged")
     (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
     (tmp_path / "notes.tmp").write_text("the user's")
-    (tmp_path / "elsewhere").mkdir()
-    if os.name != "nt":
-        (tmp_path / "ckpt.pt.9-9.tmp").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     lines: list[str] = []
     clean_out_dir(tmp_path, lines.append)
     assert_one_line(*lines, tmp_path / "ckpt_best.pt", "previous-1")
     assert load_checkpoint(tmp_path / "ckpt_best.pt").iter_num == 5  # a copy of ckpt.pt
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "ckpt.pt",
-        "ckpt_best.pt",
-        "notes.tmp",
-        "elsewhere",
-        "previous-1",
-    }
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"ckpt.pt", "ckpt_best.pt", "notes.tmp", "previous-1"}
     assert [p.name for p in (tmp_path / "previous-1").iterdir()] == ["ckpt_best.pt"]
 
 
@@ -213,7 +192,7 @@ def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
         with raises_one_line(
             tmp_path / "ckpt.pt",
             "extra_state.mine.entry holds",
-            "the checkpoint before it is intact",
+            "before is intact",
         ):
             save_checkpoint(
                 replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False

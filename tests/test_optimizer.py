@@ -171,22 +171,8 @@ class WithStateDict(torch.optim.SGD):
         super().load_state_dict(state["sgd"])
 
 
-def decaying(model: GPT) -> torch.optim.Optimizer:
-    """Return AdamW whose weight decay and beta are changed from step to step, as main might."""
-
-    def change(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            group["weight_decay"] *= 0.7
-            group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
-
-    optimizer = make(model, "adamw")
-    optimizer.register_step_pre_hook(change)
-    return optimizer
-
-
 @pytest.mark.parametrize(
-    "kind",
-    [Own, lambda model: torch.optim.NAdam(model.parameters()), WithStateDict, decaying],
+    "kind", [Own, lambda model: torch.optim.NAdam(model.parameters()), WithStateDict]
 )
 def test_optimizer_of_a_users_own_resumes_exactly(kind, tmp_path):
     full, half, resumed = (model_with_gradients() for _ in range(3))

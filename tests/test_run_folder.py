@@ -92,12 +92,14 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
 def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(tmp_path):
     save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
     # Damage of a file that one resumes, and a run that goes back to its best model.
-    for n, (step, number, named) in enumerate([(5, torch.nan, "NaN"), (8, 0.0, "step 8")], 1):
+    rows = [(7, torch.nan, "NaN", 5), (8, 0.0, "step 8", 8)]
+    for n, (step, number, named, loaded) in enumerate(rows, 1):
         state = state_of(step)
         state.model["lm_head.weight"][0, 0] = number
         write_ckpt_file(vars(state), tmp_path / CKPT)
         before = (tmp_path / CKPT).read_bytes()
         lines: list[str] = []
+        assert load_checkpoint(tmp_path).iter_num == loaded
         Checkpointer(tmp_path, lines.append, 3.0, saved_step=5).save(state_of(6), best=False)
         assert_one_line(*lines, tmp_path / CKPT, named, f"previous-{n}")
         assert contents(tmp_path / f"previous-{n}") == {CKPT: before}
@@ -223,7 +225,7 @@ def test_log_continues_after_a_torn_line_and_a_full_disk_and_if_it_was_moved_awa
 def test_untrusted_log_that_is_a_link_writes_nowhere_else(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "log.jsonl").symlink_to(tmp_path / "mine")
-    with raises_one_line(tmp_path / "log.jsonl", "link", "--out_dir", kind=OSError):
+    with raises_one_line(tmp_path / "log.jsonl", "link", "another folder", kind=OSError):
         RunLog(tmp_path / "log.jsonl")
     assert (tmp_path / "mine").read_text() == "precious"
 

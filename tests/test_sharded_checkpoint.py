@@ -11,24 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    TINY,
     assert_equal,
     assert_same_run,
-    events,
     files_of_at_most,
-    flags,
     tiny,
     vector,
 )
 from gloo import forked, resumed, run
 from tiny_models import MODERN_SETTINGS, TINIEST, state_of
 
-import train
-from configurator import build
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
 from deskgpt.distributed import DistContext
 from deskgpt.optim import make_optimizer
-from deskgpt.resume import settings_of_start
 from deskgpt.saving import Checkpointer, gathered_on_first
 from deskgpt.sharding import copy_full, make_mesh, sharded_as, sharded_copy
 from deskgpt.train_state import load_optimizer, optimizer_state
@@ -66,21 +60,19 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> No
     saver.save(state, best=True)
     saver.raise_if_last_failed()
     dist.barrier()
-    on_disk = load_checkpoint(out_dir)
+    on_disk = load_checkpoint(out_dir, dist=ranks)
     # AdamW rounds shards otherwise
     torch.testing.assert_close(on_disk.model, dict(trained(kind)[2].model))
-    # tied
-    assert (
-        on_disk.model["lm_head.weight"].data_ptr()
-        == on_disk.model["transformer.wte.weight"].data_ptr()
-    )
+    head = on_disk.model["lm_head.weight"]
+    assert head.data_ptr() == on_disk.model["transformer.wte.weight"].data_ptr()  # tied
     for other_mesh in (mesh, None):
         other, optimizer, _ = trained(kind, other_mesh, steps=1)
         reads = ranks.is_first or other_mesh is None
         loaded = load_checkpoint(out_dir, dist=ranks, checksums=reads)
-        copy_full(loaded.model, other.state_dict()) if other_mesh else other.load_state_dict(
-            loaded.model
-        )
+        if other_mesh:
+            copy_full(loaded.model, other.state_dict())
+        else:
+            other.load_state_dict(loaded.model)
         load_optimizer(optimizer, other, loaded.optimizer, "out")
         found = gathered_on_first(to_save(other, optimizer))
         if reads:
@@ -130,26 +122,12 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-def test_resumed_sharded_run_is_bit_identical_and_samples(chars, tmp_path, script):
+def test_resumed_sharded_run_is_bit_identical(chars, tmp_path):
     options = SETTINGS | {"dp_shard": -1, "optimizer": "muon"} | MODERN_SETTINGS
     run(2, tiny(chars, tmp_path / "full", **options))
     run(2, tiny(chars, tmp_path / "halves", max_iters=3, **options))
     run(2, resumed(tmp_path / "halves", max_iters=6))
     assert_same_run(tmp_path / "full", tmp_path / "halves")
-    done = script(
-        "sample.py",
-        f"--out_dir={tmp_path / 'full'}",
-        *flags(device="cpu", max_new_tokens=20, num_samples=1),
-    )
-    assert done.code == 0, done.err
-    new = TINY | {
-        "dataset": chars,
-        "out_dir": tmp_path / "finetuned",
-        "init_from": tmp_path / "full",
-        "max_iters": 1,
-    }
-    run(1, build(train.TrainConfig, settings_of_start(train.TrainConfig, flags(**new))))
-    assert events(tmp_path / "finetuned", "eval")[0]["val_loss"] < 4.0
 
 
 @pytest.mark.slow
