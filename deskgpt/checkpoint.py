@@ -42,8 +42,6 @@ from model import GPTConfig
 CKPT = "ckpt.pt"
 CKPT_BEST = "ckpt_best.pt"
 MACHINE_SETTINGS = ("device", "dtype", "compile", "backend")
-# That torch.compile and DDP leave on parameters' names.
-WRAPPER_PREFIX = re.compile(r"^(_orig_mod\.|module\.)+")
 MOST_STEPS = 2**40  # far above any run: the order of batches counts in 64 bits
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state returns
 # The square of a larger one overflows float32, so that nothing can be computed with it.
@@ -375,7 +373,9 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
     """
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.model = {
-        WRAPPER_PREFIX.sub("", k): w for k, w in saved.model.items() if not k.endswith(".attn.bias")
+        k.removeprefix("_orig_mod."): w  # of a compiled model
+        for k, w in saved.model.items()
+        if not k.endswith(".attn.bias")
     }
     for name, w in saved.model.items():
         is_tensor = isinstance(w, Tensor) and not w.is_complex()

@@ -290,9 +290,9 @@ class CudaGraph:
             if not change:
                 return self._replay(recording, args)
             self.drop(f"{change} changes")
-        if self._eager_calls or not self.enabled:
-            return self._observed(args)
-        return self._record(args)
+        if not self.enabled:
+            return self.run(*args)
+        return self._observed(args) if self._eager_calls else self._record(args)
 
     def drop(self, why: str) -> bool:
         """Free the graph and its memory, to be recorded anew a few times; return whether there was
@@ -324,8 +324,6 @@ class CudaGraph:
         """Run the pass, and refuse a graph if its Python code changes what a replay would not
         change.
         """
-        if not self.enabled:
-            return self.run(*args)
         self._eager_calls -= 1
         facts = Facts(self.run, self.model)
         drawn = generator_states()

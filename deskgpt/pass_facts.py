@@ -99,12 +99,7 @@ def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]
     spaces: list[tuple[str, Mapping[str, Any]]] = []
     for path, module in model.named_modules():
         own = vars(module)
-        kept_by_torch = (
-            own["_parameters"],
-            own["_buffers"],
-            own["_modules"],
-            *(own[hook] for hook in HOOKS),
-        )
+        kept_by_torch = [own[name] for name in ("_parameters", "_buffers", "_modules", *HOOKS)]
         spaces += [(f"{path}." if path else "", space) for space in (own, *kept_by_torch)]
         sources |= dict.fromkeys(cls.__module__ for cls in type(module).__mro__)
     for name in sources:
@@ -185,9 +180,8 @@ def tensor_state(tensor: Tensor) -> tuple[Any, ...]:
 
 def generator_states() -> tuple[Any, ...]:
     """Return the states of the generators on the CPU: Python's, NumPy's and torch's."""
-    of_numpy = np.random.get_state(legacy=False)["state"]
     of_torch = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"], of_torch
+    return random.getstate(), pickle.dumps(np.random.get_state()), of_torch
 
 
 @contextmanager
