@@ -102,8 +102,8 @@ def compile_s() -> float:
 # remedy.
 COMPILE_NEEDS = {
     r"No working C\+\+ compiler|Compiler: \S+ is not found|Failed to find C compiler": (
-        "there is no C++ compiler: install g++ (Debian, Ubuntu: apt install g++; Fedora: "
-        "dnf install gcc-c++; macOS: xcode-select --install; Windows: Build Tools for "
+        "there is no C++ compiler, or CXX names none: install g++ (Debian, Ubuntu: apt install "
+        "g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install; Windows: Build Tools for "
         "Visual Studio, and start from its command prompt)"
     ),
     # The second is of the C compiler that Triton calls, and lacks its reason.
@@ -134,6 +134,4 @@ def explain_compile_errors() -> Iterator[None]:
             (remedy for pattern, remedy in COMPILE_NEEDS.items() if re.search(pattern, words)),
             reason(e),
         )
-        if "C++" in why and "CXX" in os.environ:
-            why = f"CXX={os.environ['CXX']!r}: {why}"
         raise ValueError(f"compiling fails: {why}; or add --compile=False") from None

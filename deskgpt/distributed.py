@@ -211,9 +211,9 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norms (parameters,) of all gradients, 0 if there is none; sharded ones count as a
     whole.
     """
-    norms = iter(torch._foreach_norm([local(p.grad) for p in parameters if p.grad is not None]))
     nothing = torch.zeros((), device=parameters[0].device)
-    found = torch.stack([nothing if p.grad is None else next(norms) for p in parameters])
+    gradients = [nothing if p.grad is None else local(p.grad) for p in parameters]
+    found = torch.stack(list(torch._foreach_norm(gradients)))
     first: Any = parameters[0]
     if is_dtensor(first):
         squares = found.double().square()

@@ -169,10 +169,10 @@ class LossMonitor:
     def diagnose(self, step: int) -> str:
         """Return what is known of a failure at this step, and what to try."""
         state = self.state
-        scale = f", loss scale {state.scaler.get_scale():g}" if state.scaler.is_enabled() else ""
         norms = ", ".join(f"{norm:.3g}" for norm in self.good_norms) or "none that is finite"
         seen = (
-            f"computed in {state.variant}{scale}; gradient norms before: {norms}; "
+            f"computed in {state.variant}, loss scale {state.scaler.get_scale():g}; "
+            f"gradient norms before: {norms}; "
             f"{self.saver.kept_text()}"
         )
         # On whichever rank
@@ -187,10 +187,9 @@ class LossMonitor:
                 f"{seen}; the weights themselves are not finite ({bad[0]}): resume "
                 "another checkpoint"
             )
-        tries = ["--compile=False"] if state.variant.compiled else []
-        tries += ["--dtype=float32"] if state.variant.dtype != "float32" else []
         if self.good_norms and step != state.first_step:
-            return f"{seen}; try {', then '.join(['a lower --learning_rate', *tries])}"
-        tries.append("other data or weights to start from")
-        why = "no update of this run came before, so it is not the learning rate"
-        return f"{seen}; {why}: try {', then '.join(tries)}"
+            return f"{seen}; try a lower --learning_rate, then --compile=False and --dtype=float32"
+        return (
+            f"{seen}; no update of this run came before, so it is not the learning rate: try "
+            "--compile=False and --dtype=float32, then other data or weights to start from"
+        )

@@ -256,7 +256,6 @@ class Schedule:
 
 
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
-FEW_STEPS = 50  # below which a user is told that the minutes are too few
 PLANS = 40  # how often the steps are planned, evenly spread over the run
 
 
@@ -327,7 +326,7 @@ class StepTimer:
         self._compile_s = compile_s
         self.wait_s = 0.0  # of the training time, spent waiting for data
         self.total_s = {"evaluation": 0.0, "saving": 0.0}
-        self.last_s = {"evaluation": 0.0, "saving": 0.0}
+        self.last_s = dict(self.total_s)
         self._started_at = self._now()
         self.window_ended_s = 0.0  # training time at the end of the last window
         self._window_wait_s = 0.0  # wait for data by then
