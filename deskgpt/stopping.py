@@ -256,6 +256,7 @@ class Schedule:
 
 
 WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
+FEW_STEPS = 50  # below which a user is told that the minutes are too few
 PLANS = 40  # how often the steps are planned, evenly spread over the run
 
 
