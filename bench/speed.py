@@ -2,7 +2,8 @@
 and their start.
 
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
-    python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT --start
+    # their start
+    python bench/speed.py config/train_gpt2.py --peer nanogpt:../nanoGPT --seconds=0 --rounds=5
     # which micro-batch is fastest here
     python bench/speed.py config/train_gpt2.py --grid batch_size
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
@@ -12,8 +13,9 @@ stopped after some steps; they take turns for --rounds rounds, in another order 
 step is timed from the arrival of the line before to the arrival of its own, whatever time a program
 prints: nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured
 so far. The first step is timed from the command on, with all imports, compiling and an evaluation
-of one batch; --start is for that: few steps, after a round that does not count, so that kernels are
-built. The peers:
+of one batch; --seconds=0 is for that: few steps in a round. The first round may build kernels, so
+take the median of several. The tokens' vocabulary is 65 for a dataset named *_char, else 50304. The
+peers:
 
     nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, as its
                           README has it; on CUDA compiled and in bfloat16, or float16 on older cards
@@ -63,7 +65,6 @@ from model import MODERN_CHOICES, NANOGPT_ARGS, GPTConfig
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
 LEAST_STEPS = 3  # in a round; the first step does not count
-ROUND_S = 10.0  # of steps, unless --steps says how many
 LINES_OF_FAILURE = 30  # of the output of a run that fails
 ITER = re.compile(r"iter \d+: loss \S+, time [\d.]+ms")
 
@@ -220,8 +221,6 @@ def write_data(folder: Path, vocab_size: int) -> None:
     """Write random tokens, which make the same work as real ones, in files that both nanoGPT and
     deskGPT read.
     """
-    if not 1 <= vocab_size < 1 << 16:
-        raise ConfigError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
     folder.mkdir()
     draw = np.random.default_rng(0)
     for split, n in (("train", 1 << 20), ("val", 1 << 16)):
@@ -230,7 +229,7 @@ def write_data(folder: Path, vocab_size: int) -> None:
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
+def in_turns(runs: Sequence[BenchRun], rounds: int, seconds: float) -> None:
     """Run the contestants in turns.
 
     One that fails gets its reason as status and is left out of later rounds.
@@ -240,7 +239,7 @@ def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
         # In another order each round, so that no drift of the machine favours one of them. Ours
         # first: they start soon.
         for x in random.Random(number).sample(running, len(running)) if number else running:
-            run(x, steps)
+            run(x, seconds)
             outcome = x.status
             if not outcome:
                 ms = statistics.median(x.rounds_ms[-1])
@@ -248,12 +247,9 @@ def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
             print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 
-def run(x: BenchRun, steps: int) -> None:
+def run(x: BenchRun, seconds: float) -> None:
     """Run one round: start x, add its first step and the times of the others to x, and stop it
-    after `steps` steps.
-
-    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its
-    status says why.
+    after so many seconds of steps, at least LEAST_STEPS. If x ends earlier, its status says why.
     """
     lines: deque[str] = deque([""], maxlen=LINES_OF_FAILURE)
     instants = [time.perf_counter()]  # of the command, then of each step's line
@@ -265,8 +261,8 @@ def run(x: BenchRun, steps: int) -> None:
                 if not ITER.search(line):
                     continue
                 instants.append(time.perf_counter())
-                is_long = instants[-1] - instants[1] >= ROUND_S
-                if len(instants) > (steps or LEAST_STEPS) and (steps or is_long):
+                is_long = instants[-1] - instants[1] >= seconds
+                if len(instants) > LEAST_STEPS and is_long:
                     add_round(x, instants)
                     return
             process.wait()  # for its own exit status, not the one that a kill would give it
@@ -353,47 +349,28 @@ def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]
     ]
 
 
-def bench_parser(doc: str | None) -> OneLineParser:
-    """Return a parser with the options that speed.py and lab.py share."""
-    parser = OneLineParser(doc)
+def main() -> None:
+    parser = OneLineParser(__doc__)
     parser.add_argument(
         "--peer", action="append", default=[], help="see above; may be given several times"
     )
+    parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50304"
-    )
-    return parser
-
-
-def main() -> None:
-    parser = bench_parser(__doc__)
-    parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
-    parser.add_argument(
-        "--start", action="store_true", help="take few steps, for the time of the first one"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds"
+        "--seconds", type=float, default=10.0, help="of a round's steps (default: %(default)s)"
     )
     a, given = parser.parse_known_args()
-    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
-        raise ConfigError(
-            f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps"
-        )
+    if a.rounds < 1:
+        raise ConfigError(f"--rounds {a.rounds}: at least one round")
     c = configure(train.TrainConfig, given)
     # inductor's processes may still be ending when the folder is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         folder = Path(tmp) / "data"
-        write_data(folder, a.vocab_size or vocab_size_of(c.dataset))
+        write_data(folder, vocab_size_of(c.dataset))
         runs = grid_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
-        if a.start:
-            in_turns(runs, 1, LEAST_STEPS)
-            for x in runs:
-                x.first_s.clear()
-                x.rounds_ms.clear()
         try:
-            in_turns(runs, a.rounds, LEAST_STEPS if a.start else a.steps)
+            in_turns(runs, a.rounds, a.seconds)
         finally:  # Ctrl+C, too
             print_page(runs, c, a.rounds)
 

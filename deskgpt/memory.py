@@ -19,7 +19,6 @@ The time is a range, from the device's peak (peaks.py) and the share of it that 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,7 +28,7 @@ import torch
 from data.batches import BatchSplit
 from deskgpt import device as machine
 from deskgpt import kernels, peaks
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compute import ComputeMode, ComputeSettings, default_dtype
 from deskgpt.device import memory_in_words
 from deskgpt.distributed import DistContext, shards_of
 from deskgpt.errors import BatchTooLargeError, clock, in_gib, millions
@@ -309,19 +308,11 @@ def largest_batch(
 # ---- --dry_run and --plan_for --------------------------------------------------------------------
 
 
-class PlanSettings(Protocol):
+class PlanSettings(ComputeSettings, Protocol):
     """What a plan reads of train.py's settings."""
 
     @property
     def plan_for(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def compile(self) -> str | bool: ...
-    @property
-    def activation_checkpoint(self) -> str: ...
-    @property
-    def dp_shard(self) -> int: ...
     @property
     def block_size(self) -> int: ...
     @property
@@ -340,7 +331,6 @@ REPORTED: dict[str, tuple[int, ...]] = {
     "H200": (469_355, 599_844),
 }
 REPORTED_MODEL = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False)
-REPORTED_VOCABULARIES = (50257, 50304)  # GPT-2's, and padded
 # Cards of one kind have the same compute units, and memory in about the same proportion. Others are
 # each of their own.
 KINDS = {"GeForce": "GeForce", "H100": "Hopper", "H200": "Hopper", "GH200": "Hopper"}
@@ -480,16 +470,12 @@ def kind_of(name: str) -> str:
     return KINDS.get(name.split()[0], name)
 
 
-def reported_speed(
-    config: GPTConfig, device_name: str, dtype: str = "bfloat16", recompute: str = "none"
-) -> str:
-    """Return the known tokens/s of this model, computed in this way, on this card; "" if none are
-    known.
+def reported_speed(config: GPTConfig, card: peaks.Card | None) -> str:
+    """Return the known tokens/s of this model on this card, in 16 bits; "" if none are known.
+
+    The vocabulary is GPT-2's 50,257, or padded.
     """
     model = replace(config, bias=False, vocab_size=REPORTED_MODEL.vocab_size)
-    is_same = model == REPORTED_MODEL and config.vocab_size in REPORTED_VOCABULARIES
-    speeds: tuple[int, ...] = ()
-    if is_same and dtype != "float32" and recompute == "none":
-        with suppress(ValueError):
-            speeds = REPORTED.get(peaks.find_card(device_name).name, ())
-    return " to ".join(f"{speed:,}" for speed in speeds)
+    if card is None or model != REPORTED_MODEL or not 50257 <= config.vocab_size <= 50304:
+        return ""
+    return " to ".join(f"{speed:,}" for speed in REPORTED.get(card.name, ()))

@@ -274,15 +274,12 @@ def test_known_speeds_are_those_of_the_page_and_named_for_the_same_model_only():
     assert {name: (min(speeds), max(speeds)) for name, speeds in of_page.items()} == {
         name: (speeds[0], speeds[-1]) for name, speeds in REPORTED.items()
     }
-    gpt2 = REPORTED_MODEL
-    assert reported_speed(gpt2, "NVIDIA GeForce RTX 4070") == "56,100"
-    unpadded = replace(gpt2, vocab_size=50257)
-    assert reported_speed(unpadded, "NVIDIA H200") == "469,355 to 599,844"
+    gpt2, h200 = REPORTED_MODEL, peaks.find_card("H200")
+    assert reported_speed(gpt2, peaks.find_card("RTX 4070")) == "56,100"
+    assert reported_speed(replace(gpt2, vocab_size=50257), h200) == "469,355 to 599,844"
     for other in ({"n_layer": 6}, {"vocab_size": 65}, MODERN_SETTINGS, {"dropout": 0.1}):
-        assert reported_speed(replace(gpt2, **other), "H200") == ""
-    assert reported_speed(gpt2, "H200", "float32") == ""
-    assert reported_speed(gpt2, "H200", recompute="full") == ""
-    assert reported_speed(gpt2, "T4") == reported_speed(gpt2, "H200 + H100") == ""
+        assert reported_speed(replace(gpt2, **other), h200) == ""
+    assert reported_speed(gpt2, peaks.find_card("T4")) == reported_speed(gpt2, None) == ""
 
 
 def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):
