@@ -44,7 +44,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -104,7 +104,7 @@ class Contestant:
 
     name: str
     run: Callable[[], Tensor]  # computes one and returns its loss
-    # ms by round: "wall"; of a profile "busy", and the number of "kernels"
+    # ms by round: "wall"; of a profile "busy"
     times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def measure(self, device: torch.device) -> None:
@@ -157,7 +157,7 @@ def micro_batch(
     """
     scaler = torch.amp.GradScaler(tokens.device.type, enabled=variant.dtype == "float16")
     forward_backward = functools.partial(train.forward_backward, model, scaler, variant)
-    graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=refuse)
+    graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=print)
     inputs = tokens[:, :-1].contiguous()
     targets = tokens[:, 1:].contiguous()
 
@@ -168,19 +168,12 @@ def micro_batch(
     for _ in range(WARM_UP):
         run()
     if graph and not graphed.recordings:
-        refuse(f"none was recorded in {WARM_UP} passes")
+        raise RuntimeError(f"no graph was recorded in {WARM_UP} passes")
     return run
 
 
-def refuse(why: str) -> NoReturn:
-    """Raise RuntimeError: what should be a graph is none."""
-    raise RuntimeError(why)
-
-
 def add_profile(x: Contestant, device: torch.device) -> None:
-    """Print the kernels of some micro-batches. Add the ms in which they run, and their number, of
-    one.
-    """
+    """Print the kernels of some micro-batches. Add the ms in which those of one run."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
             x.run()
@@ -189,7 +182,6 @@ def add_profile(x: Contestant, device: torch.device) -> None:
     print(found.table("self_cuda_time_total", ROWS_OF_PROFILE, max_name_column_width=80))
     kernels = [e for e in found if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     x.times["busy"].append(sum(e.self_device_time_total for e in kernels) / 1e3 / PROFILED)
-    x.times["kernels"].append(sum(e.count for e in kernels) / PROFILED)
 
 
 def lab(peer: str, given: list[str]) -> None:
@@ -238,8 +230,9 @@ def lab(peer: str, given: list[str]) -> None:
 
 
 def sampling(given: list[str]) -> None:
-    """Print ms per token until its id is on the host, of one text and of ten, as sample.py writes
-    them. given: settings of train.py.
+    """Print ms per token of a text, until its id is on the host, as sample.py writes it.
+
+    given: settings of train.py.
     """
     from deskgpt.engine import GenerationConfig, InferenceEngine, generate
 
@@ -247,20 +240,18 @@ def sampling(given: list[str]) -> None:
     c = configure(train.TrainConfig, given)
     device = resolve_device(c.device)
     model = GPT(GPTConfig.from_settings(c, vocab_size_of(c.dataset))).to(device).eval()
-    for texts in (1, 10):
-        prompts = torch.arange(8, device=device).expand(texts, -1)
-        engine = InferenceEngine(model, prompts, default_dtype(device))
-        assert engine.cache_type is not None
-        cache = engine.cache_type(c.block_size)
-        times_ms = []
-        tokens = model.generate(prompts, SAMPLED, top_k=200, cache=cache)
-        for _ in range(SAMPLED):
-            t0 = time.perf_counter()
-            with engine.mode():
-                next(tokens).tolist()
-            times_ms.append((time.perf_counter() - t0) * 1e3)
-        ms = f"median {statistics.median(times_ms[4:]):.2f} ms per token"
-        print(f"{texts} texts, {engine.dtype}: {ms}, longest {max(times_ms[4:]):.1f}", flush=True)
+    prompts = torch.arange(8, device=device)[None]
+    engine = InferenceEngine(model, prompts, default_dtype(device))
+    assert engine.cache_type is not None
+    cache = engine.cache_type(c.block_size)
+    times_ms = []
+    tokens = model.generate(prompts, SAMPLED, top_k=200, cache=cache)
+    for _ in range(SAMPLED):
+        t0 = time.perf_counter()
+        with engine.mode():
+            next(tokens).tolist()
+        times_ms.append((time.perf_counter() - t0) * 1e3)
+    print(f"one text, {engine.dtype}: median {statistics.median(times_ms[4:]):.2f} ms per token")
 
 
 # ---- the page ------------------------------------------------------------------------------------

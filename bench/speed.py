@@ -90,12 +90,9 @@ OURS = [
 # What a grid cannot vary, because each run gets it from here.
 FIXED = " ".join([*OURS, "--dataset= --out_dir= --gradient_accumulation_steps="])
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
-SIZES = [
-    *(name for name in NANOGPT_ARGS if name != "vocab_size"),
-    "batch_size",
-    "gradient_accumulation_steps",
-]
-SHARED = [*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
+SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
+SHARED += ["batch_size", "gradient_accumulation_steps"]
+SHARED += ["learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
 
 
 @dataclass
@@ -295,8 +292,8 @@ HEAD = [
     "dtype",
     "compiled",
     "tokens/step",
-    "ms/step (p10, p90)",
-    "tokens/s (rounds)",
+    "ms/step",
+    "tokens/s",
     "MFU",
     "peak memory",
     "first step after (rounds)",
@@ -311,23 +308,19 @@ def table(runs: Sequence[BenchRun]) -> str:
     if first is None:
         raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status or 'not measured'}")
     rows = []
-    peaks = []
     for x in runs:
         if x not in measured:
             rows.append([x.name, x.status or "not measured", *[""] * (len(HEAD) - 2)])
             continue
         start = first.start | x.start  # what a peer does not log is as in the first one
         rows.append(figures_of(x, start, first))
-        peaks.append(f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})")
-    text = output.markdown_table(HEAD, rows, left_columns=3)
-    return f"{text}\n\nMFU refers to {' and '.join(dict.fromkeys(peaks))}."
+    return output.markdown_table(HEAD, rows, left_columns=3)
 
 
 def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]:
     """Return the row of a contestant, beside the first one, from rounds taken in turns."""
     tokens = start["tokens_per_step"]
-    times = sorted(itertools.chain(*x.rounds_ms))
-    ms = statistics.median(times)
+    ms = statistics.median(itertools.chain(*x.rounds_ms))
     rounds = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
     of_first = [
         first.start["tokens_per_step"] / statistics.median(of_round) * 1e3
@@ -340,8 +333,8 @@ def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]
         start.get("dtype") or "n/a",
         {None: "n/a", True: "yes", False: "no"}[start.get("compiled")],
         f"{tokens:,}",
-        f"{ms:.4g} ({times[len(times) // 10]:.4g}, {times[len(times) * 9 // 10]:.4g})",
-        f"{tokens / ms * 1e3:,.0f} ({min(rounds):,.0f} to {max(rounds):,.0f})",
+        f"{ms:.4g}",
+        f"{tokens / ms * 1e3:,.0f}",
         f"{mfu:.1%}",
         f"{max(x.peak_bytes) / 1e9:.2f} GB" if x.peak_bytes else "n/a",
         f"{statistics.median(x.first_s):.2f} s ({min(x.first_s):.2f} to {max(x.first_s):.2f})",
@@ -360,8 +353,6 @@ def main() -> None:
         "--seconds", type=float, default=10.0, help="of a round's steps (default: %(default)s)"
     )
     a, given = parser.parse_known_args()
-    if a.rounds < 1:
-        raise ConfigError(f"--rounds {a.rounds}: at least one round")
     c = configure(train.TrainConfig, given)
     # inductor's processes may still be ending when the folder is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
@@ -372,15 +363,14 @@ def main() -> None:
         try:
             in_turns(runs, a.rounds, a.seconds)
         finally:  # Ctrl+C, too
-            print_page(runs, c, a.rounds)
+            print_page(runs, a.rounds)
 
 
-def print_page(runs: Sequence[BenchRun], c: train.TrainConfig, rounds: int) -> None:
+def print_page(runs: Sequence[BenchRun], rounds: int) -> None:
     """Print the table, and what it is of."""
     text = table(runs)
     starts = [x.start for x in runs if "device" in x.start]
-    sizes = {name: getattr(c, name) for name in SIZES}
-    print(f"\n{output.about(starts[0])}. {rounds} rounds.\n\n{sizes}\n")
+    print(f"\n{output.about(starts[0])}. {rounds} rounds.\n")
     print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
 
 

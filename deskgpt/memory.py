@@ -202,13 +202,10 @@ def check_model_fits(
     for each, needed in needed_on.items():
         if needed > machine.usable_memory_bytes(each):
             n = sum(p.numel() for p in model.parameters())
-            more = (
-                f", {in_gib(needed)} GiB with gradients and optimizer" if needed > weights else ""
-            )
             raise ValueError(
                 f"n_layer={config.n_layer}, n_embd={config.n_embd}, "
                 f"block_size={config.block_size} make a model of {millions(n)} parameters, "
-                f"{in_gib(weights)} GiB in float32{more}; {describe_memory(each)}: take a "
+                f"which needs {in_gib(needed)} GiB in float32; {describe_memory(each)}: take a "
                 "smaller model"
             )
 
@@ -358,12 +355,11 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
     ranks = dist.world
     card: peaks.Card | None
     if config.plan_for:
-        ranks, planned, memory_gb = peaks.find_cards(config.plan_for)
-        card = planned
-        name = planned.name
+        ranks, card, memory_gb = peaks.find_cards(config.plan_for)
+        name = card.name
         device_type = "cuda"  # AMD's cards count as CUDA's
-        dtype = planned.default_dtype() if dtype == "auto" else dtype
-        peak, source = planned.peak(dtype) or (math.nan, "")
+        dtype = card.default_dtype() if dtype == "auto" else dtype
+        peak, source = card.peak(dtype) or (math.nan, "")
         free_bytes = total_bytes = memory_gb * 2**30  # a maker's GB of memory is a GiB
     else:
         card = peaks.card_of(dist.device)
@@ -452,17 +448,16 @@ def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float,
     """
     if device_type == "cpu" and card is None:
         return (*MFU_ON_CPU, "known runs on CPUs")
-    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
-    shares = {
-        name: [flops * speed / peaks.find_card(name).flops["float16"] for speed in speeds]
-        for name, speeds in REPORTED.items()
-    }
-    names = [name for name in shares if card and kind_of(name) == kind_of(card.name)]
+    names = [name for name in REPORTED if card and kind_of(name) == kind_of(card.name)]
     if card and len(REPORTED.get(card.name, ())) > 1:
         names = [card.name]
     on = " and ".join(names) or "other kinds of cards, as none is known on this one"
-    known = [share for name in names or shares for share in shares[name]]
-    return min(known), max(known), f"known runs on {on}"
+    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
+    shares = []
+    for name in names or REPORTED:
+        peak = peaks.find_card(name).flops["float16"]
+        shares += [flops * speed / peak for speed in REPORTED[name]]
+    return min(shares), max(shares), f"known runs on {on}"
 
 
 def kind_of(name: str) -> str:
