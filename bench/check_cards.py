@@ -296,7 +296,7 @@ def check() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-        found |= {"dtype": variant.dtype, "tokens": idx.numel(), "peak_bytes": work.peak}
+        found |= {"dtype": variant.dtype, "peak_bytes": work.peak}
         if not peer:
             model.eval()
             with torch.no_grad(), autocast(device, variant.dtype):
@@ -353,7 +353,6 @@ HEAD = [
     "TFLOP",
     "GB moved",
     "ms",
-    "tokens/s",
     "GiB counted, predicted",
 ]
 
@@ -378,7 +377,6 @@ def row_of(card: str, program: str, found: dict[str, Any]) -> list[str]:
         f"{micro_batch['flops'] / 1e12:.2f}",
         f"{micro_batch['bytes'] / 1e9:.1f}",
         f"{ms:.1f}",
-        f"{found['tokens'] / ms * 1e3:,.0f}",
         f"{in_gib(found['peak_bytes'])}, {in_gib(found['predicted_bytes'])}",
     ]
 

@@ -88,7 +88,6 @@ PASSED = "passed"  # the last line of a stage's output
 LEAST_S = 10.0  # with less time left, no stage begins
 GRACE_S = 10.0  # in which a stage that is cut may end by itself: pytest prints what has failed
 LINES_OF_PAGE = 60  # of each stage's output
-SAMPLED = 128  # tokens of a text
 WARM_UP = 4  # micro-batches, of which a graph records the third
 ROUNDS = 3
 PASSES = 12  # micro-batches of a round, in a row
@@ -224,34 +223,6 @@ def lab(peer: str, given: list[str]) -> None:
             add_profile(x, device)
             print(x.figures(), flush=True)
     sys.exit(len(running) < len(wanted))
-
-
-# ---- sampling ------------------------------------------------------------------------------------
-
-
-def sampling(given: list[str]) -> None:
-    """Print ms per token of a text, until its id is on the host, as sample.py writes it.
-
-    given: settings of train.py.
-    """
-    from deskgpt.engine import GenerationConfig, InferenceEngine, generate
-
-    torch.set_float32_matmul_precision("high")  # TF32, as sample.py has it
-    c = configure(train.TrainConfig, given)
-    device = resolve_device(c.device)
-    model = GPT(GPTConfig.from_settings(c, vocab_size_of(c.dataset))).to(device).eval()
-    prompts = torch.arange(8, device=device)[None]
-    engine = InferenceEngine(model, prompts, default_dtype(device))
-    assert engine.cache_type is not None
-    cache = engine.cache_type(c.block_size)
-    times_ms = []
-    tokens = model.generate(prompts, SAMPLED, top_k=200, cache=cache)
-    for _ in range(SAMPLED):
-        t0 = time.perf_counter()
-        with engine.mode():
-            next(tokens).tolist()
-        times_ms.append((time.perf_counter() - t0) * 1e3)
-    print(f"one text, {engine.dtype}: median {statistics.median(times_ms[4:]):.2f} ms per token")
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ and their start.
     # their start
     python bench/speed.py config/train_gpt2.py --peer nanogpt:../nanoGPT --seconds=0 --rounds=5
     # which micro-batch is fastest here
-    python bench/speed.py config/train_gpt2.py --grid batch_size
+    python bench/speed.py config/train_gpt2.py --grid batch_size=6,12,24
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is
@@ -22,9 +22,9 @@ peers:
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the last commit
 
---grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles
-it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks
-for. Prints a table in Markdown, whose rows name the settings to take.
+--grid NAME=A,B,... tries each of these values of a setting. Accumulation follows from the batch
+size, so that a step keeps the tokens that the config asks for. Prints a table in Markdown, whose
+rows name the settings to take.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class BenchRun:
     rounds_ms: list[list[float]] = field(default_factory=list)
     # By round, from the command to the end of the first step.
     first_s: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)  # by round, as our log has it
 
 
 def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> BenchRun:
@@ -188,12 +187,8 @@ def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     if f"--{name}=" in FIXED:
         raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
     sequences = c.batch_size * c.gradient_accumulation_steps
-    values = listed.split(",")
-    if text == "batch_size":
-        sizes = [c.batch_size * 2.0**k for k in range(-4, 5)]
-        values = [f"{size:.0f}" for size in sizes if size.is_integer() and sequences % size == 0]
     runs = []
-    for value in values:
+    for value in listed.split(","):
         flags = [f"--{name}={value}"]
         batch_size = configure(train.TrainConfig, [*given, *flags]).batch_size
         if sequences % batch_size:
@@ -279,10 +274,7 @@ def add_round(x: BenchRun, instants: Sequence[float]) -> None:
     still_allocate = min(10, len(times_ms) // 5)  # the first steps
     x.rounds_ms.append(times_ms[still_allocate:])
     if x.out_dir:
-        events = read_events(x.out_dir / "log.jsonl")
-        x.start = events[0]
-        # The event of the last step may not be written yet; the peak was reached before it.
-        x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
+        x.start = read_events(x.out_dir / "log.jsonl")[0]
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -295,7 +287,6 @@ HEAD = [
     "ms/step",
     "tokens/s",
     "MFU",
-    "peak memory",
     "first step after (rounds)",
     "time per token / first",
 ]
@@ -330,13 +321,12 @@ def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]
     mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
     return [
         x.name,
-        start.get("dtype") or "n/a",
-        {None: "n/a", True: "yes", False: "no"}[start.get("compiled")],
+        str(start.get("dtype", "n/a")),
+        str(start.get("compiled", "n/a")),
         f"{tokens:,}",
         f"{ms:.4g}",
         f"{tokens / ms * 1e3:,.0f}",
         f"{mfu:.1%}",
-        f"{max(x.peak_bytes) / 1e9:.2f} GB" if x.peak_bytes else "n/a",
         f"{statistics.median(x.first_s):.2f} s ({min(x.first_s):.2f} to {max(x.first_s):.2f})",
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
     ]
@@ -369,8 +359,8 @@ def main() -> None:
 def print_page(runs: Sequence[BenchRun], rounds: int) -> None:
     """Print the table, and what it is of."""
     text = table(runs)
-    starts = [x.start for x in runs if "device" in x.start]
-    print(f"\n{output.about(starts[0])}. {rounds} rounds.\n")
+    start = next(x.start for x in runs if "device" in x.start)
+    print(f"\n{output.about(start)}. {rounds} rounds.\n")
     print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
 
 

@@ -21,17 +21,13 @@ columns, values = torch.tensor([[2], [0], [3]]), torch.ones(3, 1)  # 24 and 12 b
 CALLS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "copy_": (48 + 48, aten.copy_, (x, y)),
     "fill_": (48, aten.fill_, (x, 0.5)),
-    "zero_": (48, aten.zero_, (x,)),
     "add_": (48 + 48 + 48, aten.add_, (x, y)),
     "add of an expanded row": (48 + 16 + 48, aten.add, (x, torch.ones(4).expand(3, 4))),
     "cat": (96 + 96, aten.cat, ([x, y],)),
     "mul of an out": (48 + 48 + 48, partial(aten.mul.out, out=z), (x, y)),
     "sum": (48 + 4, aten.sum, (x,)),
-    "zeros_like": (48, aten.zeros_like, (x,)),
     "scatter_": (24 + 12 + 12, aten.scatter_, (x, 1, columns, values)),
     "scatter_ of one value": (24 + 12, aten.scatter_, (x, 1, columns, 0.5)),
-    "_foreach_mul_": (96 + 4 + 96, aten._foreach_mul_, ([x, y], torch.ones(()))),
-    "_foreach_norm": (96 + 8, aten._foreach_norm, ([x, y],)),
 }
 
 

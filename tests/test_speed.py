@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -45,22 +46,18 @@ def test_settings_and_peers_are_timed_on_the_same_work(tmp_path, script):
     }
     cells = [f"--batch_size={n} --gradient_accumulation_steps={4 // n}" for n in (4, 2)]
     assert list(rows) == ["", "---", *cells, "nanoGPT", "--n_layer=1"]
-    assert [cell.strip() for cell in rows["nanoGPT"][:3]] == ["float32", "no", "64"]
+    assert [cell.strip() for cell in rows["nanoGPT"][:3]] == ["float32", "False", "64"]
     # By the clock, not as it prints.
     assert float(rows["nanoGPT"][3].split()[0]) == pytest.approx(200, rel=0.2)
     assert rows[cells[1]][2].strip() == "64"  # with twice the accumulation
-    assert "1.00 (1.00 to 1.00)" in rows[cells[0]][-2]
-    seconds = [float(rows[name][-3].split()[0]) for name in (cells[0], "nanoGPT")]
-    # From the command on: one imports torch, the other sleeps for 0.3 s.
-    assert seconds[0] > 1 > seconds[1]
-    assert seconds[1] > 0.3
+    ours_s, nanogpt_s = (float(rows[name][-3].split()[0]) for name in (cells[0], "nanoGPT"))
+    assert ours_s > 1 > nanogpt_s > 0.3  # one imports torch, the other sleeps for 0.3 s
 
 
 def test_what_is_wrong_is_one_line(script):
     wrong = {
         "--peer=nanogpt:/nowhere": "/nowhere",
         "--peer=llamacpp": "llamacpp",
-        "--rounds=0": "--rounds 0",
         "--grid=dataset=x": "dataset",
         "--grid=batchsize=4": "batch_size",
         "--grid=batch_size=3": "batch_size=3",
@@ -71,27 +68,19 @@ def test_what_is_wrong_is_one_line(script):
 
 
 def test_figures_of_the_table_are_these():
-    start = {
-        "flops_per_token": 6e6,
-        "peak_flops": 1e12,
-        "peak_source": "measured",
-        "tokens_per_step": 1000,
-    }
+    start: dict[str, Any] = {"flops_per_token": 6e6, "peak_flops": 1e12, "tokens_per_step": 1000}
     start |= {"dtype": "bfloat16", "compiled": True}
-    ours = BenchRun(
-        "ours", [], Path(), start=start, first_s=[3.0, 1.0], peak_bytes=[2 * 10**9, 10**9]
-    )
+    ours = BenchRun("ours", [], Path(), start=start, first_s=[3.0, 1.0])
     ours.rounds_ms = [[10.0, 12.0, 11.0], [20.0, 22.0, 21.0]]
     peer = BenchRun("peer", [], Path(), start={"compiled": False}, first_s=[3.0, 1.0])
     peer.rounds_ms = [[22.0, 22.0, 22.0], [63.0, 63.0, 63.0]]
     failed = BenchRun("failed", [], Path(), status="out of memory")
+    at = "2.00 s (1.00 to 3.00)"
     # 6e9 FLOPs in 16 ms, and in 42.5
-    assert speed.table([ours, peer, failed]).splitlines()[2:5] == [
-        "| ours | bfloat16 | yes | 1,000 | 16 (10, 22) | 62,500 (47,619 to 90,909) | 37.5% | "
-        "2.00 GB | 2.00 s (1.00 to 3.00) | 1.00 (1.00 to 1.00) |",
-        "| peer | bfloat16 | no | 1,000 | 42.5 (22, 63) | 23,529 (15,873 to 45,455) | 14.1% | "
-        "n/a | 2.00 s (1.00 to 3.00) | 2.50 (2.00 to 3.00) |",
-        "| failed | out of memory |  |  |  |  |  |  |  |  |",
+    assert speed.table([ours, peer, failed]).splitlines()[2:] == [
+        f"| ours | bfloat16 | True | 1,000 | 16 | 62,500 | 37.5% | {at} | 1.00 (1.00 to 1.00) |",
+        f"| peer | bfloat16 | False | 1,000 | 42.5 | 23,529 | 14.1% | {at} | 2.50 (2.00 to 3.00) |",
+        "| failed | out of memory |  |  |  |  |  |  |  |",
     ]
 
 
@@ -122,7 +111,7 @@ def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
         "round 1, deskGPT",
         "round 1, nanoGPT",
     ]
-    assert "| nanoGPT | float32 | no | 64 |" in rest
+    assert "| nanoGPT | float32 | False | 64 |" in rest
 
 
 # ---- qualify.py ----------------------------------------------------------------------------------
@@ -171,22 +160,18 @@ def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_
 
 
 def test_page_has_what_a_stage_printed_last_beside_what_was_predicted(tmp_path):
-    ours = qualify.Contestant("ours", lambda: torch.zeros(()))
-    ours.times |= {"wall": [25.0]}
-    text = f"ours: bfloat16, compiled, loss 10.5\n{ours.figures()}\n"
-    ours.times["wall"] += [27.0, 29.0]
-    ours.times |= {"busy": [24.5], "kernels": [512.0]}
-    text += f"ours: wall 1.00x\nhours: wall 1\n{ours.figures()}\nround 2\nours + graph: wall 20\n"
+    ours = qualify.Contestant("ours", torch.Tensor, {"wall": [25.0, 27.0, 29.0], "busy": [24.5]})
+    text = f"ours: bfloat16, compiled, loss 10.5\nours: wall 25\nhours: wall 1\n{ours.figures()}\n"
     files = {name: tmp_path / name for name, *_ in rows_of("stages.txt")}
-    files["16x1024"].write_text(text + "passed\n")
+    files["16x1024"].write_text(text + "ours: wall 1.00x\nround 2\nours + graph: wall 20\npassed\n")
     page = qualify.page_of(files, "a card")
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines()]
-    found = {tuple(row[:3]): row[3:] for row in rows if len(row) > 5}
-    assert found["16x1024", "ours", "wall"] == ["27", "25.0 to 30.0", "29.0 to 33.0"]
-    assert found["16x1024", "ours", "busy"][0] == "24.5"
-    assert found["16x1024", "ours", "kernels"][0] == "512"
-    assert found["16x1024", "ours + graph", "wall"][0] == "20"
-    assert found["64x256", "ours", "wall"][0] == "n/a"
+    for row in (
+        "16x1024 | ours | wall | 27 | 25.0 to 30.0 | 29.0 to 33.0",
+        "16x1024 | ours | busy | 24.5 | 24.5 to 26.0 | 28.0 to 30.0",
+        "16x1024 | ours + graph | gaps | n/a | 0.3 to 0.6 | 0.3 to 0.6",
+        "16x1024 | ours + graph | wall | 20 | 24.0 to 26.5 | 28.0 to 30.5",
+    ):
+        assert f"| {row} |\n" in page
     assert "## 16x1024: passed" in page
     assert "## tests: not run" in page
 
@@ -195,35 +180,17 @@ def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
     """Rows as a card would have them: a CPU's profile has none."""
     rows = EventList()
     for name, device, is_annotation, us in (
-        ("gemm", DeviceType.CUDA, False, 600.0),
-        ("flash", DeviceType.CUDA, False, 1500.0),
-        ("record_function", DeviceType.CUDA, True, 9e9),
-        ("cudaLaunchKernel", DeviceType.CPU, False, 9e9),
+        ("gemm", DeviceType.CUDA, False, 2100),
+        ("record_function", DeviceType.CUDA, True, 9000),
+        ("cudaLaunchKernel", DeviceType.CPU, False, 9000),
     ):
         row = FunctionEventAvg()
         row.key, row.device_type, row.is_user_annotation = name, device, is_annotation
-        row.count, row.self_device_time_total, row.use_device = 6, round(us), "cuda"
+        row.self_device_time_total, row.use_device = us, "cuda"
         rows.append(row)
     profiler = SimpleNamespace(key_averages=lambda: rows)
     monkeypatch.setattr(qualify, "profile", lambda activities: nullcontext(profiler))
-    x = qualify.Contestant("ours", lambda: torch.zeros(()))
-    x.times["wall"] = [1.0]
+    x = qualify.Contestant("ours", torch.Tensor, {"wall": [1.0], "busy": []})
     qualify.add_profile(x, CPU)
-    assert x.figures() == "ours: wall 1, busy 0.7, kernels 4, gaps 0.3"
+    assert x.figures() == "ours: wall 1, busy 0.7, gaps 0.3"
     assert "gemm" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_later_call_continues_and_the_page_has_all_stages(tmp_path, script):
-    ours = ["bench/qualify.py", "--device=cpu", f"--out_dir={tmp_path}"]
-    done = script(*ours, "--only", "facts", "right")
-    [page] = tmp_path.glob("*/page.md")
-    text = page.read_text()
-    assert done.code == 0, text
-    assert "## facts: passed" in text
-    assert "::test_every_variant" in text
-    assert "## tests: not run" in text
-    done = script(*ours, "--minutes=0")
-    assert done.code == 1
-    assert "16x1024: no time was left" in done.out
-    assert page.read_text() == text
