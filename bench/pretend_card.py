@@ -270,8 +270,8 @@ def set_internals(torch: Any, library: ctypes.CDLL) -> None:
 def torch_folder() -> Path:
     """Return where torch is installed, without importing it."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
+    assert spec
+    assert spec.origin
     return Path(spec.origin).parent
 
 

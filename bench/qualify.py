@@ -40,7 +40,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +84,6 @@ from model import GPT, GPTConfig
 
 MOST_SHARES = 2  # of its share of the time, which no stage may exceed
 PASSED = "passed"  # the last line of a stage's output
-LEAST_S = 10.0  # with less time left, no stage begins
 GRACE_S = 10.0  # in which a stage that is cut may end by itself: pytest prints what has failed
 LINES_OF_PAGE = 60  # of each stage's output
 WARM_UP = 4  # micro-batches, of which a graph records the third
@@ -103,8 +101,8 @@ class Contestant:
 
     name: str
     run: Callable[[], Tensor]  # computes one and returns its loss
-    # ms by round: "wall"; of a profile "busy"
-    times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    wall_ms: list[float] = field(default_factory=list)  # by round
+    busy_ms: float | None = None  # of a profile
 
     def measure(self, device: torch.device) -> None:
         """Add the time of a round."""
@@ -115,14 +113,15 @@ class Contestant:
         for _ in range(PASSES):
             self.run()
         synchronize(device)
-        self.times["wall"].append((time.perf_counter() - t0) * 1e3 / PASSES)
+        self.wall_ms.append((time.perf_counter() - t0) * 1e3 / PASSES)
 
     def figures(self) -> str:
         """Return the line of this contestant."""
-        found = {name: statistics.median(ms) for name, ms in self.times.items()}
-        if "busy" in found:
-            found["gaps"] = found["wall"] - found["busy"]
-        return f"{self.name}: {', '.join(f'{name} {x:.4g}' for name, x in found.items())}"
+        wall_ms = statistics.median(self.wall_ms)
+        line = f"{self.name}: wall {wall_ms:.4g}"
+        if self.busy_ms is not None:
+            line += f", busy {self.busy_ms:.4g}, gaps {wall_ms - self.busy_ms:.4g}"
+        return line
 
 
 def our_model(
@@ -180,7 +179,7 @@ def add_profile(x: Contestant, device: torch.device) -> None:
     found = profiler.key_averages()
     print(found.table("self_cuda_time_total", ROWS_OF_PROFILE, max_name_column_width=80))
     kernels = [e for e in found if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    x.times["busy"].append(sum(e.self_device_time_total for e in kernels) / 1e3 / PROFILED)
+    x.busy_ms = sum(e.self_device_time_total for e in kernels) / 1e3 / PROFILED
 
 
 def lab(peer: str, given: list[str]) -> None:
@@ -210,9 +209,7 @@ def lab(peer: str, given: list[str]) -> None:
         except Exception as e:  # the others go on
             traceback.print_exc()
             print(f"{name}: failed: {reason(e)}", flush=True)
-    print(f"ms of a micro-batch of {c.batch_size} x {c.block_size}:")
     for number in range(ROUNDS):
-        print(f"\nround {number + 1} of {ROUNDS}")
         # In another order each round, so that no drift of the machine favours one of them.
         for x in random.Random(number).sample(running, len(running)):
             x.measure(device)
@@ -326,7 +323,7 @@ def main() -> None:
         for name in outcomes:
             share_s, command = stages[name]
             left_s = ends_at - time.monotonic()
-            if left_s > LEAST_S:
+            if left_s > 0:
                 words = shlex.split(command.format(**values))
                 outcomes[name] = run(words, files[name], min(left_s, MOST_SHARES * int(share_s)))
             print(f"{name}: {outcomes[name]}", flush=True)

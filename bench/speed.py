@@ -260,8 +260,7 @@ def run(x: BenchRun, seconds: float) -> None:
             process.wait()  # for its own exit status, not the one that a kill would give it
         finally:
             process.kill()
-    is_reason = lines[-1] and not ITER.search(lines[-1])
-    x.status = f"failed: {lines[-1] if is_reason else f'exit status {process.returncode}'}"
+    x.status = f"failed with exit status {process.returncode}: {lines[-1]}"
     print(*lines, sep="\n    ", flush=True)
 
 
@@ -297,7 +296,7 @@ def table(runs: Sequence[BenchRun]) -> str:
     measured = [x for x in runs if x.rounds_ms and not x.status]
     first = next((x for x in measured if "peak_flops" in x.start), None)  # a peer does not log it
     if first is None:
-        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status or 'not measured'}")
+        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
     rows = []
     for x in runs:
         if x not in measured:

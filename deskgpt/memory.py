@@ -66,6 +66,11 @@ class StepShape:
         """Return the bytes of a number of the residual stream."""
         return 4 if self.variant.residual_dtype == "float32" else 2
 
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes that are alive in the step, as predicted."""
+        return sum(step_memory(self).values())
+
 
 def step_memory(step: StepShape) -> dict[str, int]:
     """Return the bytes alive at the peak of a step, by part; their sum is the peak.
@@ -109,7 +114,7 @@ def with_fewest_chunks(step: StepShape, limit_bytes: float) -> StepShape:
         return step
     for chunks in LOSS_CHUNKS:
         step = replace(step, variant=replace(step.variant, loss_chunks=chunks))
-        if sum(step_memory(step).values()) <= limit_bytes:
+        if step.peak_bytes <= limit_bytes:
             break
     return step
 
@@ -228,10 +233,8 @@ def check_batch_fits(
     if device.type != "cpu":
         return
     check_model_fits(config, device, True, shards)  # no micro-batch helps a model that is too large
-    predicted = sum(
-        step_memory(StepShape(config, batching.batch_size, variant, "cpu", shards=shards)).values()
-    )
-    if MIN_SHARE_OF_PREDICTION * predicted > machine.usable_memory_bytes(device):
+    step = StepShape(config, batching.batch_size, variant, "cpu", shards=shards)
+    if MIN_SHARE_OF_PREDICTION * step.peak_bytes > machine.usable_memory_bytes(device):
         raise batch_too_large(device, batching, may_halve=False)
 
 
@@ -296,7 +299,7 @@ def largest_batch(
         if largest >= enough or sequences % n:
             continue
         smallest = with_fewest_chunks(replace(step, batch_size=n), limit_bytes)
-        if sum(step_memory(smallest).values()) > limit_bytes:
+        if smallest.peak_bytes > limit_bytes:
             break
         largest = n
     return largest
@@ -330,7 +333,7 @@ REPORTED: dict[str, tuple[int, ...]] = {
 REPORTED_MODEL = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False)
 # Cards of one kind have the same compute units, and memory in about the same proportion. Others are
 # each of their own.
-KINDS = {"GeForce": "GeForce", "H100": "Hopper", "H200": "Hopper", "GH200": "Hopper"}
+KINDS = {"H200": "H100", "GH200": "H100"}
 # The least and the most MFU of known runs on CPUs, both of two cores: 4 layers of 128 with AMX,
 # 2,000 steps of 768 tokens in 45.2 s (docs/figures.md) where matmuls reach 2.5 TFLOP/s
 # (bench/results/2026-11-26-speed-amx.md); and 12 of 768 (2026-11-25-speed-zen4.md).
@@ -455,7 +458,8 @@ def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float,
 
 def kind_of(name: str) -> str:
     """Return a name for the cards that reach about the same share of their peaks."""
-    return KINDS.get(name.split()[0], name)
+    family = name.split()[0]  # such as GeForce
+    return KINDS.get(family, family)
 
 
 def reported_speed(config: GPTConfig, card: peaks.Card | None) -> str:

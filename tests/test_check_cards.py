@@ -20,12 +20,10 @@ columns, values = torch.tensor([[2], [0], [3]]), torch.ones(3, 1)  # 24 and 12 b
 # By name: the bytes that are read or written, an operator, and what it takes.
 CALLS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "copy_": (48 + 48, aten.copy_, (x, y)),
-    "fill_": (48, aten.fill_, (x, 0.5)),
     "add_": (48 + 48 + 48, aten.add_, (x, y)),
     "add of an expanded row": (48 + 16 + 48, aten.add, (x, torch.ones(4).expand(3, 4))),
     "cat": (96 + 96, aten.cat, ([x, y],)),
     "mul of an out": (48 + 48 + 48, partial(aten.mul.out, out=z), (x, y)),
-    "sum": (48 + 4, aten.sum, (x,)),
     "scatter_": (24 + 12 + 12, aten.scatter_, (x, 1, columns, values)),
     "scatter_ of one value": (24 + 12, aten.scatter_, (x, 1, columns, 0.5)),
 }
@@ -56,7 +54,6 @@ def test_expected_time_is_that_of_flops_and_of_bytes():
     # Of 4.8 TB/s, and of 989 TFLOP/s
     expected = 1 / check_cards.OF_MEMORY + 1 / check_cards.OF_FLOPS
     assert check_cards.expected_ms("H200", "bfloat16", part) == pytest.approx(expected)
-    assert check_cards.OF_FLOPS_GEFORCE > check_cards.OF_FLOPS
 
 
 def test_peer_without_a_program_is_an_error_of_one_line(tmp_path, script):

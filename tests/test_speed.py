@@ -86,15 +86,15 @@ def test_figures_of_the_table_are_these():
 
 def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys):
     lines = "for i in range(9): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
-    reasons = {"": "", "print('why'); print('no such file')": "failed: no such file"}
-    reasons["raise SystemExit(3)"] = "failed: exit status 3"
+    why = "failed with exit status 3: no such file"
+    reasons = {"": "", "print('why'); print('no such file'); raise SystemExit(3)": why}
     runs = [BenchRun(code, [sys.executable, "-c", code or lines], tmp_path) for code in reasons]
     speed.in_turns(runs, 2, seconds=0.0)
     assert [x.status for x in runs] == list(reasons.values())
-    assert [len(x.rounds_ms) for x in runs] == [2, 0, 0]
+    assert [len(x.rounds_ms) for x in runs] == [2, 0]
     out = capsys.readouterr().out
     assert "    why\n    no such file" in out  # its own output
-    assert out.count("failed: no such file") == 1  # it is not tried again
+    assert out.count(why) == 1  # it is not tried again
 
 
 @pytest.mark.slow
@@ -107,10 +107,7 @@ def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert process.returncode == 130
-    assert [line.split(":")[0] for line in sorted(lines)] == [
-        "round 1, deskGPT",
-        "round 1, nanoGPT",
-    ]
+    assert all(line.startswith("round 1, ") for line in lines)
     assert "| nanoGPT | float32 | False | 64 |" in rest
 
 
@@ -121,21 +118,20 @@ def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
 def test_micro_batches_of_both_programs_are_timed_in_one_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(qualify, "PASSES", 2)
     peer = nanogpt_checkout(tmp_path).removeprefix("--peer=")
-
-    def figure(name: str, word: str) -> str:
-        return qualify.number(out, name, word)
-
-    for text, status in ((None, 0), ("raise RuntimeError('not today')", 1)):
-        if text:
-            (tmp_path / "model.py").write_text(text)
+    nanogpt_ms = []
+    for status in (0, 1):
         with pytest.raises(SystemExit) as e:
             qualify.lab(peer, flags(**SMALL))
         assert e.value.code == status
         out = capsys.readouterr().out
-        assert figure("nanoGPT", "wall") == "n/a" if status else float(figure("nanoGPT", "wall"))
-        assert float(figure("ours", "loss")) == pytest.approx(math.log(65), rel=0.1)
-        assert float(figure("ours", "wall")) > 0
-        assert figure("ours", "busy") == "n/a"  # a CPU has no profile
+        loss, wall_ms, busy = (qualify.number(out, "ours", x) for x in ("loss", "wall", "busy"))
+        assert float(loss) == pytest.approx(math.log(65), rel=0.1)
+        assert float(wall_ms) > 0
+        assert busy == "n/a"  # a CPU has no profile
+        nanogpt_ms.append(qualify.number(out, "nanoGPT", "wall"))
+        (tmp_path / "model.py").write_text("raise RuntimeError('not today')")
+    assert float(nanogpt_ms[0]) > 0
+    assert nanogpt_ms[1] == "n/a"
     assert "nanoGPT: failed: not today" in out
 
 
@@ -160,7 +156,7 @@ def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_
 
 
 def test_page_has_what_a_stage_printed_last_beside_what_was_predicted(tmp_path):
-    ours = qualify.Contestant("ours", torch.Tensor, {"wall": [25.0, 27.0, 29.0], "busy": [24.5]})
+    ours = qualify.Contestant("ours", torch.Tensor, [25.0, 27.0, 29.0], 24.5)
     text = f"ours: bfloat16, compiled, loss 10.5\nours: wall 25\nhours: wall 1\n{ours.figures()}\n"
     files = {name: tmp_path / name for name, *_ in rows_of("stages.txt")}
     files["16x1024"].write_text(text + "ours: wall 1.00x\nround 2\nours + graph: wall 20\npassed\n")
@@ -190,7 +186,7 @@ def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
         rows.append(row)
     profiler = SimpleNamespace(key_averages=lambda: rows)
     monkeypatch.setattr(qualify, "profile", lambda activities: nullcontext(profiler))
-    x = qualify.Contestant("ours", torch.Tensor, {"wall": [1.0], "busy": []})
+    x = qualify.Contestant("ours", torch.Tensor, [1.0])
     qualify.add_profile(x, CPU)
     assert x.figures() == "ours: wall 1, busy 0.7, gaps 0.3"
     assert "gemm" in capsys.readouterr().out
