@@ -204,21 +204,21 @@ def lab(peer: str, given: list[str]) -> None:
         try:
             model, variant = make()
             run = micro_batch(c, tokens, graph, model, variant)
-            print(f"{name}: {variant}, loss {run().item()!r}", flush=True)
+            print(f"{name}: {variant}, loss {run().item()!r}")
             running.append(Contestant(name, run))
         except Exception as e:  # the others go on
             traceback.print_exc()
-            print(f"{name}: failed: {reason(e)}", flush=True)
+            print(f"{name}: failed: {reason(e)}")
     for number in range(ROUNDS):
         # In another order each round, so that no drift of the machine favours one of them.
         for x in random.Random(number).sample(running, len(running)):
             x.measure(device)
-            print(x.figures(), flush=True)
+            print(x.figures())
     # At the end: a profiler may leave the CPU slower.
     if ProfilerActivity.CUDA in supported_activities():
         for x in running:
             add_profile(x, device)
-            print(x.figures(), flush=True)
+            print(x.figures())
     sys.exit(len(running) < len(wanted))
 
 

@@ -322,7 +322,7 @@ def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, cha
 @each_model
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_predicted_total_is_what_cuda_allocates(dtype, settings):
-    small = {"n_layer": 2, "n_head": 1, "n_embd": 64, "block_size": 128}
+    small: dict[str, Any] = {"n_layer": 2, "n_head": 1, "n_embd": 64, "block_size": 128}
     config = GPTConfig(**(small if PRETENDED else {}), **settings)
     predicted = StepShape(config, 8, ComputeMode(dtype), "cuda").peak_bytes
     if predicted > 0.9 * usable_memory_bytes(DEVICE):

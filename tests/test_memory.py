@@ -95,7 +95,7 @@ def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(cost, 
     batching = BatchSplit(batch_size=2, grad_accum_steps=48, block_size=64)
     model = GPT(SMALL)
     parameters = sum(p.numel() for p in model.parameters())
-    cases = [(0.5, 99, 2), (2.5, 99, 3), (7.9, 99, 8), (8.1, 99, 12), (49, 99, 96), (999, 99, 96)]
+    cases = [(0.5, 99, 2), (7.9, 99, 8), (8.1, 99, 12), (999, 99, 96)]
     for enough, fits, expected in [*cases, (8.1, 11, 8), (8.1, 1, 2)]:
         flops = enough * model.estimate_flops() * SMALL.block_size
         of_bytes, peak = flops * TARGET_FIXED_SHARE / FLOPS_PER_BYTE / parameters, math.nan

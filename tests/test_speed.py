@@ -23,12 +23,7 @@ from bench import qualify, speed
 from bench.pretend_card import rows_of
 from bench.speed import BenchRun
 
-SMALL = {
-    k: v
-    for k, v in TINY.items()
-    if k not in ("max_iters", "eval_interval", "eval_iters", "warmup_iters")
-}
-SMALL["dataset"] = "tiny_char"  # by its name, a vocabulary of 65
+SMALL = TINY | {"dataset": "tiny_char"}  # by its name, a vocabulary of 65
 
 
 # ---- speed.py ------------------------------------------------------------------------------------
