@@ -352,15 +352,10 @@ def main() -> None:
         try:
             in_turns(runs, a.rounds, a.seconds)
         finally:  # Ctrl+C, too
-            print_page(runs, a.rounds)
-
-
-def print_page(runs: Sequence[BenchRun], rounds: int) -> None:
-    """Print the table, and what it is of."""
-    text = table(runs)
-    start = next(x.start for x in runs if "device" in x.start)
-    print(f"\n{output.about(start)}. {rounds} rounds.\n")
-    print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
+            text = table(runs)
+            start = next(x.start for x in runs if "device" in x.start)
+            print(f"\n{output.about(start)}. {a.rounds} rounds.\n")
+            print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
 
 
 if __name__ == "__main__":

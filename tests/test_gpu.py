@@ -324,14 +324,14 @@ def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, cha
 def test_predicted_total_is_what_cuda_allocates(dtype, settings):
     small: dict[str, Any] = {"n_layer": 2, "n_head": 1, "n_embd": 64, "block_size": 128}
     config = GPTConfig(**(small if PRETENDED else {}), **settings)
-    predicted = StepShape(config, 8, ComputeMode(dtype), "cuda").peak_bytes
+    variant = ComputeMode(dtype)
+    predicted = StepShape(config, 8, variant, "cuda").peak_bytes
     if predicted > 0.9 * usable_memory_bytes(DEVICE):
         pytest.skip(f"needs {predicted / 2**30:.1f} GiB of the card's memory")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = GPT(config).to(DEVICE)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    variant = ComputeMode(dtype)
     take_step(model, optimizer, variant, batch(config, rows=8))  # makes AdamW's moments
     torch.cuda.reset_peak_memory_stats()
     take_step(model, optimizer, variant, batch(config, rows=8))

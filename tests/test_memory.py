@@ -255,7 +255,7 @@ def test_known_speeds_are_those_of_the_page_and_named_for_the_same_model_only():
     assert reported_speed(replace(gpt2, bias=True), h200) == "469,355 to 599,844"
     for other in ({"vocab_size": 65}, MODERN_SETTINGS):
         assert reported_speed(replace(gpt2, **other), h200) == ""
-    assert reported_speed(gpt2, peaks.find_card("T4")) == reported_speed(gpt2, None) == ""
+    assert reported_speed(gpt2, None) == ""
 
 
 def test_recomputing_takes_a_card_longer_than_a_cpu(capsys, tmp_path):

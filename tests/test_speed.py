@@ -98,11 +98,11 @@ def test_what_was_measured_before_ctrl_c_is_printed(tmp_path):
     command = [sys.executable, "-u", "bench/speed.py", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline(), process.stdout.readline()]  # two more rounds follow
+        for _ in range(2):
+            assert process.stdout.readline().startswith("round 1, ")  # two more rounds follow
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert process.returncode == 130
-    assert all(line.startswith("round 1, ") for line in lines)
     assert "| nanoGPT | float32 | False | 64 |" in rest
 
 
@@ -163,8 +163,6 @@ def test_page_has_what_a_stage_printed_last_beside_what_was_predicted(tmp_path):
         "16x1024 | ours + graph | wall | 20 | 24.0 to 26.5 | 28.0 to 30.5",
     ):
         assert f"| {row} |\n" in page
-    assert "## 16x1024: passed" in page
-    assert "## tests: not run" in page
 
 
 def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
