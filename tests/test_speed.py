@@ -56,7 +56,6 @@ def test_what_is_wrong_is_one_line(script):
         "--grid=dataset=x": "dataset",
         "--grid=batchsize=4": "batch_size",
         "--grid=batch_size=3": "batch_size=3",
-        "--grid=compile": "compile",
     }
     for option, named in wrong.items():
         assert_refused(script("bench/speed.py", *flags(**SMALL), option), named)
