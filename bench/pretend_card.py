@@ -15,6 +15,7 @@ inductor generates is check_cards.py's.
 from __future__ import annotations
 
 import argparse
+import ast
 import ctypes
 import functools
 import hashlib
@@ -27,31 +28,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 CARD = "DESKGPT_PRETEND_CARD"  # environment variable: the card's name
 RNG_STATE_BYTES = 8192  # more than a state of torch's CPU generator
 
 
-class Card(NamedTuple):
-    name: str  # as torch names it
-    major: int  # compute capability
-    minor: int
-    sms: int
-    threads: int  # of an SM
-    gib: int
-    shared_memory: int  # bytes that a block may have
-    gb_per_s: int  # of its memory, published
+def rows_of(name: str) -> list[list[str]]:
+    """Return the cells of a text file's rows in this folder; "#" begins a comment."""
+    lines = SOURCE.with_name(name).read_text().splitlines()
+    return [line.split(" | ") for line in lines if not line.startswith("#")]
 
 
-def read_cards() -> dict[str, Card]:
-    """Return the cards of pretend_cards.txt by what people call them."""
+def read_cards() -> dict[str, SimpleNamespace]:
+    """Return the cards of pretend_cards.txt by what people call them, with the attributes that its
+    first row names: those of torch's device properties, and gb_per_s.
+    """
     cards = {}
-    for line in SOURCE.with_name("pretend_cards.txt").read_text().splitlines():
-        if not line.startswith("#"):
-            key, name, *numbers = line.split(" | ")
-            cards[key] = Card(name, *map(int, numbers))
+    (_, *attributes), *rows = rows_of("pretend_cards.txt")
+    for key, name, *numbers in rows:
+        values = [name, *map(int, numbers)]
+        cards[key] = SimpleNamespace(**dict(zip(attributes, values, strict=True)))
     return cards
 
 
@@ -94,31 +92,18 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
     torch.compile = functools.partial(torch.compile, backend=backend)
 
 
-def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
+def functions(card: SimpleNamespace, library: ctypes.CDLL) -> dict[str, Any]:
     """Return what replaces functions of torch.cuda, by name. All work is done when it is queued."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    total = card.gib << 30
-    properties = SimpleNamespace(
-        name=card.name,
-        major=card.major,
-        minor=card.minor,
-        multi_processor_count=card.sms,
-        total_memory=total,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=card.threads,
-        warp_size=32,
-        shared_memory_per_block_optin=card.shared_memory,
-        L2_cache_size=32 << 20,
-    )
     fraction = 1.0
 
     def set_fraction(value: float, device: Any = None) -> None:
         nonlocal fraction
         fraction = value
-        library.card_set_limit(ctypes.c_int64(int(value * total)))
+        library.card_set_limit(ctypes.c_int64(int(value * card.total_memory)))
 
     def seed(number: int) -> None:
         library.card_seed(ctypes.c_uint64(int(number) % 2**64))
@@ -185,27 +170,19 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
             del below_autograd
 
     set_fraction(1.0)
-    constants = {
-        "is_available": True,
-        "is_initialized": True,
-        "_is_compiled": True,
-        "is_current_stream_capturing": False,
-        "current_device": 0,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "device_count": 1,
-        "get_device_capability": (card.major, card.minor),
-        "get_device_name": card.name,
-        "get_device_properties": properties,
-        "set_sync_debug_mode": None,
-        "set_device": None,
-        "set_stream": None,
-        "synchronize": None,
-        "empty_cache": None,
-        "_lazy_init": None,
-    }
     # A function for each name: torch.compile has other rules for each.
-    return {name: always(value) for name, value in constants.items()} | {
+    found: dict[str, Any] = {}
+    for name, value in rows_of("pretend_functions.txt"):
+        is_of_library = value.startswith("card_")
+        found[name] = (
+            without_arguments(getattr(library, value))
+            if is_of_library
+            else always(ast.literal_eval(value))
+        )
+    return found | {
+        "get_device_capability": always((card.major, card.minor)),
+        "get_device_name": always(card.name),
+        "get_device_properties": always(card),
         "CUDAGraph": Graph,
         "graph": lambda graph, **kwargs: graph,
         "device": Within,
@@ -214,12 +191,10 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
         "is_bf16_supported": lambda including_emulation=True: card.major > 7 or including_emulation,
-        "memory_allocated": lambda device=None: library.card_allocated(),
-        "memory_reserved": lambda device=None: library.card_allocated(),
-        "max_memory_allocated": lambda device=None: library.card_peak(),
-        "max_memory_reserved": lambda device=None: library.card_peak(),
-        "reset_peak_memory_stats": lambda device=None: library.card_reset_peak(),
-        "mem_get_info": lambda device=None: (total - library.card_allocated(), total),
+        "mem_get_info": lambda device=None: (
+            card.total_memory - library.card_allocated(),
+            card.total_memory,
+        ),
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": lambda device=None: fraction,
         "manual_seed": seed,
@@ -232,6 +207,11 @@ def functions(card: Card, library: ctypes.CDLL) -> dict[str, Any]:
 def always(value: Any) -> Callable[..., Any]:
     """Return a function of anything that returns the value."""
     return lambda *args, **kwargs: value
+
+
+def without_arguments(function: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function of anything that calls this one."""
+    return lambda *args, **kwargs: function()
 
 
 class Within:
@@ -295,8 +275,8 @@ def set_internals(torch: Any, library: ctypes.CDLL) -> None:
 def torch_folder() -> Path:
     """Return where torch is installed, without importing it."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
+    assert spec
+    assert spec.origin
     return Path(spec.origin).parent
 
 

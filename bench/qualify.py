@@ -3,241 +3,251 @@
     python bench/qualify.py  # or: make qualify; at most 27 minutes
     python bench/qualify.py --minutes=9 --peer=nanogpt:../nanoGPT  # beside an unmodified nanoGPT
     python bench/qualify.py --only right tests  # these stages, also if they have passed
+    # where a micro-batch's time goes
+    python bench/qualify.py --only 16x1024 --peer=nanogpt:../nanoGPT
 
-Needs no data and no network. Each stage is a process of its own, whose output is kept as it comes
-in out-qualify/NAME/STAGE.txt, also if it fails or runs out of time. page.md has what was measured
-beside what had been predicted (predicted.txt), what explains it, and the end of each output; it is
-written anew after each stage. A later call for the same device, torch and commit (DESKGPT_COMMIT,
-if there is no git) continues with the stages that have not passed. Without a GPU everything runs on
-the CPU at toy sizes, and only shows that the code runs. Exit status: 1 if a stage has failed or ran
-out of time.
+Needs no data and no network. stages.txt has the stages and their commands. Each is a process of its
+own, whose output is kept as it comes in out-qualify/NAME/STAGE.txt, also if it fails or runs out of
+time. page.md has what was measured beside what had been predicted (predicted.txt), and the end of
+each output; it is written anew after each stage. A later call for the same device, torch and commit
+(DESKGPT_COMMIT, if there is no git) continues with the stages that have not passed. Settings of
+train.py that are given here go to each stage: --n_layer=2 --n_head=2 --n_embd=64 --block_size=64
+try all of it on a CPU. Exit status: 1 if a stage has failed or ran out of time.
+
+Stages that are named by a size take micro-batches apart, ours without and with a CUDA graph and
+nanoGPT's. A micro-batch is forward pass, loss and backward pass, and adds to the gradients; its
+tokens are random and on the device already. All contestants live in one process and take turns, in
+another order each round. There is a line for each of them after each round, with medians so far,
+and at the end with a profile, which needs CUDA:
+
+    wall       ms of a micro-batch in a row, without a wait in between
+    busy       ms in which the device runs kernels; torch's table of them comes before
+    gaps       wall less busy: the card waits for the CPU, and a graph gains no more than that
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import os
+import random
 import re
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 import train
 from bench import output
-from bench.speed import ROOT, vocab_size_of, write_data
+from bench.pretend_card import rows_of
+from bench.speed import ROOT, nanogpt_checkout, nanogpts_model, vocab_size_of, write_data
 from configurator import configure
-from deskgpt.compute import default_dtype
-from deskgpt.device import device_name, git_commit, resolve_device, versions
-from deskgpt.errors import OneLineParser, one_line_errors
+from deskgpt.compute import (
+    ComputeMode,
+    CudaGraph,
+    apply_compute,
+    choose_compute,
+    default_dtype,
+    seed_all,
+)
+from deskgpt.device import (
+    device_name,
+    git_commit,
+    memory_bytes,
+    resolve_device,
+    synchronize,
+    versions,
+)
+from deskgpt.distributed import DistContext
+from deskgpt.errors import OneLineParser, one_line_errors, reason
 from deskgpt.files import write_atomically
 from deskgpt.limits import usable_cores
+from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
 from model import GPT, GPTConfig
 
-CONFIG = "config/train_fineweb_125m.py"
-CHAR = "config/train_shakespeare_char.py"
-# Settings of GPT-2's 124M on a card, and of a model for a CPU that stands in for one.
-SIXTEEN = ["--batch_size=16", "--gradient_accumulation_steps=4"]
-TOY = [
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=64",
-    "--block_size=64",
-    "--batch_size=2",
-    "--gradient_accumulation_steps=2",
-]
-PREDICTED = ROOT / "bench" / "predicted.txt"
+MOST_SHARES = 2  # of its share of the time, which no stage may exceed
 PASSED = "passed"  # the last line of a stage's output
-LEAST_S = 10.0  # with less time left, no stage begins
 GRACE_S = 10.0  # in which a stage that is cut may end by itself: pytest prints what has failed
 LINES_OF_PAGE = 60  # of each stage's output
+WARM_UP = 4  # micro-batches, of which a graph records the third
+ROUNDS = 3
+PASSES = 12  # micro-batches of a round, in a row
+PROFILED = 3  # micro-batches
+ROWS_OF_PROFILE = 12
+
+# ---- micro-batches -------------------------------------------------------------------------------
 
 
 @dataclass
-class Session:
-    """What the stages share."""
+class Contestant:
+    """A way to compute a micro-batch, and what was measured of it so far."""
 
-    device: torch.device
-    peer: list[str] = field(default_factory=list)  # such as --peer=nanogpt:PATH
-    tokens: str = ""  # folder of random tokens
+    name: str
+    run: Callable[[], Tensor]  # computes one and returns its loss
+    wall_ms: list[float] = field(default_factory=list)  # by round
+    busy_ms: float | None = None  # of a profile
 
-    @property
-    def is_toy(self) -> bool:
-        """Return whether a CPU computes: there is no card, or one that bench/pretend_card.py
-        pretends.
-        """
-        return self.device.type != "cuda" or "DESKGPT_PRETEND_CARD" in os.environ
+    def measure(self, device: torch.device) -> None:
+        """Add the time of a round."""
+        for _ in range(2):
+            self.run()
+        synchronize(device)
+        t0 = time.perf_counter()
+        for _ in range(PASSES):
+            self.run()
+        synchronize(device)
+        self.wall_ms.append((time.perf_counter() - t0) * 1e3 / PASSES)
 
-    def vocab_size(self, config: str = CONFIG) -> int:
-        return 512 if self.is_toy else vocab_size_of(config.removesuffix(".py"))
-
-    def settings(self, config: str = CONFIG) -> list[str]:
-        """Return settings of train.py."""
-        sizes = TOY if self.is_toy else SIXTEEN if "125m" in config else []
-        return [config, f"--device={self.device}", f"--compile={not self.is_toy}", *sizes]
-
-    def command(self, script: str, config: str, *more: str) -> list[str]:
-        """Return a command of bench/lab.py or bench/speed.py."""
-        few = {"lab": ["--passes=3"], "speed": ["--steps=3"]}[script] if self.is_toy else []
-        vocab_size = f"--vocab_size={self.vocab_size(config)}"
-        return [f"bench/{script}.py", *self.settings(config), vocab_size, *few, *more]
+    def figures(self) -> str:
+        """Return the line of this contestant."""
+        wall_ms = statistics.median(self.wall_ms)
+        line = f"{self.name}: wall {wall_ms:.4g}"
+        if self.busy_ms is not None:
+            line += f", busy {self.busy_ms:.4g}, gaps {wall_ms - self.busy_ms:.4g}"
+        return line
 
 
-def stages(s: Session) -> dict[str, tuple[int, list[str]]]:
-    """Return the stages by name, the most valuable first: each one's share of the time, and its
-    command.
+def our_model(
+    c: train.TrainConfig, config: GPTConfig, dist: DistContext
+) -> tuple[GPT, ComputeMode]:
+    """Return our model, and how it is computed, as train.py does with these settings."""
+    step = StepShape(config, c.batch_size, choose_compute(c, dist, {}), dist.device.type)
+    variant = with_fewest_chunks(step, USABLE_SHARE * memory_bytes(dist.device)).variant
+    with dist.device:
+        model = GPT(config)
+    apply_compute(model, variant)
+    return model, variant
 
-    The shares of those up to sampling are nine minutes.
+
+def nanogpt(checkout: Path, config: GPTConfig, device: torch.device) -> tuple[Any, ComputeMode]:
+    """Return nanoGPT's model, and how bench/speed.py runs it."""
+    with device:
+        model = nanogpts_model(checkout, config)
+    if device.type == "cpu":
+        return model, ComputeMode()
+    model.compile()
+    return model, ComputeMode(default_dtype(device), compiled=True)
+
+
+def micro_batch(
+    c: train.TrainConfig, tokens: Tensor, graph: bool, model: Any, variant: ComputeMode
+) -> Callable[[], Tensor]:
+    """Return a function that computes a micro-batch of tokens (B, T + 1).
+
+    Raises RuntimeError if it is to be a graph and cannot be recorded.
     """
-    # Most of a test's time is compiling, on the host.
-    processes = 0 if s.is_toy else min(8, usable_cores() // 2)
-    files = ["tests/test_gpu.py", "tests/test_cuda_graph.py"]
-    pytest = ["-m", "pytest", *files, "-vv", "-rfEs", "--tb=long", f"-n={processes}", "-k"]
-    # True: a test's parameter `compiled`
-    quick = " and not compiled and not True" if s.is_toy else ""
-    right = "every_variant or with_graphs or many_tokens"
-    sampling = f"from bench import qualify; qualify.sampling({str(s.device)!r})"
-    run = ["train.py", *s.settings(), f"--dataset={s.tokens}", f"--out_dir={s.tokens}/first"]
-    eight = ["--max_iters=8", "--eval_interval=8", "--eval_tokens=65536"]
-    small, large = (2, 4) if s.is_toy else (32, 64)
-    others = [
-        "--peer=ours:--compile=False",
-        "--peer=ours:--dtype=float32",
-        "--peer=ours:--activation_checkpoint=full",
-        "--peer=ours:--cuda_graph=False",
-    ]
-    return {
-        "facts": (15, ["-m", "torch.utils.collect_env"]),
-        "right": (95, [*pytest, f"({right}){quick}"]),
-        "16x1024": (130, s.command("lab", CONFIG, *s.peer)),
-        "64x256": (55, s.command("lab", CHAR, *s.peer)),
-        "64x1024": (85, s.command("lab", CONFIG, *s.peer, f"--batch_size={large}")),
-        "typed": (90, s.command("speed", CONFIG, "--rounds=1", *s.peer)),
-        "typed-char": (40, s.command("speed", CHAR, "--rounds=1", *s.peer)),
-        "sampling": (30, ["-c", sampling]),
-        # What an owner of a card does first.
-        "first": (190, [*run, *eight]),
-        "predicted": (40, [*run, "--dry_run=True"]),
-        "sizes": (
-            120,
-            s.command("speed", CONFIG, "--rounds=1", f"--grid=batch_size={small},{large}"),
-        ),
-        "tests": (300, [*pytest, f"not ({right}){quick}"]),
-        "fast": (120, s.command("speed", "config/train_fineweb_125m_fast.py", "--rounds=1")),
-        "settings": (220, s.command("speed", CONFIG, "--rounds=1", *others)),
-    }
+    scaler = torch.amp.GradScaler(tokens.device.type, enabled=variant.dtype == "float16")
+    forward_backward = functools.partial(train.forward_backward, model, scaler, variant)
+    graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=print)
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].contiguous()
+
+    def run() -> Tensor:
+        seed_all(c.seed, tokens.device)  # the loop of train.py does so, too
+        return graphed(inputs, targets, 1 / c.gradient_accumulation_steps)["loss"]
+
+    for _ in range(WARM_UP):
+        run()
+    if graph and not graphed.recordings:
+        raise RuntimeError(f"no graph was recorded in {WARM_UP} passes")
+    return run
 
 
-def sampling(device_name: str) -> None:
-    """Print ms per token until its id is on the host, of one text and of ten, as sample.py writes
-    them.
+def add_profile(x: Contestant, device: torch.device) -> None:
+    """Print the kernels of some micro-batches. Add the ms in which those of one run."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            x.run()
+        synchronize(device)
+    found = profiler.key_averages()
+    print(found.table("self_cuda_time_total", ROWS_OF_PROFILE, max_name_column_width=80))
+    kernels = [e for e in found if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    x.busy_ms = sum(e.self_device_time_total for e in kernels) / 1e3 / PROFILED
+
+
+def lab(peer: str, given: list[str]) -> None:
+    """Take micro-batches apart. peer: as of --peer. given: settings of train.py.
+
+    One that cannot start is left out, and the exit status is 1.
     """
-    from deskgpt.engine import GenerationConfig, InferenceEngine, generate
-
-    torch.set_float32_matmul_precision("high")  # TF32, as sample.py has it
-    device = torch.device(device_name)
-    s = Session(device)
-    c = configure(train.TrainConfig, s.settings())
-    model = GPT(GPTConfig.from_settings(c, s.vocab_size())).to(device).eval()
-    n = 16 if s.is_toy else 128
-    for texts in (1, 10):
-        prompts = torch.arange(8, device=device).expand(texts, -1)
-        engine = InferenceEngine(model, prompts, default_dtype(device))
-        assert engine.cache_type is not None
-        cache = engine.cache_type(c.block_size)
-        tokens = generate(model, prompts, GenerationConfig(max_new_tokens=n), cache=cache)
-        times_ms = []
-        for _ in range(n):
-            t0 = time.perf_counter()
-            with engine.mode():
-                next(tokens).tolist()
-            times_ms.append((time.perf_counter() - t0) * 1e3)
-        ms = f"median {statistics.median(times_ms[4:]):.2f} ms per token"
-        print(f"{texts} texts, {engine.dtype}: {ms}, longest {max(times_ms[4:]):.1f}", flush=True)
+    c = configure(train.TrainConfig, given)
+    device = resolve_device(c.device)
+    config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
+    seed_all(c.seed, device)
+    tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
+    ours = functools.cache(functools.partial(our_model, c, config, DistContext(device)))
+    wanted: dict[str, tuple[Any, bool]] = {"ours": (ours, False)}
+    if device.type == "cuda":
+        wanted["ours + graph"] = (ours, True)
+    if peer:
+        theirs = functools.partial(nanogpt, nanogpt_checkout(peer, c), config, device)
+        wanted["nanoGPT"] = (theirs, False)
+    running = []
+    for name, (make, graph) in wanted.items():
+        try:
+            model, variant = make()
+            run = micro_batch(c, tokens, graph, model, variant)
+            print(f"{name}: {variant}, loss {run().item()!r}")
+            running.append(Contestant(name, run))
+        except Exception as e:  # the others go on
+            traceback.print_exc()
+            print(f"{name}: failed: {reason(e)}")
+    for number in range(ROUNDS):
+        # In another order each round, so that no drift of the machine favours one of them.
+        for x in random.Random(number).sample(running, len(running)):
+            x.measure(device)
+            print(x.figures())
+    # At the end: a profiler may leave the CPU slower.
+    if ProfilerActivity.CUDA in supported_activities():
+        for x in running:
+            add_profile(x, device)
+            print(x.figures())
+    sys.exit(len(running) < len(wanted))
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
-# Times as fast as nanoGPT is to be reached, by stage.
-AIMS = {"16x1024": 1.15, "64x256": 2.0, "64x1024": 1.08}
-EXPLAINED = [
-    "stage",
-    "idle without a graph, ms",
-    "a graph takes away, ms",
-    "kernels beside nanoGPT's, ms",
-    "times as fast as nanoGPT",
-    "with a graph",
-    "aim",
-    "loss with a graph less without",
-]
-LEGEND = """Idle is wall less busy: the card waits for the CPU, and a graph gains no more than that.
-Where our kernels take longer than nanoGPT's, they are what is slow. A loss that a graph changes is
-WRONG."""
 
-
-def number(text: str, line: str, name: str) -> float:
+def number(text: str, line: str, name: str) -> str:
     """Return the number after `name` in the last of the lines of a text that begin with `line` and
-    a colon; NaN if there is none.
+    a colon; "n/a" if there is none.
     """
     found = re.findall(
         rf"^{re.escape(line)}: (?:.*\W)?{re.escape(name)} ([\d.]+)(?=[,; )]|$)", text, re.M
     )
-    return float(found[-1]) if found else math.nan
-
-
-def shown(x: float) -> str:
-    return "n/a" if math.isnan(x) else f"{x:.4g}"
+    return found[-1] if found else "n/a"
 
 
 def comparison(texts: dict[str, str]) -> str:
     """Return a table of what stages printed (texts, by stage) beside what had been predicted."""
-    head, *rows = output.text_table(PREDICTED)
+    head, *rows = rows_of("predicted.txt")
     for row in rows:
         stage, line, name = row[:3]
-        row.insert(3, shown(number(texts[stage], line, name)))
+        row.insert(3, number(texts[stage], line, name))
     return output.markdown_table([*head[:3], "measured", *head[3:]], rows, left_columns=3)
 
 
-def explanation(texts: dict[str, str]) -> str:
-    """Return a table of what explains the speed of micro-batches, by what the stages printed."""
-    rows = []
-    for stage, aim in AIMS.items():
-        text = texts[stage]
-        wall = number(text, "ours", "wall")
-        busy = number(text, "ours", "busy")
-        with_graph = number(text, "ours + graph", "wall")
-        nanogpt = number(text, "nanoGPT", "wall")
-        figures = [
-            wall - busy,
-            wall - with_graph,
-            busy - number(text, "nanoGPT", "busy"),
-            nanogpt / wall,
-            nanogpt / with_graph,
-            aim,
-            number(text, "ours + graph", "loss") - number(text, "ours", "loss"),
-        ]
-        rows.append([stage, *map(shown, figures)])
-    return output.markdown_table(EXPLAINED, rows, left_columns=1)
-
-
-def page_of(files: dict[str, Path], about: str, is_toy: bool) -> str:
+def page_of(files: dict[str, Path], about: str) -> str:
     """Return the page about a card. files: by stage."""
     texts = {name: text_of(path) for name, path in files.items()}
-    parts = [f"# {about}", "## Measured and predicted"]
-    if is_toy:
-        parts.append("A CPU computed toy sizes: this table says nothing about a card.")
-    parts += [comparison(texts), "## What explains it", explanation(texts), LEGEND]
+    parts = [f"# {about}", "## Measured and predicted", comparison(texts)]
     for name, text in texts.items():
         *lines, outcome = text.splitlines()[-LINES_OF_PAGE:]
         parts += [f"## {name}: {outcome}", "\n".join(["```", *lines, "```"])]
@@ -276,47 +286,48 @@ def run(command: list[str], path: Path, limit_s: float) -> str:
 
 
 def main() -> None:
+    stages = {name: stage for name, *stage in rows_of("stages.txt")}
     parser = OneLineParser(__doc__)
-    names = list(stages(Session(torch.device("cpu"))))
     parser.add_argument(
         "--minutes", type=float, default=27.0, help="for all stages together (default: %(default)s)"
     )
+    parser.add_argument("--peer", default="", help="as of bench/speed.py: nanogpt:PATH")
     parser.add_argument(
-        "--peer", action="append", default=[], help="as of bench/speed.py: nanogpt:PATH"
+        "--only", nargs="+", choices=stages, help="stages to run, also if they have passed"
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=names, help="stages to run, also if they have passed"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     parser.add_argument(
         "--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)"
     )
-    a = parser.parse_args()
+    a, given = parser.parse_known_args()
     ends_at = time.monotonic() + 60 * a.minutes
-    s = Session(resolve_device(a.device), [f"--peer={peer}" for peer in a.peer])
-    about = {"device": device_name(s.device), "versions": versions(), "git_commit": git_commit()}
+    device = resolve_device(configure(train.TrainConfig, given).device)
+    about = {"device": device_name(device), "versions": versions(), "git_commit": git_commit()}
     title = f"{about['device']}-torch-{torch.__version__}-{about['git_commit']}"
     folder = Path(a.out_dir) / re.sub(r"[^\w.+]+", "-", title.lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / f"{name}.txt" for name in names}
-    passed = [name for name in names if text_of(files[name]).endswith(f"\n{PASSED}\n")]
-    todo = a.only or [name for name in names if name not in passed]
-    os.environ |= {"DESKGPT_TEST_DEVICE": str(s.device), "WANDB_MODE": "offline"}
+    files = {name: folder / f"{name}.txt" for name in stages}
+    passed = [name for name in stages if text_of(files[name]).endswith(f"\n{PASSED}\n")]
+    todo = a.only or [name for name in stages if name not in passed]
+    os.environ |= {"DESKGPT_TEST_DEVICE": str(device), "WANDB_MODE": "offline"}
     outcomes = dict.fromkeys(todo, "no time was left")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        s.tokens = f"{tmp}/tokens"
-        write_data(Path(s.tokens), s.vocab_size())
-        due = {name: stage for name, stage in stages(s).items() if name in todo}
-        rest_s = sum(share_s for share_s, _ in due.values())
-        for name, (share_s, command) in due.items():
+        tokens = f"{tmp}/tokens"
+        write_data(Path(tokens), vocab_size_of(""))
+        values = {
+            "given": shlex.join(given),
+            "nanogpt": shlex.quote(a.peer),
+            "peer": shlex.quote(f"--peer={a.peer}") if a.peer else "",
+            "tokens": shlex.quote(tokens),
+            "processes": min(8, usable_cores() // 2),
+        }
+        for name in outcomes:
+            share_s, command = stages[name]
             left_s = ends_at - time.monotonic()
-            if left_s > LEAST_S:
-                # Its share of the time, or what it takes on a fast card if that is more.
-                limit_s = min(left_s, max(share_s, left_s * share_s / rest_s))
-                outcomes[name] = run(command, files[name], limit_s)
-            rest_s -= share_s
+            if left_s > 0:
+                words = shlex.split(command.format(**values))
+                outcomes[name] = run(words, files[name], min(left_s, MOST_SHARES * int(share_s)))
             print(f"{name}: {outcomes[name]}", flush=True)
-            page = page_of(files, output.about(about), s.is_toy)
+            page = page_of(files, output.about(about))
             write_atomically(folder / "page.md", page.encode())
     print(f"the page: {folder / 'page.md'}")
     sys.exit(any(outcome != PASSED for outcome in outcomes.values()))

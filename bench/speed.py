@@ -2,9 +2,10 @@
 and their start.
 
     python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT
-    python bench/speed.py config/train_shakespeare_char_cpu.py --peer nanogpt:../nanoGPT --start
+    # their start
+    python bench/speed.py config/train_gpt2.py --peer nanogpt:../nanoGPT --seconds=0 --rounds=5
     # which micro-batch is fastest here
-    python bench/speed.py config/train_gpt2.py --grid batch_size
+    python bench/speed.py config/train_gpt2.py --grid batch_size=6,12,24
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is
@@ -12,17 +13,18 @@ stopped after some steps; they take turns for --rounds rounds, in another order 
 step is timed from the arrival of the line before to the arrival of its own, whatever time a program
 prints: nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured
 so far. The first step is timed from the command on, with all imports, compiling and an evaluation
-of one batch; --start is for that: few steps, after a round that does not count, so that kernels are
-built. The peers:
+of one batch; --seconds=0 is for that: few steps in a round. The first round may build kernels, so
+take the median of several. The tokens' vocabulary is 65 for a dataset named *_char, else 50304. The
+peers:
 
     nanogpt:PATH          its unmodified train.py: on a CPU in float32 and not compiled, as its
                           README has it; on CUDA compiled and in bfloat16, or float16 on older cards
     ours:"--key=value"    train.py with other settings
     checkout:PATH         train.py of another checkout of deskGPT, such as the last commit
 
---grid NAME=A,B,... tries each of these values of a setting; --grid batch_size halves and doubles
-it. Accumulation follows from the batch size, so that a step keeps the tokens that the config asks
-for. Prints a table in Markdown, whose rows name the settings to take.
+--grid NAME=A,B,... tries each of these values of a setting. Accumulation follows from the batch
+size, so that a step keeps the tokens that the config asks for. Prints a table in Markdown, whose
+rows name the settings to take.
 """
 
 from __future__ import annotations
@@ -63,7 +65,6 @@ from model import MODERN_CHOICES, NANOGPT_ARGS, GPTConfig
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
 LEAST_STEPS = 3  # in a round; the first step does not count
-ROUND_S = 10.0  # of steps, unless --steps says how many
 LINES_OF_FAILURE = 30  # of the output of a run that fails
 ITER = re.compile(r"iter \d+: loss \S+, time [\d.]+ms")
 
@@ -89,12 +90,9 @@ OURS = [
 # What a grid cannot vary, because each run gets it from here.
 FIXED = " ".join([*OURS, "--dataset= --out_dir= --gradient_accumulation_steps="])
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
-SIZES = [
-    *(name for name in NANOGPT_ARGS if name != "vocab_size"),
-    "batch_size",
-    "gradient_accumulation_steps",
-]
-SHARED = [*SIZES, "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
+SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
+SHARED += ["batch_size", "gradient_accumulation_steps"]
+SHARED += ["learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
 
 
 @dataclass
@@ -112,7 +110,6 @@ class BenchRun:
     rounds_ms: list[list[float]] = field(default_factory=list)
     # By round, from the command to the end of the first step.
     first_s: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)  # by round, as our log has it
 
 
 def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> BenchRun:
@@ -190,12 +187,8 @@ def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     if f"--{name}=" in FIXED:
         raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
     sequences = c.batch_size * c.gradient_accumulation_steps
-    values = listed.split(",")
-    if text == "batch_size":
-        sizes = [c.batch_size * 2.0**k for k in range(-4, 5)]
-        values = [f"{size:.0f}" for size in sizes if size.is_integer() and sequences % size == 0]
     runs = []
-    for value in values:
+    for value in listed.split(","):
         flags = [f"--{name}={value}"]
         batch_size = configure(train.TrainConfig, [*given, *flags]).batch_size
         if sequences % batch_size:
@@ -220,8 +213,6 @@ def write_data(folder: Path, vocab_size: int) -> None:
     """Write random tokens, which make the same work as real ones, in files that both nanoGPT and
     deskGPT read.
     """
-    if not 1 <= vocab_size < 1 << 16:
-        raise ConfigError(f"--vocab_size {vocab_size}: token files hold 1 to {(1 << 16) - 1}")
     folder.mkdir()
     draw = np.random.default_rng(0)
     for split, n in (("train", 1 << 20), ("val", 1 << 16)):
@@ -230,7 +221,7 @@ def write_data(folder: Path, vocab_size: int) -> None:
         (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
-def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
+def in_turns(runs: Sequence[BenchRun], rounds: int, seconds: float) -> None:
     """Run the contestants in turns.
 
     One that fails gets its reason as status and is left out of later rounds.
@@ -240,7 +231,7 @@ def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
         # In another order each round, so that no drift of the machine favours one of them. Ours
         # first: they start soon.
         for x in random.Random(number).sample(running, len(running)) if number else running:
-            run(x, steps)
+            run(x, seconds)
             outcome = x.status
             if not outcome:
                 ms = statistics.median(x.rounds_ms[-1])
@@ -248,12 +239,9 @@ def in_turns(runs: Sequence[BenchRun], rounds: int, steps: int) -> None:
             print(f"round {number + 1}, {x.name}: {outcome}", flush=True)
 
 
-def run(x: BenchRun, steps: int) -> None:
+def run(x: BenchRun, seconds: float) -> None:
     """Run one round: start x, add its first step and the times of the others to x, and stop it
-    after `steps` steps.
-
-    steps 0 means about ROUND_S seconds of steps, at least LEAST_STEPS. If x ends earlier, its
-    status says why.
+    after so many seconds of steps, at least LEAST_STEPS. If x ends earlier, its status says why.
     """
     lines: deque[str] = deque([""], maxlen=LINES_OF_FAILURE)
     instants = [time.perf_counter()]  # of the command, then of each step's line
@@ -265,15 +253,14 @@ def run(x: BenchRun, steps: int) -> None:
                 if not ITER.search(line):
                     continue
                 instants.append(time.perf_counter())
-                is_long = instants[-1] - instants[1] >= ROUND_S
-                if len(instants) > (steps or LEAST_STEPS) and (steps or is_long):
+                is_long = instants[-1] - instants[1] >= seconds
+                if len(instants) > LEAST_STEPS and is_long:
                     add_round(x, instants)
                     return
             process.wait()  # for its own exit status, not the one that a kill would give it
         finally:
             process.kill()
-    is_reason = lines[-1] and not ITER.search(lines[-1])
-    x.status = f"failed: {lines[-1] if is_reason else f'exit status {process.returncode}'}"
+    x.status = f"failed with exit status {process.returncode}: {lines[-1]}"
     print(*lines, sep="\n    ", flush=True)
 
 
@@ -286,10 +273,7 @@ def add_round(x: BenchRun, instants: Sequence[float]) -> None:
     still_allocate = min(10, len(times_ms) // 5)  # the first steps
     x.rounds_ms.append(times_ms[still_allocate:])
     if x.out_dir:
-        events = read_events(x.out_dir / "log.jsonl")
-        x.start = events[0]
-        # The event of the last step may not be written yet; the peak was reached before it.
-        x.peak_bytes += [e["peak_memory_bytes"] for e in events if e.get("peak_memory_bytes")][-1:]
+        x.start = read_events(x.out_dir / "log.jsonl")[0]
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -299,10 +283,9 @@ HEAD = [
     "dtype",
     "compiled",
     "tokens/step",
-    "ms/step (p10, p90)",
-    "tokens/s (rounds)",
+    "ms/step",
+    "tokens/s",
     "MFU",
-    "peak memory",
     "first step after (rounds)",
     "time per token / first",
 ]
@@ -313,25 +296,21 @@ def table(runs: Sequence[BenchRun]) -> str:
     measured = [x for x in runs if x.rounds_ms and not x.status]
     first = next((x for x in measured if "peak_flops" in x.start), None)  # a peer does not log it
     if first is None:
-        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status or 'not measured'}")
+        raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
     rows = []
-    peaks = []
     for x in runs:
         if x not in measured:
             rows.append([x.name, x.status or "not measured", *[""] * (len(HEAD) - 2)])
             continue
         start = first.start | x.start  # what a peer does not log is as in the first one
         rows.append(figures_of(x, start, first))
-        peaks.append(f"{start['peak_flops'] / 1e12:.2f} TFLOP/s ({start['peak_source']})")
-    text = output.markdown_table(HEAD, rows, left_columns=3)
-    return f"{text}\n\nMFU refers to {' and '.join(dict.fromkeys(peaks))}."
+    return output.markdown_table(HEAD, rows, left_columns=3)
 
 
 def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]:
     """Return the row of a contestant, beside the first one, from rounds taken in turns."""
     tokens = start["tokens_per_step"]
-    times = sorted(itertools.chain(*x.rounds_ms))
-    ms = statistics.median(times)
+    ms = statistics.median(itertools.chain(*x.rounds_ms))
     rounds = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
     of_first = [
         first.start["tokens_per_step"] / statistics.median(of_round) * 1e3
@@ -341,70 +320,42 @@ def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]
     mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
     return [
         x.name,
-        start.get("dtype") or "n/a",
-        {None: "n/a", True: "yes", False: "no"}[start.get("compiled")],
+        str(start.get("dtype", "n/a")),
+        str(start.get("compiled", "n/a")),
         f"{tokens:,}",
-        f"{ms:.4g} ({times[len(times) // 10]:.4g}, {times[len(times) * 9 // 10]:.4g})",
-        f"{tokens / ms * 1e3:,.0f} ({min(rounds):,.0f} to {max(rounds):,.0f})",
+        f"{ms:.4g}",
+        f"{tokens / ms * 1e3:,.0f}",
         f"{mfu:.1%}",
-        f"{max(x.peak_bytes) / 1e9:.2f} GB" if x.peak_bytes else "n/a",
         f"{statistics.median(x.first_s):.2f} s ({min(x.first_s):.2f} to {max(x.first_s):.2f})",
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
     ]
 
 
-def bench_parser(doc: str | None) -> OneLineParser:
-    """Return a parser with the options that speed.py and lab.py share."""
-    parser = OneLineParser(doc)
+def main() -> None:
+    parser = OneLineParser(__doc__)
     parser.add_argument(
         "--peer", action="append", default=[], help="see above; may be given several times"
     )
+    parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--vocab_size", type=int, default=0, help="0 = 65 for a dataset named *_char, else 50304"
-    )
-    return parser
-
-
-def main() -> None:
-    parser = bench_parser(__doc__)
-    parser.add_argument("--grid", default="", metavar="NAME=A,B", help="values of a setting")
-    parser.add_argument(
-        "--start", action="store_true", help="take few steps, for the time of the first one"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=0, help="of each run; 0 = as many as take 10 seconds"
+        "--seconds", type=float, default=10.0, help="of a round's steps (default: %(default)s)"
     )
     a, given = parser.parse_known_args()
-    if a.rounds < 1 or a.steps < 0 or 0 < a.steps < LEAST_STEPS:
-        raise ConfigError(
-            f"--rounds {a.rounds} --steps {a.steps}: at least one round and {LEAST_STEPS} steps"
-        )
     c = configure(train.TrainConfig, given)
     # inductor's processes may still be ending when the folder is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         folder = Path(tmp) / "data"
-        write_data(folder, a.vocab_size or vocab_size_of(c.dataset))
+        write_data(folder, vocab_size_of(c.dataset))
         runs = grid_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
         runs += [peer_of(text, c, given, folder) for text in a.peer]
-        if a.start:
-            in_turns(runs, 1, LEAST_STEPS)
-            for x in runs:
-                x.first_s.clear()
-                x.rounds_ms.clear()
         try:
-            in_turns(runs, a.rounds, LEAST_STEPS if a.start else a.steps)
+            in_turns(runs, a.rounds, a.seconds)
         finally:  # Ctrl+C, too
-            print_page(runs, c, a.rounds)
-
-
-def print_page(runs: Sequence[BenchRun], c: train.TrainConfig, rounds: int) -> None:
-    """Print the table, and what it is of."""
-    text = table(runs)
-    starts = [x.start for x in runs if "device" in x.start]
-    sizes = {name: getattr(c, name) for name in SIZES}
-    print(f"\n{output.about(starts[0])}. {rounds} rounds.\n\n{sizes}\n")
-    print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
+            text = table(runs)
+            start = next(x.start for x in runs if "device" in x.start)
+            print(f"\n{output.about(start)}. {a.rounds} rounds.\n")
+            print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -364,13 +364,12 @@ class RunLogger:
         )
         self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
         self.print0(f"best val loss {best_val_loss:.4f}")
-        variant = state.variant
-        reported = reported_speed(state.model.config, self.device, variant.dtype, variant.recompute)
+        reported = reported_speed(state.model.config, peaks.card_of(self.dist.device))
         if reported and timer.train_s():
             tokens = steps * state.batching.tokens_per_step / self.dist.world
             self.print0(
-                f"{tokens / timer.train_s():,.0f} tokens/s of a card; known runs on this "
-                f"one: {reported}"
+                f"{tokens / timer.train_s():,.0f} tokens/s of a card; known runs on this one in 16 "
+                f"bits, without recomputing: {reported}"
             )
         of_data = (self.data.metadata["val data"]["fingerprint"], self.data.train.tokens)
         sentence = compare_with_bands(

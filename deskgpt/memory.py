@@ -19,7 +19,6 @@ The time is a range, from the device's peak (peaks.py) and the share of it that 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,7 +28,7 @@ import torch
 from data.batches import BatchSplit
 from deskgpt import device as machine
 from deskgpt import kernels, peaks
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compute import ComputeMode, ComputeSettings, default_dtype
 from deskgpt.device import memory_in_words
 from deskgpt.distributed import DistContext, shards_of
 from deskgpt.errors import BatchTooLargeError, clock, in_gib, millions
@@ -66,6 +65,11 @@ class StepShape:
     def residual_bytes(self) -> int:
         """Return the bytes of a number of the residual stream."""
         return 4 if self.variant.residual_dtype == "float32" else 2
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes that are alive in the step, as predicted."""
+        return sum(step_memory(self).values())
 
 
 def step_memory(step: StepShape) -> dict[str, int]:
@@ -110,7 +114,7 @@ def with_fewest_chunks(step: StepShape, limit_bytes: float) -> StepShape:
         return step
     for chunks in LOSS_CHUNKS:
         step = replace(step, variant=replace(step.variant, loss_chunks=chunks))
-        if sum(step_memory(step).values()) <= limit_bytes:
+        if step.peak_bytes <= limit_bytes:
             break
     return step
 
@@ -203,13 +207,10 @@ def check_model_fits(
     for each, needed in needed_on.items():
         if needed > machine.usable_memory_bytes(each):
             n = sum(p.numel() for p in model.parameters())
-            more = (
-                f", {in_gib(needed)} GiB with gradients and optimizer" if needed > weights else ""
-            )
             raise ValueError(
                 f"n_layer={config.n_layer}, n_embd={config.n_embd}, "
                 f"block_size={config.block_size} make a model of {millions(n)} parameters, "
-                f"{in_gib(weights)} GiB in float32{more}; {describe_memory(each)}: take a "
+                f"which needs {in_gib(needed)} GiB in float32; {describe_memory(each)}: take a "
                 "smaller model"
             )
 
@@ -232,10 +233,8 @@ def check_batch_fits(
     if device.type != "cpu":
         return
     check_model_fits(config, device, True, shards)  # no micro-batch helps a model that is too large
-    predicted = sum(
-        step_memory(StepShape(config, batching.batch_size, variant, "cpu", shards=shards)).values()
-    )
-    if MIN_SHARE_OF_PREDICTION * predicted > machine.usable_memory_bytes(device):
+    step = StepShape(config, batching.batch_size, variant, "cpu", shards=shards)
+    if MIN_SHARE_OF_PREDICTION * step.peak_bytes > machine.usable_memory_bytes(device):
         raise batch_too_large(device, batching, may_halve=False)
 
 
@@ -300,7 +299,7 @@ def largest_batch(
         if largest >= enough or sequences % n:
             continue
         smallest = with_fewest_chunks(replace(step, batch_size=n), limit_bytes)
-        if sum(step_memory(smallest).values()) > limit_bytes:
+        if smallest.peak_bytes > limit_bytes:
             break
         largest = n
     return largest
@@ -309,19 +308,11 @@ def largest_batch(
 # ---- --dry_run and --plan_for --------------------------------------------------------------------
 
 
-class PlanSettings(Protocol):
+class PlanSettings(ComputeSettings, Protocol):
     """What a plan reads of train.py's settings."""
 
     @property
     def plan_for(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def compile(self) -> str | bool: ...
-    @property
-    def activation_checkpoint(self) -> str: ...
-    @property
-    def dp_shard(self) -> int: ...
     @property
     def block_size(self) -> int: ...
     @property
@@ -340,10 +331,9 @@ REPORTED: dict[str, tuple[int, ...]] = {
     "H200": (469_355, 599_844),
 }
 REPORTED_MODEL = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False)
-REPORTED_VOCABULARIES = (50257, 50304)  # GPT-2's, and padded
 # Cards of one kind have the same compute units, and memory in about the same proportion. Others are
 # each of their own.
-KINDS = {"GeForce": "GeForce", "H100": "Hopper", "H200": "Hopper", "GH200": "Hopper"}
+KINDS = {"H200": "H100", "GH200": "H100"}
 # The least and the most MFU of known runs on CPUs, both of two cores: 4 layers of 128 with AMX,
 # 2,000 steps of 768 tokens in 45.2 s (docs/figures.md) where matmuls reach 2.5 TFLOP/s
 # (bench/results/2026-11-26-speed-amx.md); and 12 of 768 (2026-11-25-speed-zen4.md).
@@ -368,12 +358,11 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
     ranks = dist.world
     card: peaks.Card | None
     if config.plan_for:
-        ranks, planned, memory_gb = peaks.find_cards(config.plan_for)
-        card = planned
-        name = planned.name
+        ranks, card, memory_gb = peaks.find_cards(config.plan_for)
+        name = card.name
         device_type = "cuda"  # AMD's cards count as CUDA's
-        dtype = planned.default_dtype() if dtype == "auto" else dtype
-        peak, source = planned.peak(dtype) or (math.nan, "")
+        dtype = card.default_dtype() if dtype == "auto" else dtype
+        peak, source = card.peak(dtype) or (math.nan, "")
         free_bytes = total_bytes = memory_gb * 2**30  # a maker's GB of memory is a GiB
     else:
         card = peaks.card_of(dist.device)
@@ -401,7 +390,22 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
         limit = int(USABLE_SHARE * free_bytes)
     total = sum(parts.values())
 
-    dist.print0(describe_step(config, model_config, batching))
+    model = GPT.without_storage(model_config)
+    flops: float = model.estimate_flops() * batching.tokens_per_step
+    dist.print0(
+        f"number of parameters: {millions(model.num_params())}; vocabulary of "
+        f"{model_config.vocab_size:,}"
+    )
+    dist.print0(
+        f"tokens per step: {batching.tokens_per_step:,} = {batching.batch_size} x "
+        f"{batching.grad_accum_steps} x {batching.block_size}"
+    )
+    dist.print0(f"FLOPs per step, forward and backward: {flops:.3e}")
+    if ranks > 1:
+        dist.print0(
+            f"{ranks:,} ranks{describe_shards(config.dp_shard, ranks)}; micro-batches of each rank "
+            f"and step: {batching.micro_steps_per_rank}"
+        )
     has = memory_in_words(free_bytes, total_bytes)
     dist.print0(f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of {has}")
     dist.print0("  " + ", ".join(f"{part} {in_gib(size)}" for part, size in parts.items()) + " GiB")
@@ -416,7 +420,6 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
         dist.print0("time: n/a, because no peak in this dtype is known")
         return True
     low, high, basis = usual_mfu(card, device_type)
-    flops: float = GPT.without_storage(model_config).estimate_flops() * batching.tokens_per_step
     if config.activation_checkpoint == "full":
         flops *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
     fastest_s, slowest_s = (flops / (peak * ranks * mfu) for mfu in (high, low))
@@ -432,27 +435,6 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
     return True
 
 
-def describe_step(config: PlanSettings, model_config: GPTConfig, batching: BatchSplit) -> str:
-    """Return lines about the model's size and what a step of all ranks has."""
-    model = GPT.without_storage(model_config)
-    trained = model.num_params()
-    positions = sum(p.numel() for p in model.parameters()) - trained
-    b = batching
-    lines = [
-        f"number of parameters: {millions(trained)}, and {millions(positions)} of position "
-        f"embeddings; vocabulary of {model_config.vocab_size:,}",
-        f"tokens per step: {b.tokens_per_step:,} = {b.batch_size} x {b.grad_accum_steps} x "
-        f"{b.block_size}",
-        f"FLOPs per step, forward and backward: {model.estimate_flops() * b.tokens_per_step:.3e}",
-    ]
-    if b.world > 1:
-        lines.append(
-            f"{b.world:,} ranks{describe_shards(config.dp_shard, b.world)}; micro-batches of each "
-            f"rank and step: {b.micro_steps_per_rank}"
-        )
-    return "\n".join(lines)
-
-
 def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float, float, str]:
     """Return the range of MFU that known runs reach on this card or its kind, and in words what
     they ran on.
@@ -462,34 +444,26 @@ def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float,
     """
     if device_type == "cpu" and card is None:
         return (*MFU_ON_CPU, "known runs on CPUs")
-    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
-    shares = {
-        name: [flops * speed / peaks.find_card(name).flops["float16"] for speed in speeds]
-        for name, speeds in REPORTED.items()
-    }
-    names = [name for name in shares if card and kind_of(name) == kind_of(card.name)]
+    names = [name for name in REPORTED if card and kind_of(name) == kind_of(card.name)]
     if card and len(REPORTED.get(card.name, ())) > 1:
         names = [card.name]
     on = " and ".join(names) or "other kinds of cards, as none is known on this one"
-    known = [share for name in names or shares for share in shares[name]]
-    return min(known), max(known), f"known runs on {on}"
+    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
+    shares = []
+    for name in names or REPORTED:
+        peak = peaks.find_card(name).flops["float16"]
+        shares += [flops * speed / peak for speed in REPORTED[name]]
+    return min(shares), max(shares), f"known runs on {on}"
 
 
 def kind_of(name: str) -> str:
     """Return a name for the cards that reach about the same share of their peaks."""
-    return KINDS.get(name.split()[0], name)
+    family = name.split()[0]  # such as GeForce
+    return KINDS.get(family, family)
 
 
-def reported_speed(
-    config: GPTConfig, device_name: str, dtype: str = "bfloat16", recompute: str = "none"
-) -> str:
-    """Return the known tokens/s of this model, computed in this way, on this card; "" if none are
-    known.
-    """
-    model = replace(config, bias=False, vocab_size=REPORTED_MODEL.vocab_size)
-    is_same = model == REPORTED_MODEL and config.vocab_size in REPORTED_VOCABULARIES
-    speeds: tuple[int, ...] = ()
-    if is_same and dtype != "float32" and recompute == "none":
-        with suppress(ValueError):
-            speeds = REPORTED.get(peaks.find_card(device_name).name, ())
-    return " to ".join(f"{speed:,}" for speed in speeds)
+def reported_speed(config: GPTConfig, card: peaks.Card | None) -> str:
+    """Return the known tokens/s of this model on this card, in 16 bits; "" if none are known."""
+    if card is None or replace(config, bias=False) != REPORTED_MODEL:
+        return ""
+    return " to ".join(f"{speed:,}" for speed in REPORTED.get(card.name, ()))

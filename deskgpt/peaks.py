@@ -28,7 +28,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -115,20 +114,14 @@ def find_card(name: str) -> Card:
 def card_table() -> dict[str, Card]:
     """Return the cards of TABLE by the keys of all their names."""
     cards: dict[str, Card] = {}
-    source = ""
     for line in CARDS.read_text(encoding="utf-8").splitlines():
-        names, *cells = [cell.strip() for cell in line.split("|")]
-        if not cells:
-            source = names  # of the cards in the next lines
-        elif not line.startswith("#"):
-            *tflops, sizes_gb = cells
-            flops = {
-                dtype: float(cell) * 1e12
-                for dtype, cell in zip(COLUMNS, tflops, strict=True)
-                if cell != "-"
-            }
-            card = Card(names.split("/")[0], flops, source, tuple(map(int, sizes_gb.split(", "))))
-            cards |= {name_key(each): card for each in names.split("/")}
+        if line.startswith("#"):
+            continue
+        names, *tflops, sizes_gb, source = [cell.strip() for cell in line.split("|")]
+        figures = zip(COLUMNS, tflops, strict=True)
+        flops = {dtype: float(cell) * 1e12 for dtype, cell in figures if cell != "-"}
+        card = Card(names.split("/")[0], flops, source, tuple(map(int, sizes_gb.split(", "))))
+        cards |= {name_key(each): card for each in names.split("/")}
     return cards
 
 
@@ -200,12 +193,10 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     """
     key = f"{device_name(device)}, torch {torch.__version__}, by dtype{torch_variables()}"
     known = read_cache("peaks").get(key)
-    if (
-        isinstance(known, dict)
-        and known.get("float32")
-        and all(is_possible(known.get(dtype)) for dtype in DTYPES)
-    ):
-        return known
+    if isinstance(known, dict) and known.get("float32"):
+        flops = [known.get(dtype) for dtype in DTYPES]
+        if all(isinstance(x, float) and 0 <= x < 1e17 for x in flops):  # else the file is damaged
+            return known
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -215,13 +206,6 @@ def measured_flops(device: torch.device) -> dict[str, float]:
         torch.set_num_threads(threads)
     write_cache("peaks", key, found)
     return found
-
-
-def is_possible(flops: Any) -> bool:
-    """Return whether a figure from the file can be FLOP/s of one device; 0 if it does not have the
-    dtype.
-    """
-    return isinstance(flops, float) and 0 <= flops < 1e17
 
 
 def best_flops(device: torch.device) -> dict[str, float]:
@@ -238,8 +222,6 @@ def best_flops(device: torch.device) -> dict[str, float]:
     precision = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    # Measuring must not change a run's random numbers.
-    draw = torch.Generator(device).manual_seed(0)
     for n in MATMUL_SIZES[device.type]:
         flops = 2 * n**3
         for name, dtype in DTYPES.items():
@@ -247,7 +229,8 @@ def best_flops(device: torch.device) -> dict[str, float]:
                 continue
             # Out of memory, or the device has no matmul in this dtype.
             with suppress(RuntimeError, TypeError):
-                x = torch.rand(n, n, device=device, generator=draw).to(dtype)
+                # No random numbers: measuring must not change a run's.
+                x = torch.linspace(0, 1, n * n, device=device).view(n, n).to(dtype)
                 out = x @ x  # to warm up; the timed ones write into this result
                 for _ in range(REPEATS):
                     synchronize(device)

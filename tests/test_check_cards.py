@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,28 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import check_cards
 
 aten = torch.ops.aten
-x, y, z, moment = (torch.ones(3, 4) for _ in range(4))  # 48 bytes each
+x, y, z = (torch.ones(3, 4) for _ in range(3))  # 48 bytes each
 columns, values = torch.tensor([[2], [0], [3]]), torch.ones(3, 1)  # 24 and 12 bytes
-one = torch.ones(())
-ADAMW = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.1, "eps": 1e-8}
-ADAMW |= {"amsgrad": False, "maximize": False}
 
 
 # By name: the bytes that are read or written, an operator, and what it takes.
 CALLS: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
     "copy_": (48 + 48, aten.copy_, (x, y)),
-    "fill_": (48, aten.fill_, (x, 0.5)),
-    "zero_": (48, aten.zero_, (x,)),
     "add_": (48 + 48 + 48, aten.add_, (x, y)),
     "add of an expanded row": (48 + 16 + 48, aten.add, (x, torch.ones(4).expand(3, 4))),
     "cat": (96 + 96, aten.cat, ([x, y],)),
-    "sum": (48 + 4, aten.sum, (x,)),
-    "zeros_like": (48, aten.zeros_like, (x,)),
+    "mul of an out": (48 + 48 + 48, partial(aten.mul.out, out=z), (x, y)),
     "scatter_": (24 + 12 + 12, aten.scatter_, (x, 1, columns, values)),
     "scatter_ of one value": (24 + 12, aten.scatter_, (x, 1, columns, 0.5)),
-    "_foreach_mul_": (96 + 4 + 96, aten._foreach_mul_, ([x, y], one)),
-    "_foreach_copy_": (48 + 48, aten._foreach_copy_, ([x], [y])),
-    "_foreach_norm": (96 + 8, aten._foreach_norm, ([x, y],)),
 }
 
 
@@ -43,14 +35,6 @@ def test_bytes_of_an_operator_are_those_that_it_reads_and_writes(name):
     with check_cards.Work() as work:
         function(*arguments)
     assert work.take() == {"launches": 1, "bytes": expected, "flops": 0}
-
-
-def test_results_are_not_read_and_an_optimizer_does_not_write_gradients():
-    with check_cards.Work() as work:
-        aten.mul.out(x, y, out=z)
-        assert work.take()["bytes"] == 48 + 48 + 48
-        aten._fused_adamw_([x], [y], [z], [moment], [], [one], **ADAMW)
-        assert work.take()["bytes"] == 48 * (2 + 1 + 2 + 2) + 4
 
 
 def test_matmuls_and_causal_attention_count_by_flops_and_views_not_at_all():
@@ -70,7 +54,6 @@ def test_expected_time_is_that_of_flops_and_of_bytes():
     # Of 4.8 TB/s, and of 989 TFLOP/s
     expected = 1 / check_cards.OF_MEMORY + 1 / check_cards.OF_FLOPS
     assert check_cards.expected_ms("H200", "bfloat16", part) == pytest.approx(expected)
-    assert check_cards.OF_FLOPS_GEFORCE > check_cards.OF_FLOPS
 
 
 def test_peer_without_a_program_is_an_error_of_one_line(tmp_path, script):
@@ -120,6 +103,3 @@ def test_both_programs_are_counted(tmp_path, monkeypatch):
     of_block = 3 * 2 * (2 * 256) * 12 * 384**2 + (2 + 5) * 2 * 2 * 256**2 * 384 // 2
     assert ours["micro_batch"]["flops"] == of_head + of_block
     assert ours["micro_batch"]["launches"] > theirs["micro_batch"]["launches"] > 3
-    parameters = 2 * 384 * 65
-    passes = 7 + 1 + 2  # AdamW, which does not write gradients, the norm, and clipping
-    assert theirs["optimizer_step"]["bytes"] == pytest.approx(4 * passes * parameters, rel=1e-3)

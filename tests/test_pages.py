@@ -57,7 +57,6 @@ make qualify
 python bench/qualify.py
 python bench/ask.py
 python bench/speed.py config/train_shakespeare_char_cpu.py --grid
-python bench/lab.py
 python bench/check_cards.py
 python data/fineweb_edu/prepare.py --hub
 python data/chat/prepare.py --hub
