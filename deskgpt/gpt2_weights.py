@@ -50,12 +50,10 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
     # A pipe would make it wait
-    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).is_file()]
-    if lacking:
+    if not (folder / "config.json").is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(
-            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
-            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder "
-            f"with config.json and {WEIGHTS}"
+            f"init_from={name}: {folder} does not hold both config.json and {WEIGHTS}; name one of "
+            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with these"
         )
     args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
@@ -111,16 +109,13 @@ def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
     width = GPTConfig.from_args(args, name).n_embd
     # None is 4 * n_embd
     wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * width}
+    if activation not in ACTIVATIONS:
+        wanted["activation_function"] = "gelu_new"
     odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
     if odd:
         ours = {key: wanted[key] for key in odd}
         raise ValueError(
             f"init_from={name}: config.json has {shortened(odd)}, and a plain GPT-2 has {ours}"
-        )
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"init_from={name}: config.json has activation_function={shortened(activation)}, not "
-            f"one of {', '.join(ACTIVATIONS)}"
         )
     return args | {
         "activation": ACTIVATIONS[activation],
@@ -135,13 +130,13 @@ def exported_model_args(name: str) -> dict[str, Any] | None:
     config = read_json(Path(name) / "config.json", name)
     if OUR_KEY not in config:
         return None
-    ours = config[OUR_KEY]
-    model_args = ours.get("model_args") if isinstance(ours, dict) else None
-    if not isinstance(model_args, dict):
+    try:
+        model_args = dict(config[OUR_KEY]["model_args"])
+    except (TypeError, KeyError, ValueError):
         raise ValueError(
             f"init_from={name}: config.json has no model_args under {OUR_KEY!r}; export "
             "the model again"
-        )
+        ) from None
     return GPTConfig.from_args(model_args, name).as_args()
 
 
@@ -183,10 +178,9 @@ def download_gpt2(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    files = ["config.json", WEIGHTS]
     try:
-        return Path(
-            snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", WEIGHTS])
-        )
+        return Path(snapshot_download(f"openai-community/{name}", allow_patterns=files))
     except Exception as e:
         # Errors of the hub, of its HTTP client and of the network share no class.
         remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"

@@ -223,7 +223,7 @@ def test_attention_of_apple_gpus_is_torchs(T):
 
 
 def counts(
-    p: list[float], temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+    p: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> list[int]:
     """Return how often each token is drawn from probabilities p over 10,000 evenly spaced u."""
     n = 10_000
@@ -409,7 +409,7 @@ def test_weights_of_others_may_be_cut_once_they_are_read(tmp_path):
     ("changes", "named"),
     [
         ({"n_embd": None}, "n_embd=None"),
-        ({"activation_function": "x" * 10**6}, "activation_function='xxx"),
+        ({"activation_function": "x" * 10**6}, "'activation_function': 'xxx"),
         ({"model_type": "x" * 10**6}, "'model_type': 'xxx"),
         ({"dtype": torch.float8_e4m3fn}, "weight' is torch.float8_e4m3fn"),
         ({"dtype": torch.int8}, "torch.int8"),

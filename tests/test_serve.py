@@ -4,6 +4,7 @@ streams end.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import io
 import itertools
@@ -25,7 +26,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import ROOT, assert_one_line, until
+from conftest import CPU, ROOT, assert_one_line, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -38,8 +39,6 @@ from deskgpt.engine import InferenceEngine, encode_prompt, load_model
 from deskgpt.errors import escape_control_chars
 from sample import SampleConfig
 
-SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
-SETTINGS |= {"top_k": 200, "top_p": 1.0, "seed": 1337}
 ASK: Any = [{"role": "user", "content": "Who is there?"}]
 
 
@@ -47,10 +46,12 @@ ASK: Any = [{"role": "user", "content": "Who is there?"}]
 class Served:
     writer: Writer
     port: int
+    token: str
+    turn: asyncio.Lock
 
     @property
     def page(self) -> str:
-        return f"/{self.writer.token}/"
+        return f"/{self.token}/"
 
     @property
     def address(self) -> str:
@@ -67,18 +68,12 @@ class Served:
             return response.status, response.headers, response.read()
 
     def post(self, path: str, body: Any) -> tuple[int, Any, bytes]:
-        return self.ask("POST", path, body, Authorization=f"Bearer {self.writer.token}")
-
-    def write(self, **changes: Any) -> list[dict[str, Any]]:
-        """Return the events of a text on the page."""
-        status, _, body = self.ask("POST", f"{self.page}write", SETTINGS | changes)
-        assert status == 200, body
-        return [json.loads(line) for line in body.splitlines()]
+        return self.ask("POST", path, body, Authorization=f"Bearer {self.token}")
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         address = f"http://{server.HOST}:{self.port}/v1"
         return openai.OpenAI(
-            base_url=address, api_key=self.writer.token if key is None else key, max_retries=0
+            base_url=address, api_key=self.token if key is None else key, max_retries=0
         )
 
 
@@ -87,14 +82,16 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
     values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
     c = SampleConfig(**values | settings)
-    writer = sample.writer_of(c, c.start, load_model("resume", str(folder), torch.device("cpu")))
+    trained = load_model("resume", str(folder), CPU)
+    ids = encode_prompt(c.start, trained.tokenizer)
+    writer = sample.writer_of(c, c.start, ids, trained)
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
-    app = server.make_app([*server.page_routes(writer), *server.openai_routes(writer)])
-    thread = threading.Thread(target=server.run_app, args=(app, port, "{address}"))
+    app = server.make_app(writer)
+    thread = threading.Thread(target=server.run_app, args=(app, port))
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
-    yield Served(writer, port)
+    yield Served(writer, port, app.state.token, app.state.turn)
     app.state.server.should_exit = True
     thread.join()
 
@@ -127,22 +124,31 @@ def error_in(body: bytes) -> str:
     return json.loads(body)["error"]["message"]
 
 
-def test_probabilities_are_the_models(plain):
-    trained = plain.writer.trained
+def test_probabilities_are_the_models(chat):
+    trained = chat.writer.trained
+    # Neither temperature nor top_p changes them.
+    asked: dict[str, Any] = {"model": "any", "max_tokens": 9, "top_p": 0.9, "temperature": 3.0}
+    full = chat.client().completions.create(**asked, prompt="the ", logprobs=8, seed=1)
+    entries: Any = full.choices[0].logprobs
     ids = encode_prompt("the ", trained.tokenizer)
-    events = plain.write(top_k=40, temperature=3.0)  # neither of which changes them
-    assert (len(events), events[0]["prompt_tokens"]) == (42, 4)
-    for e in events[1:-1]:
+    assert len(entries.content) == 9
+    for e in entries.content:
         with torch.inference_mode():
-            p = trained.model(ids)[0][0, -1].double().softmax(0)
-        listed = {t["id"]: t["p"] for t in e["top"]} | {e["id"]: e["p"]}
-        assert listed == pytest.approx({token: p[token].item() for token in listed}, rel=1e-4)
-        assert [t["id"] for t in e["top"]] == p.topk(8).indices.tolist()
-        assert e["rank"] == 1 + (p > p[e["id"]]).sum()
+            logprobs = trained.model(ids)[0][0, -1].double().log_softmax(0)
+        listed = {t["id"]: t["logprob"] for t in (*e["top_logprobs"], e)}
+        assert listed == pytest.approx({i: logprobs[i].item() for i in listed}, rel=1e-4)
+        assert [t["id"] for t in e["top_logprobs"]] == logprobs.topk(8).indices.tolist()
+        assert e["rank"] == 1 + (logprobs > logprobs[e["id"]]).sum()
+        assert e["bytes"] == [e["id"]]
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
+    create = chat.client().chat.completions.create
+    pieces = create(**asked, messages=ASK, stream=True, logprobs=True, top_logprobs=2)
+    of_pieces = [p.choices[0].logprobs.content for p in pieces if p.choices[0].logprobs]
+    assert [(len(new), len(new[0].top_logprobs)) for new in of_pieces] == [(1, 2)] * len(of_pieces)
+    assert of_pieces
 
 
-def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain):
+def test_completion_is_the_text_of_sample_streamed_or_not(plain):
     folder = Path(plain.writer.trained.source)
     drawn: dict[str, Any] = {"seed": 7, "temperature": 1.3, "top_p": 0.8}
     completions = plain.client().completions
@@ -152,7 +158,6 @@ def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain)
         c = SampleConfig(out_dir=str(folder), device="cpu", start="the ", num_samples=1, **settings)
         (expected,) = sample.main(c)
         new = expected.removeprefix("the ")
-        assert "".join(event.get("text", "") for event in plain.write(**settings)) == new
         asked = drawn | {"model": "any", "max_tokens": 60, "stop": [stop, "no such text"]}
         full = completions.create(**asked, prompt="the ")
         (choice,) = full.choices
@@ -228,7 +233,7 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     for served, block in zip((plain, chat), blocks, strict=True):
         monkeypatch.setenv("OPENAI_BASE_URL", f"http://{server.HOST}:{served.port}/v1")
-        monkeypatch.setenv("OPENAI_API_KEY", served.writer.token)
+        monkeypatch.setenv("OPENAI_API_KEY", served.token)
         exec(block, {})
         assert capsys.readouterr().out
     (path, body) = re.findall(r"^curl \$OPENAI_BASE_URL(\S+) .* --json '(.*)'$", page, re.M)[0]
@@ -241,7 +246,7 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
 def test_only_who_has_the_token_is_answered(chat):
     files: dict[str, str] = {}
     names = {"html": "", "css": "playground.css", "javascript": "playground.js"}
-    for kind, path in (names | {"json": "page.json"}).items():
+    for kind, path in names.items():
         status, headers, body = chat.ask("GET", chat.page + path)
         assert (status, kind in headers["Content-Type"]) == (200, True), path
         files[kind] = body.decode()
@@ -253,7 +258,7 @@ def test_only_who_has_the_token_is_answered(chat):
     for path in (*others, f"{chat.page[:-2]}/"):
         assert chat.ask("GET", path)[0] == 404, path
         assert chat.ask("POST", path, b"{}")[0] in (404, 405), path
-    for key in ("wrong", chat.writer.token[:-1], chat.writer.token + "x"):
+    for key in ("wrong", chat.token[:-1], chat.token + "x"):
         with pytest.raises(openai.AuthenticationError) as e:
             chat.client(key).completions.create(model="any", prompt="a")
         assert_one_line(error_in(e.value.response.content), "API key")
@@ -267,7 +272,7 @@ def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or
     hosts |= {"example.com": 400, "127.0.0.1.example.com": 400, "www.localhost": 400, "": 400}
     for host, status in hosts.items():
         assert chat.ask("GET", chat.page, Host=host)[0] == status, host
-    for method, path in (("GET", ""), ("GET", "nothing"), ("POST", "write"), ("OPTIONS", "write")):
+    for method, path in (("GET", ""), ("GET", "nothing"), ("POST", "x"), ("OPTIONS", "x")):
         _, headers, _ = chat.ask(method, chat.page + path, b"", Origin="http://example.com")
         assert {name: headers[name] for name in server.HEADERS} == server.HEADERS
         assert not [name for name in headers if name.lower().startswith("access-control")]
@@ -275,20 +280,15 @@ def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or
 
 NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
 WRONG: dict[str, list[Any]] = {
-    "prompt": ["", 5],
+    "prompt": ["", 5, ["a", "b"], "a" * 97],  # the context has 96 tokens
     "temperature": [10**400, float("nan")],
     "seed": [-1],
-}
-WRONG_ON_THE_PAGE: dict[str, list[Any]] = {"max_new_tokens": [1.5], "settings": [1]}
-WRONG_IN_THE_API: dict[str, list[Any]] = {
-    "prompt": ["a" * 97],  # the context has 96 tokens
     "stop": [["a", 5], ["a"] * 17],
-    "max_tokens": [-1],
-    "max_completion_tokens": [1.5],
+    "max_tokens": [-1, 1.5],
     "n": [2],
     "best_of": [3],
     "echo": [True],
-    "logprobs": [0, True],
+    "logprobs": [21, -1, "x"],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "json_object"}],
 }
@@ -303,22 +303,17 @@ def assert_bad_request(served: Served, path: str, body: Any, named: str = "") ->
     assert_one_line(line, named)
     assert len(line) < 300
     assert "--" not in line  # no flags of sample.py, nor their names
-    assert "max_new_tokens" not in line or "max_new_tokens" in body
+    assert "max_new_tokens" not in line
 
 
 def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
-    page, api = f"{plain.page}write", "/v1/completions"
     for body in NO_OBJECTS:
-        assert_bad_request(plain, page, body, "JSON")
-    usual: dict[str, Any] = {"prompt": "a", "max_tokens": 3}
-    for path, right, further in (
-        (page, SETTINGS, WRONG_ON_THE_PAGE),
-        (api, usual, WRONG_IN_THE_API),
-    ):
-        assert_bad_request(plain, path, right | {"prompt": "the \u2603"}, "\u2603")
-        for name, values in (*WRONG.items(), *further.items()):
-            for value in values:
-                assert_bad_request(plain, path, right | {name: value}, name)
+        assert_bad_request(plain, "/v1/completions", body, "JSON")
+    for name, values in WRONG.items():
+        for value in values:
+            asked = {"prompt": "a", "max_tokens": 3, name: value}
+            assert_bad_request(plain, "/v1/completions", asked, name)
+    assert_bad_request(plain, "/v1/completions", {"prompt": "the \u2603"}, "\u2603")
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
     # It saw no dialogues
@@ -329,7 +324,7 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
     monkeypatch.setattr(server, "ARRIVAL_S", 0.1)
     post = "POST /v1/completions HTTP/1.1\r\n"
-    body = f"Host: localhost\r\nAuthorization: Bearer {chat.writer.token}\r\nContent-Length: 99"
+    body = f"Host: localhost\r\nAuthorization: Bearer {chat.token}\r\nContent-Length: 99"
     second = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod"
     halves = {"": [], post: [], f"{post}{body}\r\n\r\n{{": [b"408"], second: [b"401"]}
     for half, expected in halves.items():
@@ -339,7 +334,7 @@ def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, mon
         assert re.findall(rb"^HTTP/1.1 (\d+)", answers, re.M) == expected, half
     with socket.create_connection((server.HOST, chat.port)) as client:
         client.sendall(f"{post}{body}\r\n\r\n{{".encode())  # and leaves
-    assert chat.ask("GET", f"{chat.page}page.json")[0] == 200
+    assert chat.ask("GET", chat.page)[0] == 200
     assert capfd.readouterr() == ("", "")
 
 
@@ -360,22 +355,22 @@ def test_text_ends_once_its_reader_has_gone_or_reads_nothing(
     monkeypatch.setattr(InferenceEngine, "write", lambda *_: itertools.repeat(["x" * 10_000]))
     body = json.dumps({"prompt": "a", "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    head += f"Authorization: Bearer {chat.writer.token}\r\n\r\n"
+    head += f"Authorization: Bearer {chat.token}\r\n\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect((server.HOST, chat.port))
         client.sendall(head.encode() + body)
-        until(chat.writer.turn.locked)
+        until(chat.turn.locked)
         if not leaves:
-            until(lambda: not chat.writer.turn.locked())
-    until(lambda: not chat.writer.turn.locked())
+            until(lambda: not chat.turn.locked())
+    until(lambda: not chat.turn.locked())
     monkeypatch.undo()
     assert chat.post("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
-    refused = {f"--port={chat.port}": chat.port, f"--system={'x' * 100}": "system message is too"}
+    refused = {f"--port={chat.port}": chat.port, f"--system={'x' * 100}": "room for 0"}
     for flag, named in refused.items():
         done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve", flag)
         assert (done.code, done.out) == (1, "")
@@ -392,15 +387,14 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_pat
     printed = terminal.read_text()
     [(port, token)] = re.findall(r"^http://127\.0\.0\.1:(\d+)/([\w-]{32})/", printed)
     assert f"base_url=http://127.0.0.1:{port}/v1 api_key={token}\n" in printed
-    with closing(http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)) as connection:
-        connection.request("GET", f"/{token}/page.json")
-        page = json.loads(connection.getresponse().read())
-        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
-        connection.request("POST", f"/{token}/write", json.dumps(page["settings"]))
-        response = connection.getresponse()
-        response.readline()
-        process.send_signal(signal.SIGINT)
-        *_, last = response.read().splitlines()
-    assert error_in(last) == "the server was stopped"
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=token, max_retries=0)
+    (page,) = client.models.list()
+    facts = {"iter_num": 6, "best_val_loss": 4.5, "block_size": 96, "system": ""}
+    assert facts.items() <= page.to_dict().items()
+    pieces = client.completions.create(model="any", prompt="a", stream=True)
+    next(pieces)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="the server was stopped"):
+        list(pieces)
     assert process.wait(20) == 0
     assert_one_line(terminal.read_text().removeprefix(printed))

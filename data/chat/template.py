@@ -98,9 +98,7 @@ def as_messages(value: Any) -> list[Message]:
     """
     if isinstance(value, dict):
         value = value.get("messages") or value.get("conversations", value.get("messages"))
-    if not isinstance(value, list):
-        raise ValueError(f"its messages are {reprlib.repr(value)}, not a list")
-    messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
+    messages = messages_in(value)
     if not any(message.role == "assistant" for message in messages):
         raise ValueError(
             "it has no assistant turn to learn, so nothing is learned from it; leave it out"
@@ -108,24 +106,30 @@ def as_messages(value: Any) -> list[Message]:
     return messages
 
 
+def messages_in(value: Any) -> list[Message]:
+    """Return the messages of a list in JSON. Raises ValueError as as_messages."""
+    if not isinstance(value, list):
+        raise ValueError(f"the messages are {reprlib.repr(value)}, not a list")
+    return [as_message(entry, n) for n, entry in enumerate(value, 1)]
+
+
 def as_message(value: Any, n: int) -> Message:
     """Return message number n. Raises ValueError as as_messages."""
     if isinstance(value, dict) and "from" in value:
         value = value | {"role": value["from"], "content": value.get("value")}
-    content = value.get("content") if isinstance(value, dict) else None
-    if isinstance(content, list):  # OpenAI's parts, of which images have no text
-        texts: list[Any] = [
-            part.get("text") if isinstance(part, dict) else None for part in content
-        ]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if not isinstance(content, str) or not isinstance(value.get("role"), str):
+    try:
+        role = OTHER_NAMES.get(value["role"], value["role"])
+        content = value["content"]
+        if isinstance(content, list):  # OpenAI's parts, of which images have no text
+            content = "".join([part["text"] for part in content])
+        content = valid_unicode(content)
+    except (TypeError, KeyError, AttributeError):
         raise ValueError(
             f"message {n} is {reprlib.repr(value)}, not an object with role and content, "
             "which are text"
-        )
-    role = OTHER_NAMES.get(value["role"], value["role"])
+        ) from None
     if role not in ROLES:
         raise ValueError(
-            f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}"
+            f"message {n} has the role {reprlib.repr(role)}, which is not one of {', '.join(ROLES)}"
         )
-    return Message(role, valid_unicode(content))
+    return Message(role, content)
