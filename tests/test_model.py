@@ -42,12 +42,10 @@ def test_activations_that_are_computed_again_leave_gradients_bit_equal(
 ):
     model = make(replace(config, dropout=dropout))
     idx = tokens(3, 32)
-    names = list(model.state_dict())
     found = {}
     flops = {}
     for which in ("none", "full"):
         apply_compute(model, ComputeMode(dtype, recompute=which))
-        assert list(model.state_dict()) == names
         torch.manual_seed(3)
         with FlopCounterMode(display=False) as counter:
             with autocast(CPU, dtype, cached=which == "none"):
