@@ -302,8 +302,9 @@ class Sample:
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.text = prompt
-        self.prompt_end = len(prompt)
-        self.shown = self.prompt_end  # characters that cannot become a stop text any more
+        self.shown = self.prompt_end = len(
+            prompt
+        )  # characters that cannot become a stop text any more
         self.done = False
         self.tokens: list[int] = []  # added so far
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -469,13 +470,13 @@ def sampler_for(
     def texts_at(evaluation: int, is_last: bool) -> list[str]:
         if evaluation % every and not is_last:
             return []
-        # Beyond its context a model has no cache, and each token costs a whole forward pass.
-        room = max(1, model.config.block_size - prompts.size(1))
         samples = [Sample(tokenizer, PROMPT) for _ in range(TEXTS)]
         model.eval()
         # Blocks are compiled for batches; set_stance imports torch's compiler, which takes seconds.
         eager = torch.compiler.set_stance("force_eager") if compute.compiled else nullcontext()
         with eager:
+            # Beyond its context a model has no cache, and each token costs a whole forward pass.
+            room = max(1, model.config.block_size - prompts.size(1))
             config = GenerationConfig(max_new_tokens=min(TOKENS, room))
             for _ in engine().write(prompts, samples, config):
                 if signal_handler.has_signal():

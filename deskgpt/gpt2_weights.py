@@ -50,10 +50,12 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
     # A pipe would make it wait
-    if not (folder / "config.json").is_file() or not (folder / WEIGHTS).is_file():
+    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).is_file()]
+    if lacking:
         raise ValueError(
-            f"init_from={name}: {folder} does not hold both config.json and {WEIGHTS}; name one of "
-            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder with these"
+            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
+            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder "
+            f"with config.json and {WEIGHTS}"
         )
     args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
@@ -97,7 +99,8 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
     """Return the model_args of a GPT-2 in Hugging Face's format.
 
-    Raises ValueError for what our GPT does not have.
+    Raises ValueError for what our GPT does not have; another width within an MLP (n_inner) is
+    refused by GPT.from_state.
     """
     config = read_json(folder / "config.json", name)
     activation = str(config.get("activation_function", "gelu_new"))
@@ -106,9 +109,7 @@ def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
         args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
     except KeyError as e:
         raise ValueError(f"init_from={name}: config.json has no {e}; it is not a GPT-2's") from None
-    width = GPTConfig.from_args(args, name).n_embd
-    # None is 4 * n_embd
-    wanted = PLAIN_GPT2 | {"n_inner": config.get("n_inner") and 4 * width}
+    wanted = dict(PLAIN_GPT2)
     if activation not in ACTIVATIONS:
         wanted["activation_function"] = "gelu_new"
     odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}

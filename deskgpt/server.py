@@ -244,10 +244,26 @@ def writer_for(request: Request) -> Writer:
 
 
 async def models(request: Request) -> Response:
-    """Return the only model, with what the page is filled with."""
+    """Return the only model, with its facts and the settings with which the page begins."""
     writer = writer_for(request)
-    model = {"id": writer.trained.name, "object": "model", "created": 0, "owned_by": "deskgpt"}
-    return JSONResponse({"object": "list", "data": [model | description(writer)]})
+    saved = writer.trained.checkpoint
+    loss = saved.best_val_loss if saved else math.nan
+    # Without copies in 16 bits
+    n_params = GPT.without_storage(writer.trained.model.config).num_params()
+    defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
+    model = {
+        "id": writer.trained.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "deskgpt",
+        "iter_num": saved and saved.iter_num,
+        "best_val_loss": loss if math.isfinite(loss) else None,
+        "n_params": n_params,
+        "block_size": writer.block_size,
+        "settings": {"prompt": writer.prompt} | defaults,
+        "system": writer.system if writer.chat_template else None,
+    }
+    return JSONResponse({"object": "list", "data": [model]})
 
 
 async def complete(request: Request) -> Response:
@@ -265,38 +281,13 @@ async def complete(request: Request) -> Response:
     return JSONResponse(reply.full())
 
 
-def description(writer: Writer) -> dict[str, Any]:
-    """Return the model's facts and the settings with which the page begins."""
-    saved = writer.trained.checkpoint
-    loss = saved.best_val_loss if saved else math.nan
-    # Without copies in 16 bits
-    n_params = GPT.without_storage(writer.trained.model.config).num_params()
-    defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
-    return {
-        "iter_num": saved and saved.iter_num,
-        "best_val_loss": loss if math.isfinite(loss) else None,
-        "n_params": n_params,
-        "block_size": writer.block_size,
-        "settings": {"prompt": writer.prompt} | defaults,
-        "system": writer.system if writer.chat_template else None,
-    }
-
-
+OPENAI_SETTINGS = ("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens")
 MOST_STOPS = 16  # texts that end an answer: each is looked for after each token
 MOST_ALTERNATIVES = 20  # likeliest tokens of which a reply has the probabilities
 # Fields that ask for more than one text, which we do not give, and the value with which each asks
 # for nothing. Others, such as a user's name, change no answer's form, and are ignored.
 NOT_GIVEN: dict[str, Any] = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "tools": []}
 NOT_GIVEN |= {"response_format": {"type": "text"}}
-
-
-def config_of(asked: dict[str, Any], defaults: GenerationConfig) -> GenerationConfig:
-    """Return the settings that a request asks for. Raises ConfigError."""
-    chosen: dict[str, Any] = {"seed": secrets.randbelow(2**32)}
-    for name in ("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens"):
-        if name in asked:
-            chosen[name if name in SETTINGS else "max_new_tokens"] = asked[name]
-    return replace(defaults, **chosen)
 
 
 class Reply:
@@ -322,7 +313,11 @@ class Reply:
                 f"logprobs={shortened(self.n_top)} must be true or 0 to {MOST_ALTERNATIVES}"
             )
         self.writer = writer
-        self.config = config_of(asked, writer.defaults)
+        chosen: dict[str, Any] = {"seed": secrets.randbelow(2**32)}
+        for name in OPENAI_SETTINGS:
+            if name in asked:
+                chosen[name if name in SETTINGS else "max_new_tokens"] = asked[name]
+        self.config = replace(writer.defaults, **chosen)
         self.is_chat = is_chat
         self.is_stream = bool(asked.get("stream"))
         if is_chat:

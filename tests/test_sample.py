@@ -362,7 +362,7 @@ def test_faults_are_one_line(run, script, setting, named):
 
 
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8}
-GPT2 |= {"vocab_size": 20, "n_inner": 32}
+GPT2 |= {"vocab_size": 20}
 
 
 def folder_of_others(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> str:
