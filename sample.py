@@ -91,11 +91,11 @@ def main(c: SampleConfig) -> list[str]:
         return []
     samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(c.num_samples)]
     if ids.size(1) > writer.block_size:
-        note = (
+        print(
             f"note: the prompt has {ids.size(1):,} tokens; the model sees the last "
-            f"{writer.block_size:,}, its context"
+            f"{writer.block_size:,}, its context",
+            file=sys.stderr,
         )
-        print(note, file=sys.stderr)
     print(samples[0].text, end="", flush=True)
     for shown in writer.engine.write(ids.repeat(c.num_samples, 1), samples, c):
         print(shown[0], end="", flush=True)
@@ -145,11 +145,11 @@ def writer_of(c: SampleConfig, prompt: str, ids: Tensor, trained: LoadedModel) -
         template.Template(trained.tokenizer) if c.chat or trained.is_chat_model else None
     )
     if c.chat and not trained.is_chat_model:
-        note = (
+        print(
             f"note: {trained.source} was not trained on data of data/chat/prepare.py: "
-            "docs/sampling.md"
+            "docs/sampling.md",
+            file=sys.stderr,
         )
-        print(note, file=sys.stderr)
     engine = InferenceEngine(trained.model, ids, dtype, trained.tokenizer.end_of_text)
     return Writer(trained, engine, c, prompt, chat_template, c.system)
 

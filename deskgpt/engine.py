@@ -109,10 +109,9 @@ class InferenceEngine:
 
         On Hopper and Blackwell torch prefers cuDNN, also for a single query. It plans anew for each
         length of the cache (pytorch issue 193893). To say so once a token costs less than in each
-        layer.
+        layer. On other devices this changes nothing.
         """
-        without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if self.device.type == "cuda" else nullcontext()
-        with without_cudnn, autocast(self.device, self.dtype):
+        with sdpa_kernel(WITHOUT_CUDNN), autocast(self.device, self.dtype):
             yield
 
     @torch.inference_mode()

@@ -97,7 +97,7 @@ def as_messages(value: Any) -> list[Message]:
     in a few words what is wrong.
     """
     if isinstance(value, dict):
-        value = value.get("messages") or value.get("conversations", value.get("messages"))
+        value = value.get("messages") or value.get("conversations")
     messages = messages_in(value)
     if not any(message.role == "assistant" for message in messages):
         raise ValueError(
