@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
+from torch import Tensor
 
 from configurator import configure
 from data.chat import template
@@ -78,33 +79,30 @@ def main(c: SampleConfig) -> list[str]:
     prompt = prompt_of(c)
     trained = load_model(c.init_from, c.out_dir, device)
     trained.model.eval().to(device)
-    writer = writer_of(c, prompt, trained)
+    ids = encode_prompt(prompt, trained.tokenizer).to(device)  # (1, T)
+    writer = writer_of(c, prompt, ids, trained)
     if c.serve:
-        serve(writer, c.port)
+        from deskgpt import server  # which needs packages of its own
+
+        server.run_app(server.make_app(writer), c.port)
         return []
     if c.chat:
         talk(writer)
         return []
     samples = [Sample(trained.tokenizer, prompt, c.stop) for _ in range(c.num_samples)]
-    ids = encode_prompt(prompt, trained.tokenizer).to(device)  # (1, T)
     if ids.size(1) > writer.block_size:
-        note = (
+        print(
             f"note: the prompt has {ids.size(1):,} tokens; the model sees the last "
-            f"{writer.block_size:,}, its context"
+            f"{writer.block_size:,}, its context",
+            file=sys.stderr,
         )
-        print(note, file=sys.stderr)
-    print_samples(samples, writer.engine.write(ids.repeat(c.num_samples, 1), samples, c))
-    return [sample.text for sample in samples]
-
-
-def print_samples(samples: list[Sample], written: Iterator[list[str]]) -> None:
-    """Print samples: the first one token by token, the others when all are written."""
     print(samples[0].text, end="", flush=True)
-    for shown in written:
+    for shown in writer.engine.write(ids.repeat(c.num_samples, 1), samples, c):
         print(shown[0], end="", flush=True)
     print(DASHES)
     for sample in samples[1:]:
         print(f"{sample.text}{DASHES}")
+    return [sample.text for sample in samples]
 
 
 # ---- set-up --------------------------------------------------------------------------------------
@@ -134,40 +132,26 @@ def prompt_of(c: SampleConfig) -> str:
     return prompt
 
 
-def writer_of(c: SampleConfig, prompt: str, trained: LoadedModel) -> Writer:
+def writer_of(c: SampleConfig, prompt: str, ids: Tensor, trained: LoadedModel) -> Writer:
     """Return the model in the dtype that c asks for; on a CPU that is float32 by default.
 
-    It talks if it saw dialogues, or with --chat. Raises ValueError if it cannot talk, or if there
-    is no room for the system message.
+    ids: of the prompt (1, T). The model talks if it saw dialogues, or with --chat. Raises
+    ValueError if it cannot talk, or if there is no room for the system message.
     """
-    device = next(trained.model.parameters()).device
     dtype: str = c.dtype
     if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else default_dtype(device)
+        dtype = "float32" if ids.device.type == "cpu" else default_dtype(ids.device)
     chat_template = (
         template.Template(trained.tokenizer) if c.chat or trained.is_chat_model else None
     )
     if c.chat and not trained.is_chat_model:
-        note = (
+        print(
             f"note: {trained.source} was not trained on data of data/chat/prepare.py: "
-            "docs/sampling.md"
+            "docs/sampling.md",
+            file=sys.stderr,
         )
-        print(note, file=sys.stderr)
-    ids = encode_prompt(prompt, trained.tokenizer).to(device)
-    end_of_text = trained.tokenizer.end_of_text
-    engine = InferenceEngine(trained.model, ids, dtype, end_of_text=end_of_text)
+    engine = InferenceEngine(trained.model, ids, dtype, trained.tokenizer.end_of_text)
     return Writer(trained, engine, c, prompt, chat_template, c.system)
-
-
-def serve(writer: Writer, port: int) -> None:
-    """Serve the page and OpenAI's API until Ctrl+C. Raises OSError."""
-    from deskgpt import server  # which need packages of their own
-
-    about = f"{{address}}/{writer.token}/ (Ctrl+C ends it)\n"
-    about += f"for programs, as OpenAI's API: base_url={{address}}/v1 api_key={writer.token}"
-    server.run_app(
-        server.make_app([*server.page_routes(writer), *server.openai_routes(writer)]), port, about
-    )
 
 
 if __name__ == "__main__":

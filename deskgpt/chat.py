@@ -4,18 +4,16 @@ terminal.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.chat.template import FORGED_TURN, Message, Template, as_message
-from data.tokenizer import valid_unicode
+from data.chat.template import FORGED_TURN, Message, Template
+from data.tokenizer import END_OF_TEXT, valid_unicode
 from deskgpt.engine import GenerationConfig, InferenceEngine, LoadedModel, Sample, encode_prompt
 from deskgpt.errors import shortened
 
@@ -24,7 +22,7 @@ ANSWER_PART = 8  # for an answer, one of this many parts of the context is left 
 
 @dataclass
 class Writer:
-    """A model that writes one text at a time.
+    """A model that continues texts and answers dialogues.
 
     Raises ValueError if the system message is too long.
     """
@@ -35,8 +33,6 @@ class Writer:
     prompt: str  # the page's at its start
     chat_template: Template | None  # None if the model does not talk
     system: str = ""  # the first message of a dialogue
-    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))  # who has it may ask
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a text is written
 
     def __post_init__(self) -> None:
         if self.chat_template is not None and self.system:
@@ -46,17 +42,21 @@ class Writer:
     def block_size(self) -> int:
         return self.trained.model.config.block_size
 
-    def begin(self, prompt: Any, messages: Any, *stops: str) -> tuple[Sample, Tensor]:
-        """Return a text that answers messages in JSON, or continues the prompt if they are None,
-        and its prompt (1, T).
+    def begin(self, prompt: Any, *stops: str) -> tuple[Sample, Tensor]:
+        """Return a text that continues a program's prompt, and its tokens (1, T).
 
         Raises ValueError, one line.
         """
-        if messages is not None:
-            return self.answer(messages_in(messages), *stops)
+        if isinstance(prompt, list) and len(prompt) == 1:
+            (prompt,) = prompt
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(f"prompt={shortened(prompt)} must be a text, at least a line break")
         ids = encode_prompt(prompt, self.trained.tokenizer)
+        if ids.size(1) > self.block_size:
+            raise ValueError(
+                f"the prompt has {ids.size(1):,} tokens, and the model's context has "
+                f"{self.block_size:,}; shorten it"
+            )
         return Sample(self.trained.tokenizer, prompt, *stops), ids.to(self.engine.device)
 
     def answer(self, messages: list[Message], *stops: str) -> tuple[Sample, Tensor]:
@@ -71,8 +71,7 @@ class Writer:
                 "/v1/completions"
             )
         ids = self.chat_template.prompt(fitting(self.chat_template, self.block_size, messages))
-        stops = (*stops, FORGED_TURN)
-        text = Sample(self.trained.tokenizer, "", *stops, last_token=self.chat_template.end_of_text)
+        text = Sample(self.trained.tokenizer, "", *stops, FORGED_TURN, END_OF_TEXT)
         return text, torch.from_numpy(ids.astype("int64"))[None].to(self.engine.device)
 
 
@@ -98,27 +97,11 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
         used -= sizes[first]
         first += 1
     if first == len(turns):
-        what = f"the message takes {sizes[-1]:,} tokens"
-        if room < 0:
-            what = "the system message is too long"
         raise ValueError(
-            f"{what}: {max(0, room):,} of the model's context of {block_size:,} are left "
-            "for it; say less"
+            f"the message takes {sizes[-1]:,} tokens, and the model's context of {block_size:,} "
+            f"has room for {max(0, room):,} after the system message; say less"
         )
     return system + turns[first:]
-
-
-def messages_in(value: Any) -> list[Message]:
-    """Return the messages that another program sends: a JSON list that ends with the user's.
-
-    Raises ValueError.
-    """
-    if not isinstance(value, list):
-        raise ValueError(f"messages={shortened(value)} must be a list")
-    messages = [as_message(entry, n) for n, entry in enumerate(value, 1)]
-    if not messages or messages[-1].role != "user":
-        raise ValueError("the last message must be the user's")
-    return messages
 
 
 def talk(writer: Writer) -> None:

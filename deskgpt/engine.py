@@ -54,8 +54,8 @@ class InferenceEngine:
         model: GPT,
         prompt: Tensor,
         dtype: str,
-        *,
         end_of_text: int | None = None,
+        *,
         is_trained: bool = False,
     ) -> None:
         """prompt: tokens (B, T). dtype: of the matmuls. end_of_text: the tokenizer's. is_trained:
@@ -64,7 +64,14 @@ class InferenceEngine:
         self.model = model
         self.device = prompt.device
         self.dtype = dtype
-        text = self._compared_text(prompt, end_of_text)
+        # The prompt and random tokens, with which a cache is compared. A document ends among the
+        # last ones: what a model does then, a prompt alone would not show.
+        n = max(DRAWN, COMPARED - prompt.size(1))
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(model.config.vocab_size, (1, n), generator=generator)
+        if end_of_text is not None:
+            drawn[0, -SINGLE - 2] = end_of_text
+        text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, -model.config.block_size :]
         kinds: list[type[KVCache]] = [KVCache]
         if self.device.type == "cuda" and not is_trained:
             kinds.insert(0, GraphedKVCache)
@@ -102,23 +109,10 @@ class InferenceEngine:
 
         On Hopper and Blackwell torch prefers cuDNN, also for a single query. It plans anew for each
         length of the cache (pytorch issue 193893). To say so once a token costs less than in each
-        layer.
+        layer. On other devices this changes nothing.
         """
-        without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if self.device.type == "cuda" else nullcontext()
-        with without_cudnn, autocast(self.device, self.dtype):
+        with sdpa_kernel(WITHOUT_CUDNN), autocast(self.device, self.dtype):
             yield
-
-    def _compared_text(self, prompt: Tensor, end_of_text: int | None) -> Tensor:
-        """Return the prompt and random tokens (1, T), with which a cache is compared.
-
-        A document ends among the last ones: what a model does then, a prompt alone would not show.
-        """
-        c = self.model.config
-        n = max(DRAWN, COMPARED - prompt.size(1))
-        drawn = torch.randint(c.vocab_size, (1, n), generator=torch.Generator().manual_seed(0))
-        if end_of_text is not None:
-            drawn[0, -SINGLE - 2] = end_of_text
-        return torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, -c.block_size :]
 
     @torch.inference_mode()
     def _first_that_agrees(self, kinds: list[type[KVCache]], text: Tensor) -> type[KVCache] | None:
@@ -152,8 +146,8 @@ class InferenceEngine:
                         f"logits with a cache have a relative error of {error:.2g}, at most "
                         f"{limit:g} is rounding"
                     )
-                what = "a cache" if kind is KVCache else "CUDA graphs"
-                print(f"{why}: sampling without {what}, which is slower", file=sys.stderr)
+                line = f"{why}: sampling without {kind.__name__}, which is slower"
+                print(line, file=sys.stderr)
         return None
 
 
@@ -182,20 +176,20 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     layer that a model computes in float32 on purpose stays so. An embedding that is tied to the
     head stays float32, which is what is read of it.
     """
-    is_cast: dict[nn.Module, bool] = {}
+    cast: set[nn.Module] = set()
+    kept: set[nn.Module] = set()
 
     def note(layer: nn.Module, args: Any) -> None:
         if type(layer) is nn.Linear:  # a class of the user's own may compute in float32
-            casts = torch.is_autocast_enabled(text.device.type)
-            is_cast[layer] = casts and is_cast.get(layer, True)
+            is_cast = torch.is_autocast_enabled(text.device.type)
+            (cast if is_cast else kept).add(layer)
 
     hook = register_module_forward_pre_hook(note)
     model.next_logits(text)
     hook.remove()
-    for layer in is_cast:
-        if is_cast[layer]:
-            for name, p in list(layer.named_parameters(recurse=False)):
-                setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
+    for layer in cast - kept:
+        for name, p in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -234,13 +228,13 @@ def generate(
 
 
 def sample_tokens(
-    logits: Tensor, u: Tensor, temperature: float, top_k: int | None, top_p: float
+    logits: Tensor, u: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
     """Return token ids (B, 1) drawn from logits (B, V) by inverting the cumulative distribution at
     u (B, 1) in [0, 1).
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest, of equal ones those with
-    the smallest ids; 0 and None keep all. Of these top_p keeps the fewest that reach that
+    the smallest ids; 0 keeps all. Of these top_p keeps the fewest that reach that
     probability together (nucleus sampling, arXiv:1904.09751).
     """
     if temperature == 0:
@@ -250,14 +244,13 @@ def sample_tokens(
     if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
         logits = logits.cpu()
     # Ordered in float32: the order is the same, and there are half as many bytes to sort.
-    if top_k and top_k < logits.size(1):
+    if 0 < top_k < logits.size(1):
         least = logits.topk(top_k).values[:, -1:]  # (B, 1)
         # In 16 bits many logits are equal: take as many of the least as there is room for.
         is_least = logits == least
         room = top_k - (logits > least).sum(1, keepdim=True)
         is_out = (logits < least) | (is_least & (is_least.cumsum(1) > room))
         logits = logits.masked_fill(is_out, -torch.inf)
-    order = None
     if top_p < 1:
         logits, order = logits.sort(dim=1, descending=True, stable=True)
     logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
@@ -269,7 +262,7 @@ def sample_tokens(
     cdf = p.cumsum(1)
     total = cdf[:, -1:]
     pick = torch.searchsorted(cdf, u.to(cdf.device) * total, right=True).clamp_(max=p.size(1) - 1)
-    if order is not None:
+    if top_p < 1:
         pick = order.gather(1, pick)
     return pick.to(device)
 
@@ -297,22 +290,20 @@ class GenerationConfig:
 
 
 class Sample:
-    """One text as it grows: decodes tokens that are parts of characters, and ends at a stop text or
-    last_token.
+    """One text as it grows: decodes tokens that are parts of characters, and ends at a stop
+    text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: str, *stops: str, last_token: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: str, *stops: str) -> None:
         """stops: if one of them occurs after the prompt, the text ends before it; empty ones do not
         count.
         """
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
-        self.last_token = last_token
         self.text = prompt
-        self.prompt_end = len(prompt)
-        self.shown = self.prompt_end  # characters that cannot become a stop text any more
+        self.shown = self.prompt_end = len(
+            prompt
+        )  # characters that cannot become a stop text any more
         self.done = False
         self.tokens: list[int] = []  # added so far
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -322,10 +313,6 @@ class Sample:
         text.
         """
         self.tokens.append(token)
-        if token == self.last_token:
-            rest = self.finish()
-            self.done = True
-            return rest
         return self._append(self.tokenizer.decode_bytes([token]))
 
     def finish(self) -> str:
@@ -477,19 +464,18 @@ def sampler_for(
     @functools.cache
     def engine() -> InferenceEngine:
         dtype = "float32" if device.type == "cpu" else compute.dtype
-        end_of_text = tokenizer.end_of_text
-        return InferenceEngine(model, prompts, dtype, end_of_text=end_of_text, is_trained=True)
+        return InferenceEngine(model, prompts, dtype, tokenizer.end_of_text, is_trained=True)
 
     def texts_at(evaluation: int, is_last: bool) -> list[str]:
         if evaluation % every and not is_last:
             return []
-        # Beyond its context a model has no cache, and each token costs a whole forward pass.
-        room = max(1, model.config.block_size - prompts.size(1))
         samples = [Sample(tokenizer, PROMPT) for _ in range(TEXTS)]
         model.eval()
         # Blocks are compiled for batches; set_stance imports torch's compiler, which takes seconds.
         eager = torch.compiler.set_stance("force_eager") if compute.compiled else nullcontext()
         with eager:
+            # Beyond its context a model has no cache, and each token costs a whole forward pass.
+            room = max(1, model.config.block_size - prompts.size(1))
             config = GenerationConfig(max_new_tokens=min(TOKENS, room))
             for _ in engine().write(prompts, samples, config):
                 if signal_handler.has_signal():

@@ -28,7 +28,7 @@ class KVCache:
         """Forget all tokens."""
         self.length = 0  # tokens held
         self._tokens = torch.empty(0)  # of the last run (B, T)
-        self._kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # each (B, H, block_size, D)
+        self._kv: dict[nn.Module, list[Tensor]] = {}  # two of (B, H, block_size, D)
         self._last: dict[nn.Module, Tensor] = {}
 
     def run(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
@@ -59,9 +59,9 @@ class KVCache:
         D).
         """
         if module not in self._kv:  # only now are batch, device and autocast's dtype known
-            keys = k.new_zeros(*k.shape[:2], self.block_size, k.size(3))
-            values = v.new_zeros(*v.shape[:2], self.block_size, v.size(3))
-            self._kv[module] = keys, values
+            self._kv[module] = [
+                x.new_zeros(*x.shape[:2], self.block_size, x.size(3)) for x in (k, v)
+            ]
         keys, values = self._kv[module]
         keys.index_copy_(2, self._positions, k)
         values.index_copy_(2, self._positions, v)

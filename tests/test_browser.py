@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import re
 import shutil
-import string
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny, until
-from test_export import saved
-from test_serve import serving
-from tiny_models import SMALL
+from test_serve import saved_characters, saved_chat, serving
 
 import train
-from data.chat import template
-from data.tokenizer import CharTokenizer
 
 pytestmark = [
     pytest.mark.nightly,
@@ -111,10 +105,9 @@ def wait_for_status(driver: Any, beginning: str) -> None:
 
 @each_screen
 def test_playground_writes_stops_and_repeats_a_text(tmp_path, scheme):
-    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver import Keys
 
-    # vocab_size is 100
-    saved(tmp_path, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())
+    saved_characters(tmp_path)
     with serving(tmp_path) as served, browser(scheme, served.address) as driver:
         button = driver.find_element("id", "generate")
         until(button.is_enabled)
@@ -148,9 +141,9 @@ def test_playground_writes_stops_and_repeats_a_text(tmp_path, scheme):
 
 @each_screen
 def test_chat_answers_and_answers_again(tmp_path, scheme):
-    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver import Keys
 
-    saved(tmp_path, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
+    saved_chat(tmp_path)
     with (
         serving(tmp_path, max_new_tokens=20) as served,
         browser(scheme, served.address) as driver,

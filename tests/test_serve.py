@@ -25,7 +25,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import ROOT, assert_one_line, until
+from conftest import CPU, ROOT, assert_one_line, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -33,24 +33,29 @@ import sample
 from data.chat import template
 from data.tokenizer import CharTokenizer
 from deskgpt import server
-from deskgpt.chat import Writer
 from deskgpt.engine import InferenceEngine, encode_prompt, load_model
 from deskgpt.errors import escape_control_chars
 from sample import SampleConfig
 
-SETTINGS: dict[str, Any] = {"prompt": "the ", "stop": "", "max_new_tokens": 40, "temperature": 0.8}
-SETTINGS |= {"top_k": 200, "top_p": 1.0, "seed": 1337}
 ASK: Any = [{"role": "user", "content": "Who is there?"}]
 
 
 @dataclass
 class Served:
-    writer: Writer
+    writer: Any  # a Writer
     port: int
+    token: str
+    turn: Any  # an asyncio.Lock
 
     @property
     def page(self) -> str:
-        return f"/{self.writer.token}/"
+        return f"/{self.token}/"
+
+    @property
+    def head(self) -> str:
+        """Return the beginning of a request, up to the number of bytes of its body."""
+        about = f"Host: localhost\r\nAuthorization: Bearer {self.token}\r\nContent-Length: "
+        return f"POST /v1/completions HTTP/1.1\r\n{about}"
 
     @property
     def address(self) -> str:
@@ -67,19 +72,11 @@ class Served:
             return response.status, response.headers, response.read()
 
     def post(self, path: str, body: Any) -> tuple[int, Any, bytes]:
-        return self.ask("POST", path, body, Authorization=f"Bearer {self.writer.token}")
+        return self.ask("POST", path, body, Authorization=f"Bearer {self.token}")
 
-    def write(self, **changes: Any) -> list[dict[str, Any]]:
-        """Return the events of a text on the page."""
-        status, _, body = self.ask("POST", f"{self.page}write", SETTINGS | changes)
-        assert status == 200, body
-        return [json.loads(line) for line in body.splitlines()]
-
-    def client(self, key: str | None = None) -> openai.OpenAI:
+    def client(self) -> openai.OpenAI:
         address = f"http://{server.HOST}:{self.port}/v1"
-        return openai.OpenAI(
-            base_url=address, api_key=self.writer.token if key is None else key, max_retries=0
-        )
+        return openai.OpenAI(base_url=address, api_key=self.token, max_retries=0)
 
 
 @contextmanager
@@ -87,23 +84,34 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
     values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
     c = SampleConfig(**values | settings)
-    writer = sample.writer_of(c, c.start, load_model("resume", str(folder), torch.device("cpu")))
+    trained = load_model("resume", str(folder), CPU)
+    ids = encode_prompt(c.start, trained.tokenizer)
+    writer = sample.writer_of(c, c.start, ids, trained)
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
-    app = server.make_app([*server.page_routes(writer), *server.openai_routes(writer)])
-    thread = threading.Thread(target=server.run_app, args=(app, port, "{address}"))
+    app = server.make_app(writer)
+    thread = threading.Thread(target=server.run_app, args=(app, port))
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
-    yield Served(writer, port)
+    yield Served(writer, port, app.state.token, app.state.turn)
     app.state.server.should_exit = True
     thread.join()
 
 
+def saved_characters(folder: Path) -> None:
+    """Save a model of 100 characters that saw no dialogues."""
+    saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())
+
+
+def saved_chat(folder: Path) -> None:
+    """Save a model of bytes that saw dialogues."""
+    saved(folder, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Return the folder of a model of bytes that saw dialogues."""
     folder = tmp_path_factory.mktemp("run")
-    saved(folder, replace(SMALL, vocab_size=256, block_size=96), {"name": "bytes"}, template.NAME)
+    saved_chat(folder)
     return folder
 
 
@@ -117,8 +125,7 @@ def chat(run) -> Iterator[Served]:
 def plain(tmp_path_factory) -> Iterator[Served]:
     """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
-    # vocab_size is 100
-    saved(folder, replace(SMALL, block_size=96), CharTokenizer.of(string.printable).meta())
+    saved_characters(folder)
     with serving(folder) as served:
         yield served
 
@@ -127,22 +134,26 @@ def error_in(body: bytes) -> str:
     return json.loads(body)["error"]["message"]
 
 
-def test_probabilities_are_the_models(plain):
-    trained = plain.writer.trained
+def test_probabilities_are_the_models(chat):
+    trained = chat.writer.trained
     ids = encode_prompt("the ", trained.tokenizer)
-    events = plain.write(top_k=40, temperature=3.0)  # neither of which changes them
-    assert (len(events), events[0]["prompt_tokens"]) == (42, 4)
-    for e in events[1:-1]:
+    # Neither temperature nor top_p changes them.
+    asked = {"prompt": "the ", "max_tokens": 9, "temperature": 3.0, "top_p": 0.9, "logprobs": 8}
+    _, _, body = chat.post("/v1/completions", asked)
+    entries = json.loads(body)["choices"][0]["logprobs"]["content"]
+    assert len(entries) == 9
+    for e in entries:
         with torch.inference_mode():
-            p = trained.model(ids)[0][0, -1].double().softmax(0)
-        listed = {t["id"]: t["p"] for t in e["top"]} | {e["id"]: e["p"]}
-        assert listed == pytest.approx({token: p[token].item() for token in listed}, rel=1e-4)
-        assert [t["id"] for t in e["top"]] == p.topk(8).indices.tolist()
-        assert e["rank"] == 1 + (p > p[e["id"]]).sum()
+            expected = trained.model(ids)[0][0, -1].double().log_softmax(0)
+        for listed in (e, *e["top_logprobs"]):
+            assert listed["logprob"] == pytest.approx(expected[listed["id"]].item(), rel=1e-4)
+        assert [t["id"] for t in e["top_logprobs"]] == expected.topk(8).indices.tolist()
+        assert e["rank"] == 1 + (expected > expected[e["id"]]).sum()
+        assert e["bytes"] == [e["id"]]
         ids = torch.cat((ids, torch.tensor([[e["id"]]])), 1)
 
 
-def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain):
+def test_completion_is_the_text_of_sample_streamed_or_not(plain):
     folder = Path(plain.writer.trained.source)
     drawn: dict[str, Any] = {"seed": 7, "temperature": 1.3, "top_p": 0.8}
     completions = plain.client().completions
@@ -152,7 +163,6 @@ def test_completion_is_the_text_of_sample_on_the_page_too_streamed_or_not(plain)
         c = SampleConfig(out_dir=str(folder), device="cpu", start="the ", num_samples=1, **settings)
         (expected,) = sample.main(c)
         new = expected.removeprefix("the ")
-        assert "".join(event.get("text", "") for event in plain.write(**settings)) == new
         asked = drawn | {"model": "any", "max_tokens": 60, "stop": [stop, "no such text"]}
         full = completions.create(**asked, prompt="the ")
         (choice,) = full.choices
@@ -178,8 +188,9 @@ def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatc
         asked = {"model": "any", "messages": messages, "max_completion_tokens": 30, "seed": 5 + n}
         full = create(**asked)
         answer = full.choices[0].message.content
-        first, *pieces = create(**asked, stream=True)
+        first, *pieces = create(**asked, stream=True, logprobs=True, top_logprobs=2)
         assert first.choices[0].delta.role == "assistant"
+        assert len(pieces[0].choices[0].logprobs.content[0].top_logprobs) == 2
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer
         ends = [piece.choices[0].finish_reason for piece in pieces[-2:]]
         assert ends == [None, full.choices[0].finish_reason]
@@ -209,18 +220,15 @@ def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at
 
 
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
-    client = chat.client()
+    def text(served: Served, **asked: Any) -> str:
+        create = served.client().completions.create
+        return create(model="any", prompt="a", **asked).choices[0].text
+
     ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "echo": False}
-    texts = {
-        client.completions.create(model="any", prompt="a", **ignored).choices[0].text
-        for _ in range(3)
-    }
-    assert len(texts) == 3
-    assert [model.id for model in client.models.list()] == [run.name]
+    assert len({text(chat, **ignored) for _ in range(3)}) == 3
+    assert [model.id for model in chat.client().models.list()] == [run.name]
     with serving(run, temperature=0.0, max_new_tokens=7) as served:
-        (choice,) = served.client().completions.create(model="any", prompt="a").choices
-        full = client.completions.create(model="any", prompt="a", temperature=0, max_tokens=7)
-    assert choice == full.choices[0]
+        assert text(served) == text(chat, temperature=0, max_tokens=7)
 
 
 def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsys):
@@ -228,7 +236,7 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     for served, block in zip((plain, chat), blocks, strict=True):
         monkeypatch.setenv("OPENAI_BASE_URL", f"http://{server.HOST}:{served.port}/v1")
-        monkeypatch.setenv("OPENAI_API_KEY", served.writer.token)
+        monkeypatch.setenv("OPENAI_API_KEY", served.token)
         exec(block, {})
         assert capsys.readouterr().out
     (path, body) = re.findall(r"^curl \$OPENAI_BASE_URL(\S+) .* --json '(.*)'$", page, re.M)[0]
@@ -240,60 +248,50 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
 
 def test_only_who_has_the_token_is_answered(chat):
     files: dict[str, str] = {}
-    names = {"html": "", "css": "playground.css", "javascript": "playground.js"}
-    for kind, path in (names | {"json": "page.json"}).items():
+    for kind, path in {"html": "", "css": "playground.css", "javascript": "playground.js"}.items():
         status, headers, body = chat.ask("GET", chat.page + path)
         assert (status, kind in headers["Content-Type"]) == (200, True), path
         files[kind] = body.decode()
     assert "default-src 'none'; script-src 'self'" in files["html"]
     used = re.findall(r'getElementById\("(\w+)"\)', files["javascript"])
     assert set(used) <= set(re.findall(r'\bid="(\w+)"', files["html"]))
-    others = ["/", "/page.json", "/etc/passwd", "//", f"/x{chat.page}", f"{chat.page[:-1]}x/"]
-    others += [f"{chat.page}{name}" for name in ("server.py", "../server.py", "%2e%2e/server.py")]
-    for path in (*others, f"{chat.page[:-2]}/"):
+    others = ["/", "/etc/passwd", "//", f"/x{chat.page}", f"{chat.page[:-1]}x/"]
+    others += [f"{chat.page}../server.py", f"{chat.page}%2e%2e/server.py", f"{chat.page[:-2]}/"]
+    for path in others:
         assert chat.ask("GET", path)[0] == 404, path
-        assert chat.ask("POST", path, b"{}")[0] in (404, 405), path
-    for key in ("wrong", chat.writer.token[:-1], chat.writer.token + "x"):
-        with pytest.raises(openai.AuthenticationError) as e:
-            chat.client(key).completions.create(model="any", prompt="a")
-        assert_one_line(error_in(e.value.response.content), "API key")
-    assert chat.ask("GET", "/v1/models", Authorization="Bearer \xe4")[0] == 401
+    for key in ("wrong", chat.token[:-1], chat.token + "x", "\xe4"):
+        status, _, body = chat.ask("GET", "/v1/models", Authorization=f"Bearer {key}")
+        assert status == 401
+        assert_one_line(error_in(body), "API key")
+        assert chat.ask("POST", "/v1/completions", b"{}", Authorization=f"Bearer {key}")[0] == 401
 
 
-def test_only_this_machines_own_names_are_answered_and_no_other_page_may_read_or_embed_this_one(
-    chat,
-):
+def test_only_this_machines_names_are_answered_and_no_other_page_may_read_or_embed_this_one(chat):
     hosts = {"LOCALHOST": 200, "localhost:9000": 200}  # a tunnel may have another port
     hosts |= {"example.com": 400, "127.0.0.1.example.com": 400, "www.localhost": 400, "": 400}
     for host, status in hosts.items():
         assert chat.ask("GET", chat.page, Host=host)[0] == status, host
-    for method, path in (("GET", ""), ("GET", "nothing"), ("POST", "write"), ("OPTIONS", "write")):
-        _, headers, _ = chat.ask(method, chat.page + path, b"", Origin="http://example.com")
+    for method, path in (("GET", chat.page), ("GET", "/x"), ("OPTIONS", "/v1/completions")):
+        _, headers, _ = chat.ask(method, path, Origin="http://example.com")
         assert {name: headers[name] for name in server.HEADERS} == server.HEADERS
-        assert not [name for name in headers if name.lower().startswith("access-control")]
+        assert "access-control" not in str(headers).lower()
 
 
 NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
 WRONG: dict[str, list[Any]] = {
-    "prompt": ["", 5],
+    "prompt": ["", 5, ["a", "b"], "a" * 97],  # the context has 96 tokens
     "temperature": [10**400, float("nan")],
     "seed": [-1],
-}
-WRONG_ON_THE_PAGE: dict[str, list[Any]] = {"max_new_tokens": [1.5], "settings": [1]}
-WRONG_IN_THE_API: dict[str, list[Any]] = {
-    "prompt": ["a" * 97],  # the context has 96 tokens
     "stop": [["a", 5], ["a"] * 17],
-    "max_tokens": [-1],
-    "max_completion_tokens": [1.5],
+    "max_tokens": [-1, 1.5],
     "n": [2],
     "best_of": [3],
     "echo": [True],
-    "logprobs": [0, True],
+    "logprobs": [21, -1, "x"],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "json_object"}],
 }
-NO_DIALOGUES: list[Any] = [None, "hi", [], [5], [{"role": "x", "content": "y"}]]
-NO_DIALOGUES.append([*ASK, {"role": "user"}])
+NO_DIALOGUES = [None, "hi", [], [5], [{"role": "x", "content": "y"}], [*ASK, {"role": "user"}]]
 
 
 def assert_bad_request(served: Served, path: str, body: Any, named: str = "") -> None:
@@ -303,22 +301,17 @@ def assert_bad_request(served: Served, path: str, body: Any, named: str = "") ->
     assert_one_line(line, named)
     assert len(line) < 300
     assert "--" not in line  # no flags of sample.py, nor their names
-    assert "max_new_tokens" not in line or "max_new_tokens" in body
+    assert "max_new_tokens" not in line
 
 
 def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
-    page, api = f"{plain.page}write", "/v1/completions"
     for body in NO_OBJECTS:
-        assert_bad_request(plain, page, body, "JSON")
-    usual: dict[str, Any] = {"prompt": "a", "max_tokens": 3}
-    for path, right, further in (
-        (page, SETTINGS, WRONG_ON_THE_PAGE),
-        (api, usual, WRONG_IN_THE_API),
-    ):
-        assert_bad_request(plain, path, right | {"prompt": "the \u2603"}, "\u2603")
-        for name, values in (*WRONG.items(), *further.items()):
-            for value in values:
-                assert_bad_request(plain, path, right | {name: value}, name)
+        assert_bad_request(plain, "/v1/completions", body, "JSON")
+    for name, values in WRONG.items():
+        for value in values:
+            asked = {"prompt": "a", "max_tokens": 3, name: value}
+            assert_bad_request(plain, "/v1/completions", asked, name)
+    assert_bad_request(plain, "/v1/completions", {"prompt": "the \u2603"}, "\u2603")
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
     # It saw no dialogues
@@ -329,23 +322,22 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
     monkeypatch.setattr(server, "ARRIVAL_S", 0.1)
     post = "POST /v1/completions HTTP/1.1\r\n"
-    body = f"Host: localhost\r\nAuthorization: Bearer {chat.writer.token}\r\nContent-Length: 99"
+    half_body = f"{chat.head}99\r\n\r\n{{"
     second = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod"
-    halves = {"": [], post: [], f"{post}{body}\r\n\r\n{{": [b"408"], second: [b"401"]}
+    halves = {"": [], post: [], half_body: [b"408"], second: [b"401"]}
     for half, expected in halves.items():
         with socket.create_connection((server.HOST, chat.port), timeout=20) as client:
             client.sendall(half.encode())
             answers = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes
         assert re.findall(rb"^HTTP/1.1 (\d+)", answers, re.M) == expected, half
     with socket.create_connection((server.HOST, chat.port)) as client:
-        client.sendall(f"{post}{body}\r\n\r\n{{".encode())  # and leaves
-    assert chat.ask("GET", f"{chat.page}page.json")[0] == 200
+        client.sendall(half_body.encode())  # and leaves
+    assert chat.ask("GET", chat.page)[0] == 200
     assert capfd.readouterr() == ("", "")
 
 
 def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
-    turn = [{"role": role, "content": ""} for role in ("user", "assistant")]
-    asked = {"messages": [*turn * 20_000, *ASK], "max_tokens": 3}
+    asked = {"messages": [*ASK, {"role": "assistant", "content": ""}] * 20_000 + ASK}
     t0 = time.perf_counter()
     assert chat.post("/v1/chat/completions", asked)[0] == 200
     assert time.perf_counter() - t0 < 10
@@ -359,23 +351,22 @@ def test_text_ends_once_its_reader_has_gone_or_reads_nothing(
     # More than the system's buffers hold.
     monkeypatch.setattr(InferenceEngine, "write", lambda *_: itertools.repeat(["x" * 10_000]))
     body = json.dumps({"prompt": "a", "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    head += f"Authorization: Bearer {chat.writer.token}\r\n\r\n"
+    head = f"{chat.head}{len(body)}\r\n\r\n"
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect((server.HOST, chat.port))
         client.sendall(head.encode() + body)
-        until(chat.writer.turn.locked)
+        until(chat.turn.locked)
         if not leaves:
-            until(lambda: not chat.writer.turn.locked())
-    until(lambda: not chat.writer.turn.locked())
+            until(lambda: not chat.turn.locked())
+    until(lambda: not chat.turn.locked())
     monkeypatch.undo()
     assert chat.post("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
-    refused = {f"--port={chat.port}": chat.port, f"--system={'x' * 100}": "system message is too"}
+    refused = {f"--port={chat.port}": chat.port, f"--system={'x' * 100}": "room for 0"}
     for flag, named in refused.items():
         done = script("sample.py", f"--out_dir={run}", "--device=cpu", "--serve", flag)
         assert (done.code, done.out) == (1, "")
@@ -392,15 +383,14 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_pat
     printed = terminal.read_text()
     [(port, token)] = re.findall(r"^http://127\.0\.0\.1:(\d+)/([\w-]{32})/", printed)
     assert f"base_url=http://127.0.0.1:{port}/v1 api_key={token}\n" in printed
-    with closing(http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)) as connection:
-        connection.request("GET", f"/{token}/page.json")
-        page = json.loads(connection.getresponse().read())
-        assert {"step 6", "best val loss 4.5000", "context of 96 tokens"} < set(page["details"])
-        connection.request("POST", f"/{token}/write", json.dumps(page["settings"]))
-        response = connection.getresponse()
-        response.readline()
-        process.send_signal(signal.SIGINT)
-        *_, last = response.read().splitlines()
-    assert error_in(last) == "the server was stopped"
+    client = Served(None, int(port), token, None).client()
+    (page,) = client.models.list()
+    facts = {"iter_num": 6, "best_val_loss": 4.5, "block_size": 96, "system": ""}
+    assert facts.items() <= page.to_dict().items()
+    pieces = client.completions.create(model="any", prompt="a", stream=True)
+    next(pieces)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="the server was stopped"):
+        list(pieces)
     assert process.wait(20) == 0
     assert_one_line(terminal.read_text().removeprefix(printed))

@@ -95,6 +95,13 @@ class Template:
         return np.concatenate([self.encode(messages).ids, self._headers["assistant"]])
 
 
+def messages_in(value: Any) -> list[Message]:
+    """Return the messages of a list in JSON. Raises ValueError as as_message."""
+    if not isinstance(value, list):
+        raise ValueError(f"the messages are {reprlib.repr(value)}, not a list")
+    return [as_message(entry, n) for n, entry in enumerate(value, 1)]
+
+
 def as_message(value: Any, n: int) -> Message:
     """Return message number n of a dialogue, {"role": ..., "content": ...} or ShareGPT's {"from":
     ..., "value": ...}; with "weight": 0 it is not learned.
@@ -125,7 +132,7 @@ def as_message(value: Any, n: int) -> Message:
     name = OTHER_NAMES.get(name, name)
     if name not in ROLES:
         raise ValueError(
-            f"message {n} has the role {role[:40]!r}, which is not one of {', '.join(ROLES)}"
+            f"message {n} has the role {reprlib.repr(role)}, which is not one of {', '.join(ROLES)}"
         )
     if weight not in (None, 0, 1):
         raise ValueError(f"message {n} has the weight {reprlib.repr(weight)}, not 0 or 1")

@@ -1,5 +1,5 @@
-// Fills the playground's page, asks its server for texts and shows them token by token. With a model that answers, the
-// page is a chat: what is asked for is then the answer to all messages so far.
+// Fills the playground's page, asks its server for texts by OpenAI's API and shows them token by token. With a model that
+// answers, the page is a chat: what is asked for is then the answer to all messages so far.
 // What a model writes can be HTML: it is only ever set as textContent.
 "use strict";
 
@@ -15,7 +15,11 @@ const main = document.getElementById("model");
 const text = main.querySelector(".text");
 const status = main.querySelector(".status");
 
-let page; // the model, settings, ranges and limits, from the server
+const ALTERNATIVES = 8; // likeliest tokens that are shown next to the drawn one
+const KEY = location.pathname.split("/")[1]; // the page's address holds it
+const CALL = {headers: {Authorization: `Bearer ${KEY}`}};
+
+let page; // the model's facts and the settings, from the server
 let messages = []; // of the dialogue
 let answers = 0; // so far: each has a seed of its own
 let tokens = 0; // shown of the text that is being written
@@ -33,17 +37,31 @@ function percent(p) {
   return (100 * p).toFixed(p < 0.01 ? 2 : 1) + "%";
 }
 
+function grouped(n) {
+  return n.toLocaleString("en");
+}
+
+// A token for people to read: its text in quotes, or its bytes if they are not whole characters.
+function nameOf(token) {
+  try {
+    return JSON.stringify(new TextDecoder("utf-8", {fatal: true, ignoreBOM: true}).decode(new Uint8Array(token.bytes)));
+  } catch {
+    return "bytes " + token.bytes.map(byte => byte.toString(16).padStart(2, "0").toUpperCase()).join(" ");
+  }
+}
+
 // ---- the form ----
 
 function fill() {
   for (const [name, value] of Object.entries(page.settings)) form.elements[name].value = value;
-  for (const [name, [low, high]] of Object.entries(page.ranges)) {
-    form.elements[name].min = low;
-    form.elements[name].max = high;
-  }
   document.getElementById("settings").open = matchMedia("(min-width: 60rem)").matches;
-  main.querySelector("h2").textContent = page.name;
-  main.querySelector(".details").append(...page.details.map(detail => make("span", "", detail)));
+  main.querySelector("h2").textContent = page.id;
+  const details = [];
+  if (page.iter_num !== null) details.push(`step ${grouped(page.iter_num)}`);
+  if (page.best_val_loss !== null) details.push(`best val loss ${page.best_val_loss.toFixed(4)}`);
+  details.push(`${(page.n_params / 1e6).toFixed(2)}M parameters`);
+  details.push(`context of ${grouped(page.block_size)} tokens`);
+  main.querySelector(".details").append(...details.map(detail => make("span", "", detail)));
   generateButton.disabled = false;
   if (page.system !== null) becomeChat();
 }
@@ -105,27 +123,34 @@ async function write(values, place, signal) {
   main.classList.add("writing");
   showStatus("reading the prompt …");
   try {
-    const response = await fetch("write", {method: "POST", body: JSON.stringify(values), signal});
+    const {prompt, messages, max_new_tokens, ...others} = values;
+    const isChat = messages !== undefined;
+    const asked = {...others, max_tokens: max_new_tokens, stream: true, logprobs: ALTERNATIVES};
+    Object.assign(asked, isChat ? {messages} : {prompt});
+    const path = isChat ? "/v1/chat/completions" : "/v1/completions";
+    const response = await fetch(path, {...CALL, method: "POST", body: JSON.stringify(asked), signal});
     if (!response.ok) throw new Error((await response.json()).error.message);
-    let prompt = "";
-    let began = 0; // in milliseconds, when the prompt had been read
-    for await (const event of lines(response)) {
+    let began = 0; // in milliseconds, when the first token came
+    for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      if (event.prompt_tokens) {
-        const cut = event.prompt_tokens > event.block_size ? `, of which it sees the last ${event.block_size}` : "";
-        prompt = `prompt of ${event.prompt_tokens.toLocaleString("en")} tokens${cut}`;
-        showStatus(`writing … ${prompt}`);
-        began = performance.now();
-      } else if (event.end) {
-        ended = true;
-        place.append(event.text);
-        const perSecond = 1000 * tokens / (performance.now() - began);
-        const speed = `${perSecond.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`;
-        const stopped = event.end === "stop" && page.system === null ? ", up to the stop text" : "";
-        showStatus(`${tokens} of ${values.max_new_tokens} tokens${stopped} · ${speed} · ${prompt}`);
+      const choice = event.choices[0];
+      const shown = isChat ? choice.delta.content : choice.text;
+      if (choice.logprobs) {
+        if (tokens === 0) {
+          began = performance.now();
+          showStatus("writing …");
+        }
+        addToken({...choice.logprobs.content[0], text: shown}, place);
       } else {
-        addToken(event, place);
+        place.append(shown);
       }
+      if (!choice.finish_reason) continue;
+      ended = true;
+      const perSecond = 1000 * (tokens - 1) / (performance.now() - began);
+      const speed = tokens > 1 ? ` · ${perSecond.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s` : "";
+      const stopped = choice.finish_reason === "stop" && !isChat ? ", up to the stop text" : "";
+      const read = `prompt of ${grouped(event.usage.prompt_tokens)} tokens`;
+      showStatus(`${tokens} of ${max_new_tokens} tokens${stopped}${speed} · ${read}`);
     }
     if (!ended) throw new Error(GONE);
   } catch (error) {
@@ -137,15 +162,19 @@ async function write(values, place, signal) {
   return ended;
 }
 
-async function* lines(response) {
+// Yields the events of a stream, "data: {...}" with an empty line after each; the last one is no JSON.
+async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const {value, done} = await reader.read();
     if (done) return;
-    const parts = (rest + value).split("\n");
+    const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) yield JSON.parse(part);
+    for (const part of parts) {
+      if (part === "data: [DONE]") return;
+      yield JSON.parse(part.slice("data: ".length));
+    }
   }
 }
 
@@ -250,14 +279,18 @@ function tipRow(name, p, className) {
 
 function showTip(span) {
   hideTip();
-  const {id, name, p, rank, top} = span.about;
+  const {id, rank, top_logprobs: top} = span.about;
+  const name = nameOf(span.about);
+  const p = Math.exp(span.about.logprob);
   const isListed = top.some(other => other.id === id);
-  const rest = Math.max(0, top.reduce((left, other) => left - other.p, isListed ? 1 : 1 - p));
+  const rest = Math.max(0, top.reduce((left, other) => left - Math.exp(other.logprob), isListed ? 1 : 1 - p));
   const table = make("table");
-  for (const other of top) table.append(tipRow(other.name, other.p, other.id === id ? "drawn" : ""));
+  for (const other of top) {
+    table.append(tipRow(nameOf(other), Math.exp(other.logprob), other.id === id ? "drawn" : ""));
+  }
   if (!isListed) table.append(tipRow(name, p, "drawn"));
   table.append(tipRow("all others", rest, "others"));
-  const place = rank === 1 ? "the likeliest" : `rank ${rank.toLocaleString("en")}`;
+  const place = rank === 1 ? "the likeliest" : `rank ${grouped(rank)}`;
   tip.replaceChildren(
     make("h3", "", name),
     make("div", "", `${percent(p)}, ${place}; token ${id}`),
@@ -316,10 +349,10 @@ addEventListener("keydown", event => {
 addEventListener("scroll", placeTip);
 addEventListener("resize", placeTip);
 
-fetch("page.json")
+fetch("/v1/models", CALL)
   .then(response => response.json())
   .then(found => {
-    page = found;
+    page = found.data[0];
     fill();
   })
   .catch(() => showStatus(GONE, true));
