@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.asking.statistics import ALPHA, welch
 from bench.logs import NANOGPT_PEAK, Run, read_runs
 from bench.output import markdown_table
-from deskgpt.errors import OneLineParser, clock, in_gib, one_line_errors
+from deskgpt.errors import OneLineParser, clock, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.logger import STEP_FIELDS
 from deskgpt.resume import NOT_LEARNING, SET_BY_MAX_MINUTES
@@ -194,8 +194,12 @@ def change_rows(runs: list[Run]) -> Table:
     """
     of_runs = []
     for run in runs:
-        found = {"parameters": run.start.get("parameters")} | repeat_key(run)
-        of_runs.append(found | {"tokens per step": run.start.get("tokens_per_step")})
+        start = run.start
+        found = {
+            "parameters": start.get("parameters"),
+            "tokens per step": start.get("tokens_per_step"),
+        }
+        of_runs.append(found | repeat_key(run))
     rows = []
     for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
         cells = [as_text(of_run.get(name)) for of_run in of_runs]
@@ -220,7 +224,6 @@ def share_of(run: Run, peak: float | None) -> float | None:
 LOSS = "{:.4f}".format
 PERCENT = "{:.2%}".format
 LEARNING: list[Figure] = [
-    ("last step evaluated", lambda r: r.last.get("iter"), "{:,.0f}".format),
     ("val loss at the last evaluation", lambda r: r.last.get("val_loss"), LOSS),
     ("train loss there", lambda r: r.last.get("train_loss"), LOSS),
     ("lowest val loss", lambda r: r.best.get("val_loss"), LOSS),
@@ -235,7 +238,6 @@ SPEED: list[Figure] = [
         lambda r: share_of(r, NANOGPT_PEAK * r.start.get("world_size", 1)),
         PERCENT,
     ),
-    ("peak memory", lambda r: r.end.get("peak_memory_bytes"), lambda v: f"{in_gib(v)} GiB"),
 ]
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ def page(found: Comparison) -> str:
         tables += f"<h2>{title}</h2>{table_html(*of_cells)}"
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(" and ".join(run.name for run in found.runs[:9])),
+        title=escape(" and ".join(run.name for run in found.runs)),
         plotly=get_plotlyjs(),
         headline=escape(found.headline),
         lines="".join(f"<p>{escape(line)}</p>" for line in found.lines),
@@ -365,8 +367,8 @@ def charts_html(runs: list[Run]) -> str:
     own = [name for name in names if name not in STEP_FIELDS][:MOST_NUMBERS]
     html = ""
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
-        chart = Figure(layout={"template": "plotly_white", "xaxis_title_text": "steps"})
-        chart.update_layout(showlegend=True, legend={"orientation": "h", "y": -0.25})
+        layout = {"template": "plotly_white", "xaxis_title_text": "steps"}
+        chart = Figure(layout=layout | {"legend": {"orientation": "h", "y": -0.25}})
         for i, run in enumerate(runs):
             for name in numbers:
                 known = [e for e in run.iters + run.evals if name in e]
@@ -377,7 +379,6 @@ def charts_html(runs: list[Run]) -> str:
                         y=[float(e[name]) for e in known],
                         name=escape(f"{run.name} {name}"),
                         line={"color": COLOURS[i % len(COLOURS)], "dash": DASHES.get(name)},
-                        mode="lines" if len(known) > POINTS / 10 else "lines+markers",
                     )
         if chart.data:
             plot = chart.to_html(

@@ -113,12 +113,7 @@ def read_run(path: str, card: str = "") -> Run:
     run, or no such card.
     """
     file = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
-    try:
-        raw = read_small(file, MOST_BYTES)
-    except OSError as e:
-        raise ValueError(
-            f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed"
-        ) from None
+    raw = read_small(file, MOST_BYTES)
     # PowerShell writes UTF-16
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     text = raw.decode(encoding, errors="replace")
@@ -167,7 +162,7 @@ def plain(record: Any) -> Event:
     if not isinstance(record, dict):
         return {}
     texts = {name: value for name, value in record.items() if isinstance(value, str | bool | None)}
-    return texts | numbers(record)
+    return {k: v for k, v in texts.items() if k not in COUNTS} | numbers(record)
 
 
 def add_logged(run: Run, text: str) -> None:
@@ -221,8 +216,7 @@ def add_start(run: Run, event: Event) -> None:
     if settings.get("init_from") in ("resume", "auto"):  # the run began earlier
         settings["init_from"] = run.settings.get("init_from")
     run.settings = settings
-    not_numbers = COUNTS - numbers(event).keys()
-    run.start = {name: value for name, value in plain(event).items() if name not in not_numbers}
+    run.start = plain(event)
     run.end = {}
     if isinstance(event.get("versions"), dict):
         run.start["versions"] = str(event["versions"])

@@ -83,7 +83,6 @@ def asking(python, chars, script, monkeypatch) -> Callable[..., dict[str, Any]]:
     ("words", "verdicts"),
     [
         (BETTER, ["better"]),
-        (["--a", "--learning_rate=3e-2", "--b", "--learning_rate=6e-4"], ["worse"]),
         # Two splits of one step
         (["--b", "--batch_size=2 --gradient_accumulation_steps=2"], ["same"]),
         (["--b", "COMMENT", "--min_effect=0.02"], ["same"]),

@@ -21,6 +21,7 @@ from deskgpt.logger import read_events
 
 CURVE = {0: 4.0, 100: 3.0, 200: 2.5}
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
+EDIT = {"git_commit": "abc+changes"}
 OWN = {"weight_norm/0": 3.25, EVIL: -7.0}  # numbers under names of a run's own
 
 
@@ -125,10 +126,8 @@ def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_pa
         "n_embd": ["16", "32"],
         "batch_size": ["4", "8"],
         "tokens per step": ["64", "64"],
-        "ms per step, median": ["100", "200"],
         "tokens/s": ["640", "320"],
         "MFU": ["16.00%", "12.00%"],
-        "lowest val loss": ["1.6000", "1.5000"],
         "val loss after equal tokens (25,600)": ["1.6000", "1.5000"],
         "val loss after equal time (40.0s)": ["1.6000", "1.9000"],
         # 399 steps of a third: within two percent
@@ -193,30 +192,26 @@ def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "first_step", "named"),
     [
-        ({}, []),
-        (
-            {"digest": "abd"},
-            ["windows", "A abc", "B abd"],
-        ),
-        ({"digest": None}, ["windows", "A abc", "B not known"]),
-        ({"first_digest": "abd"}, ["windows", "A abc", "B abd, then abc"]),
-        ({"val_sha256": "bad"}, ["data", "A f00", "B bad"]),
-        ({"tokenizer": "bpe"}, ["tokenizers", "A char", "B bpe"]),
+        ({}, 0, ""),
+        ({"eval_digest": "abd"}, 0, "validation windows: A abc; B abd"),
+        ({"eval_digest": None}, 0, "validation windows: A abc; B not known"),
+        ({"eval_digest": "abd"}, 100, "validation windows: A abc; B abc, then abd"),
+        ({"val_sha256": "bad"}, 0, "validation data: A f00; B bad"),
+        ({"tokenizer": "bpe"}, 0, "tokenizers: A char; B bpe"),
     ],
 )
 def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(
-    tmp_path, changed, named
+    tmp_path, changed, first_step, named
 ):
     a = log(tmp_path / "a", CURVE)
-    b = log(tmp_path / "b", {0: 1.0, 100: 0.9, 200: 0.8}, **changed)  # a finetuned model
+    b = log(tmp_path / "b", {0: 1.0, 100: 0.9, 200: 0.8})  # a finetuned model
+    rewrite(b, lambda e: changed if e["iter"] >= first_step else {})
     found = compared(a, b)
-    assert found.headline.startswith("The losses are not comparable") == bool(named)
+    assert (f"not comparable: different {named}" in found.headline) == bool(named)
     assert ("less that of A: B" in found.headline) == (not named)
     assert ("--eval_only=True" in found.lines[0]) == bool(named)
-    for part in named:
-        assert part in found.headline
 
 
 def test_printed_logs_of_other_data_do_not_compare_and_the_data_are_what_changed(tmp_path):
@@ -247,18 +242,18 @@ def test_repeats_are_compared_with_their_interval(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("starts", "are_repeats"),
+    ("a", "b", "are_repeats"),
     [
-        ([{}, {}], True),
-        ([{"git_commit": "abc"}, {"git_commit": "abd"}], False),
-        ([{"git_commit": "abc+changes"}] * 2, False),  # of which edit is not known
-        ([{"git_commit": "abc+changes", "code_digest": "1"}] * 2, True),
-        ([{"git_commit": "abc+changes", "code_digest": x} for x in "12"], False),
-        ([{"code_digest": "1"}, {}], False),
+        ({}, {}, True),
+        ({"git_commit": "abc"}, {"git_commit": "abd"}, False),
+        (EDIT, EDIT, False),  # of which edit?
+        (EDIT | {"code_digest": "1"}, EDIT | {"code_digest": "1"}, True),
+        (EDIT | {"code_digest": "1"}, EDIT | {"code_digest": "2"}, False),
+        (EDIT | {"code_digest": "1"}, EDIT, False),
     ],
 )
-def test_runs_of_two_edits_are_no_repeats(tmp_path, starts, are_repeats):
-    paths = [log(tmp_path / f"{i}", CURVE, seed=i, **start) for i, start in enumerate(starts)]
+def test_runs_of_two_edits_are_no_repeats(tmp_path, a, b, are_repeats):
+    paths = [log(tmp_path / f"{i}", CURVE, seed=i, **start) for i, start in enumerate((a, b))]
     assert ("in nothing but their seed" in compared(*paths).headline) == are_repeats
 
 
