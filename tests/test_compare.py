@@ -22,6 +22,7 @@ from deskgpt.logger import read_events
 CURVE = {0: 4.0, 100: 3.0, 200: 2.5}
 EVIL = "</script><script>document.title='x'</script><img src=//example.com/a.png onerror=alert(1)>"
 EDIT = {"git_commit": "abc+changes"}
+MINUTES: dict[str, Any] = {"settings": {"max_minutes": 3.0}}
 OWN = {"weight_norm/0": 3.25, EVIL: -7.0}  # numbers under names of a run's own
 
 
@@ -35,35 +36,24 @@ def tokens_line(n: int = 1000) -> str:
     return f"tokens per iteration will be: {n:,}"
 
 
-@pytest.mark.parametrize(
-    ("lines", "end"),
-    [
-        (["max_iters = 90"], None),  # added by hand: the rest is not known
-        (["Overriding: max_iters = 90"], 600_000),  # whatever max_iters is
-        (["Overriding: lr_decay_iters = 90"], 90),
-        (["Overriding: lr_decay_iters = 90", "Overriding: decay_lr = False"], None),
-    ],
-)
-def test_nanogpts_rate_decays_until_its_own_default_unless_its_log_says_otherwise(
-    tmp_path, lines, end
-):
-    assert printed(tmp_path / "log.txt", *lines, nanogpt(TIMES, (0,))).schedule_end == end
-
-
 def test_settings_that_nanogpt_prints_are_read_and_the_others_are_its_defaults(tmp_path):
     lines = ["Overriding config with config/train_x.py:", "# a comment"]
     lines += ["learning_rate = 1e-3 # a reason", "gradient_accumulation_steps = 5 * 8", "mine = 3"]
     lines += ["Overriding: max_iters = 200", "using fused AdamW: True", nanogpt(TIMES, (0,))]
     # What is not a plain value is not known; what comes after the first step is no setting.
-    known: dict[str, Any] = {
-        "learning_rate": 1e-3,
-        "gradient_accumulation_steps": None,
-        "max_iters": 200,
-    }
-    known |= {"n_layer": 12, "activation": "gelu_tanh", "batch_size": 12}
-    settings = printed(tmp_path / "log.txt", *lines, "n_layer = 3").settings
-    assert known.items() <= settings.items()
-    assert "mine" not in settings
+    known: dict[str, Any] = {"learning_rate": 1e-3, "gradient_accumulation_steps": None}
+    known |= {"max_iters": 200, "n_layer": 12, "activation": "gelu_tanh", "batch_size": 12}
+    run = printed(tmp_path / "log.txt", *lines, "n_layer = 3")
+    assert known.items() <= run.settings.items()
+    assert "mine" not in run.settings
+    assert run.schedule_end == 600_000  # whatever max_iters is
+    lines.insert(0, "Overriding: lr_decay_iters = 90")
+    assert printed(tmp_path / "log.txt", *lines).schedule_end == 90
+    lines.insert(0, "Overriding: decay_lr = False")
+    assert printed(tmp_path / "log.txt", *lines).schedule_end is None
+    # Added by hand: the rest is not known.
+    lines = ["max_iters = 90", nanogpt(TIMES, (0,))]
+    assert printed(tmp_path / "log.txt", *lines).schedule_end is None
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 6, 8])
@@ -250,9 +240,12 @@ def test_repeats_are_compared_with_their_interval(tmp_path):
         (EDIT | {"code_digest": "1"}, EDIT | {"code_digest": "1"}, True),
         (EDIT | {"code_digest": "1"}, EDIT | {"code_digest": "2"}, False),
         (EDIT | {"code_digest": "1"}, EDIT, False),
+        (MINUTES | {"max_iters": 301}, MINUTES | {"max_iters": 302}, True),  # of the machine
     ],
 )
-def test_runs_of_two_edits_are_no_repeats(tmp_path, a, b, are_repeats):
+def test_runs_of_two_edits_are_no_repeats_and_runs_of_equal_minutes_are(
+    tmp_path, a, b, are_repeats
+):
     paths = [log(tmp_path / f"{i}", CURVE, seed=i, **start) for i, start in enumerate((a, b))]
     assert ("in nothing but their seed" in compared(*paths).headline) == are_repeats
 
@@ -262,26 +255,9 @@ def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):
     b = log(tmp_path / "b", {0: 4.0, 100: 2.9, 150: 2.1}, n_layer=3)
     c = log(tmp_path / "c", {0: 4.0, 150: 2.1}, n_layer=3)
     assert_one_line(compared(a, b).headline, "after equal tokens (6,400)", "B -0.1000")
-    # Half the steps of twice the tokens
-    twice = log(tmp_path / "twice", {0: 4.0, 100: 2.9, 200: 1.4}, batch_size=8, max_iters=200)
-    assert_one_line(compared(a, twice).headline, "after equal tokens (12,800)", "B +0.9000")
     found = compared(a, c)
     for line in (found.headline, *found.lines[:2]):
         assert_one_line(line, "are not compared: no common evaluation")
-
-
-def test_schedules_of_unequal_length_are_not_compared_and_those_of_equal_minutes_are_repeats(
-    tmp_path,
-):
-    runs = [path for n in (200, 400) for path in seeds(tmp_path / f"{n}", 2, 2.5, max_iters=n)]
-    found = compared(*runs)
-    assert rows_of(found)["max_iters"] == ["200", "200", "400", "400"]
-    assert_one_line(found.headline, "not compared", "equal tokens")
-    minutes = [
-        log(tmp_path / f"{i}", CURVE, seed=i, max_iters=300 + i, settings={"max_minutes": 3.0})
-        for i in (1, 2)
-    ]
-    assert "differ in nothing but their seed" in compared(*minutes).headline
 
 
 # ---- pages ---------------------------------------------------------------------------------------
