@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from filelock import FileLock
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.asking.statistics import LEAST, Estimate, decide, difference
+from bench.asking.statistics import LEAST, decide, difference
 from data.token_files import dataset_folder
 from deskgpt.device import code_digest, device_name, resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, clock, one_line_errors
@@ -56,6 +56,7 @@ UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 MAX_EVAL_TOKENS = 1 << 21
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
 STATUS = {"better": 0, "worse": 1, "same": 1, "open": 3}  # of the script, by verdict
+Run = Callable[["Arm", int], dict[str, Any]]  # of an arm with a seed, to its result
 Events = list[dict[str, Any]]  # of a log.jsonl
 # Every run has these, so that it ends at its last step and sends nothing. A commit may lack some.
 TO_THE_END = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "sample_interval": 0}
@@ -81,10 +82,11 @@ def main() -> int:
     ledger = Path(a.ledger)
     ledger.mkdir(parents=True, exist_ok=True)
     with folder_for_worktrees(ledger) as below:
-        question = make_question(a, common, below)
-        for line in question.run_rounds():
-            print(line, flush=True, file=sys.stderr if a.json else sys.stdout)
-    answer = question.answer()
+        arms, run = make_question(a, common, below)
+        for answer, budget in run_rounds(arms, run, a.min_effect, a.budget):
+            if answer["verdict"] == "open":
+                line = f"round {answer['n']}: {answer['sentence']} {budget}"
+                print(line, flush=True, file=sys.stderr if a.json else sys.stdout)
     print(json.dumps(answer) if a.json else answer["sentence"])
     return int(answer["status"])
 
@@ -134,7 +136,7 @@ def seconds(text: str) -> float:
     return float(found[1]) * UNITS_S[found[2]]
 
 
-def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Arm, Arm]:
+def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> list[Arm]:
     """Return the two arms that the command line names, their worktrees below a folder.
 
     Raises ConfigError.
@@ -143,13 +145,13 @@ def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> tuple[Ar
     y = make_arm("b", a.b, common, below)
     if x.identity() == y.identity():
         raise ConfigError(f"a and b are the same training: {y.text}; change one of them")
-    return x, y
+    return [x, y]
 
 
-def make_question(a: argparse.Namespace, common: list[str], below: Path) -> Question:
-    """Return the question that the command line asks. below: a folder for worktrees.
+def make_question(a: argparse.Namespace, common: list[str], below: Path) -> tuple[list[Arm], Run]:
+    """Return the arms that the command line names, and the function that runs one with a seed.
 
-    Raises ConfigError.
+    below: a folder for worktrees. Raises ConfigError.
     """
     arms = make_arms(a, common, below)
     first = arms[0].settings
@@ -164,8 +166,8 @@ def make_question(a: argparse.Namespace, common: list[str], below: Path) -> Ques
         arm.settings |= {name: value for name, value in given.items() if name in arm.settings}
     name = device_name(resolve_device(device))
     machine = f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    run = partial(run_once, folder=Path(a.ledger, "runs"), context=[data_digest(data), machine])
-    return Question(*arms, run, a.min_effect, a.budget, first["seed"])
+    context = [data_digest(data), machine]
+    return arms, partial(run_once, folder=Path(a.ledger, "runs"), context=context)
 
 
 def data_digest(folder: Path) -> str:
@@ -177,99 +179,68 @@ def data_digest(folder: Path) -> str:
 # ---- the question --------------------------------------------------------------------------------
 
 
-@dataclass
-class Question:
-    """Two arms that take turns on shared seeds, until the difference is decided or the budget is
-    spent.
+def run_rounds(
+    arms: list[Arm], run: Run, min_effect: float, budget_s: float
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Run rounds, one run of each arm with one seed, and give after each the answer and a line
+    about the budget.
+
+    min_effect: the least difference that matters, in nats. Ends when the question is decided, or
+    the next round does not fit into the budget. Raises as run_once does.
     """
+    runs: list[list[dict[str, Any]]] = [[], []]  # results of a and b in the order of seeds
+    answer: dict[str, Any] = {"verdict": "open"}
+    n = 0
+    affordable = 1
+    while answer["verdict"] == "open" and n < affordable:
+        for arm, of_arm in zip(arms, runs, strict=True):
+            of_arm.append(run(arm, arms[0].settings["seed"] + n))
+        n += 1
+        results = runs[0] + runs[1]
+        if len({result["eval_digest"] for result in results}) > 1:
+            raise ConfigError(
+                "the arms were evaluated on different windows, so their losses do not "
+                "compare; leave block_size and the tokenizer equal"
+            )
+        answer = answer_of(arms, runs, min_effect)
+        round_s = sum(result["wall_s"] for result in results) / n  # whenever the runs were made
+        affordable = int(budget_s / round_s)
+        budget = f"The budget, {clock(budget_s)}, pays {affordable:,} at {clock(round_s)} a round"
+        if affordable < LEAST:
+            budget += f", and no answer comes before {LEAST}: raise it to "
+            budget += f"--budget={math.ceil(LEAST * round_s)}s or more"
+        yield answer, budget
 
-    a: Arm
-    b: Arm
-    run: Callable[[Arm, int], dict[str, Any]]  # of an arm with a seed: its result
-    min_effect: float  # the least difference that matters, in nats
-    budget_s: float
-    first_seed: int
-    # Results in the order of seeds
-    runs: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"a": [], "b": []})
-    estimate: Estimate = field(init=False)  # after the last round: the loss of a less that of b
-    verdict: str = "open"  # of b: better, worse, same, or open
 
-    def values(self) -> dict[str, list[float]]:
-        """Return the val losses of the arms' runs."""
-        return {label: [run["val_loss"] for run in runs] for label, runs in self.runs.items()}
-
-    def run_rounds(self) -> Iterator[str]:
-        """Run rounds, one run of each arm, and give a line after each that decides nothing.
-
-        Ends when the question is decided, or the next round does not fit into the budget. Raises as
-        run_once does.
-        """
-        rounds = 0
-        affordable = 1
-        while self.verdict == "open" and rounds < affordable:
-            for arm in (self.a, self.b):
-                self.runs[arm.label].append(self.run(arm, self.first_seed + rounds))
-            rounds += 1
-            results = self.runs["a"] + self.runs["b"]
-            if len({run["eval_digest"] for run in results}) > 1:
-                raise ConfigError(
-                    "the arms were evaluated on different windows, so their losses do not "
-                    "compare; leave block_size and the tokenizer equal"
-                )
-            losses = self.values()
-            self.estimate = difference(losses["a"], losses["b"])
-            self.verdict = decide(self.estimate, self.min_effect)
-            # Whenever the runs were made
-            round_s = sum(run["wall_s"] for run in results) / rounds
-            affordable = int(self.budget_s / round_s)
-            line = f"round {rounds}: {self.summary()}; the budget, {clock(self.budget_s)}, pays "
-            line += f"{affordable:,} at {clock(round_s)} a round"
-            if affordable < LEAST:
-                enough = math.ceil(LEAST * round_s)
-                line += (
-                    f", and no answer comes before {LEAST}: raise it to --budget={enough}s or more"
-                )
-            if self.verdict == "open":
-                yield line
-
-    def answer(self) -> dict[str, Any]:
-        """Return the answer after the last round: a sentence, its figures and the exit status of
-        the script.
-        """
-        e = self.estimate
-        sentences = {
-            "same": f"a and b do not differ by {self.min_effect:g} nats",
-            "open": "Not enough yet",
-        }
-        sentence = sentences.get(self.verdict, f"b ({self.b.text}) is {self.verdict}")
-        return {
-            "verdict": self.verdict,
-            "status": STATUS[self.verdict],
-            "sentence": f"{sentence}: {self.summary()}.",
-            "difference": -e.d,  # val loss of b less that of a, in nats
-            "interval": [-e.high, -e.low] if e.known else None,
-            "n": e.n,
-            "arms": {"a": self.a.text, "b": self.b.text},
-            "values": self.values(),
-        }
-
-    def summary(self) -> str:
-        """Return the loss of b less that of a with the 95% interval over seeds, and both arms' mean
-        losses.
-        """
-        e = self.estimate
-        limits = "too few runs for an interval"
-        if e.known:
-            limits = f"95% interval {-e.high:+z.4f} to {-e.low:+z.4f}"
-        a, b = map(statistics.fmean, self.values().values())
-        line = f"val loss of b less that of a {-e.d:+z.4f} nats ({limits}, n = {e.n})"
-        line += f"; means a {a:.4f}, b {b:.4f}"
-        for label, runs in self.runs.items():
-            if diverged := sum(run["has_diverged"] for run in runs):
-                line += (
-                    f"; {diverged} of {len(runs)} runs of {label} diverged and count as guessing"
-                )
-        return line
+def answer_of(
+    arms: list[Arm], runs: list[list[dict[str, Any]]], min_effect: float
+) -> dict[str, Any]:
+    """Return the answer after these results of the arms: a sentence, its figures and the exit
+    status of the script.
+    """
+    a, b = ([result["val_loss"] for result in of_arm] for of_arm in runs)
+    e = difference(a, b)
+    verdict = decide(e, min_effect)
+    texts = {"same": f"a and b do not differ by {min_effect:g} nats", "open": "Not enough yet"}
+    text = texts.get(verdict, f"b ({arms[1].text}) is {verdict}")
+    limits = "too few runs for an interval"
+    if e.known:
+        limits = f"95% interval {-e.high:+z.4f} to {-e.low:+z.4f}"
+    text += f": val loss of b less that of a {-e.d:+z.4f} nats ({limits}, n = {e.n}); means a "
+    text += f"{statistics.fmean(a):.4f}, b {statistics.fmean(b):.4f}"
+    for arm, of_arm in zip(arms, runs, strict=True):
+        if diverged := sum(result["has_diverged"] for result in of_arm):
+            text += f"; {diverged} of {e.n} runs of {arm.label} diverged and count as guessing"
+    return {
+        "verdict": verdict,  # of b: better, worse, same, or open
+        "status": STATUS[verdict],
+        "sentence": f"{text}.",
+        "difference": -e.d,  # val loss of b less that of a, in nats
+        "interval": [-e.high, -e.low] if e.known else None,
+        "n": e.n,
+        "arms": {"a": arms[0].text, "b": arms[1].text},
+        "values": {"a": a, "b": b},
+    }
 
 
 # ---- arms ----------------------------------------------------------------------------------------

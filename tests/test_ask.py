@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT, TINY, flags, raises_one_line, shell, until
 
 from bench import ask
-from bench.ask import Arm, Question, check_out, folder_for_worktrees
+from bench.ask import Arm, check_out, folder_for_worktrees
 from deskgpt.errors import ConfigError
 from deskgpt.logger import RunLog
 
@@ -216,37 +216,34 @@ def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkey
     assert ask.has_diverged(ask.train_to_the_end(arm, 1, tmp_path))
 
 
-def made_up(of_b: float, budget_s: float, min_effect: float = ask.UNSEEN) -> Question:
-    """Return a question whose runs end at 3.6 for a and at of_b for b, and noise."""
+def made_up(of_b: float, budget_s: float, digests: str = "xx") -> list[tuple[dict[str, Any], str]]:
+    """Return the rounds of a question whose runs end at 3.6 for a and at of_b for b, and noise."""
     draw = random.Random(0)
-    digests = {"a": "x", "b": "x" if budget_s else "y"}
 
     def run(arm: Arm, seed: int) -> dict[str, Any]:
         loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)
         found = {"has_diverged": False, "val_loss": loss, "wall_s": 10.0}
-        return found | {"eval_digest": digests[arm.label]}
+        return found | {"eval_digest": digests["ab".index(arm.label)]}
 
-    a, b = (Arm(label, "", Path(), f"code {label}", {"max_iters": 100}) for label in "ab")
-    return Question(a, b, run, min_effect, budget_s, first_seed=1)
+    arms = [Arm(label, "", Path(), f"code {label}", {"seed": 1}) for label in "ab"]
+    return [*ask.run_rounds(arms, run, 0.01, budget_s)]
 
 
 def test_budget_is_used_and_one_that_can_never_answer_is_named_before_it_is_spent():
-    question = made_up(3.2, 240.0, min_effect=0.01)
-    lines = [*question.run_rounds()]
-    assert "pays 12 at 20.0s a round" in lines[0]
-    answer = question.answer()
-    assert answer["verdict"] == "better"
-    assert answer["n"] == len(lines) + 1  # the last round decides
+    rounds = made_up(3.2, 240.0)
+    answer, _ = rounds[-1]
+    assert "pays 12 at 20.0s a round" in rounds[0][1]
+    assert (answer["verdict"], answer["n"]) == ("better", len(rounds))
     low, high = answer["interval"]
     assert low < answer["difference"] < high < 0
-    for budget_s, rounds in ((100.0, 5), (60.0, 3), (1.0, 1)):
-        question = made_up(3.6, budget_s)
-        lines = [*question.run_rounds()]
-        assert len(lines) == rounds
-        assert ("no answer comes before 4: raise it to --budget=80s" in lines[0]) == (rounds < 4)
-        assert question.answer()["status"] == 3
+    for budget_s, n in ((100.0, 5), (60.0, 3), (1.0, 1)):
+        rounds = made_up(3.6, budget_s)
+        assert len(rounds) == n
+        never = "no answer comes before 4: raise it to --budget=80s" in rounds[0][1]
+        assert never == (n < 4)
+        assert rounds[-1][0]["status"] == 3
 
 
 def test_runs_that_were_judged_on_different_windows_are_refused():
     with raises_one_line("on different windows", kind=ConfigError):
-        next(made_up(3.6, 0.0).run_rounds())
+        made_up(3.6, 100.0, digests="xy")
