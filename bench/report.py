@@ -16,9 +16,8 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.analysis.comparison import compare
-from bench.analysis.logs import read_runs
-from bench.analysis.page import write_page
+from bench.compare import compare, write_page
+from bench.logs import read_runs
 from deskgpt.errors import OneLineParser, one_line_errors
 
 

@@ -29,55 +29,6 @@ LEAST = 1e-3  # nats
 Band = dict[int, list[float]]  # val losses of an experiment's runs, by evaluated step
 
 
-def band_sentence(band: Band, val_losses: Mapping[int, float]) -> str:
-    """Return a sentence about a run with these val losses by step: as usual, or where it first left
-    the band.
-
-    "" if they share no step, and of random weights that are as usual.
-    """
-    sentence = ""
-    for step in sorted(band.keys() & val_losses.keys()):
-        mean = statistics.fmean(band[step])
-        half = max(LEAST, BAND_DEVIATIONS * statistics.stdev(band[step]))
-        is_usual = mean - half <= val_losses[step] <= mean + half
-        if is_usual and step == 0:
-            continue
-        word = "as usual" if is_usual else "unusual"
-        expected = f"expected {mean - half:.4f} to {mean + half:.4f} at step {step:,}"
-        sentence = (
-            f"{word}: val loss {val_losses[step]:.4f}, {expected}, from "
-            f"{len(band[step])} runs with other seeds"
-        )
-        if not is_usual:
-            break
-    return sentence
-
-
-def seed_invariant_key(
-    settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any
-) -> dict[str, Any] | None:
-    """Return the plain values that runs have in common that differ only in their seed, variant and
-    machine.
-
-    settings: of a run or a log. val_sha256: Split.fingerprint of the val data; train_tokens: of the
-    train data. None if that is not known, and for runs that do not begin with new weights.
-    """
-    if settings.get("init_from") not in ("scratch", "resume"):
-        return None
-    try:
-        found = {
-            name: value for name, value in settings.items() if name not in NOT_LEARNING | {"seed"}
-        }
-        found["sequences per step"] = (
-            settings["batch_size"] * settings["gradient_accumulation_steps"]
-        )
-        windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
-        found["windows per evaluation"] = windows or settings["eval_iters"] * settings["batch_size"]
-    except (KeyError, TypeError, ArithmeticError):  # a log may lack settings, or hold absurd ones
-        return None
-    return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
-
-
 def compare_with_bands(
     settings: Mapping[str, Any], data: tuple[Any, Any], val_losses: Mapping[int, float]
 ) -> str:
@@ -89,8 +40,46 @@ def compare_with_bands(
     own = seed_invariant_key(settings, *data)
     for path in FOLDER.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if own == record["experiment"]:
-            return band_sentence(
-                {int(step): losses for step, losses in record["val_losses"].items()}, val_losses
-            )
+        if own == record["experiment"] and settings["init_from"] in ("scratch", "resume"):
+            band = {int(step): losses for step, losses in record["val_losses"].items()}
+            return band_sentence(band, val_losses)
     return ""
+
+
+def seed_invariant_key(
+    settings: Mapping[str, Any], val_sha256: Any, train_tokens: Any
+) -> dict[str, Any]:
+    """Return the plain values that runs have in common that differ only in their seed, variant and
+    machine.
+
+    settings: of a run. val_sha256: Split.fingerprint of the val data; train_tokens: of the train
+    data.
+    """
+    found = {name: value for name, value in settings.items() if name not in NOT_LEARNING | {"seed"}}
+    batch_size = settings["batch_size"]
+    windows = math.ceil(settings["eval_tokens"] / settings["block_size"])
+    found["sequences per step"] = batch_size * settings["gradient_accumulation_steps"]
+    found["windows per evaluation"] = windows or settings["eval_iters"] * batch_size
+    return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
+
+
+def band_sentence(band: Band, val_losses: Mapping[int, float]) -> str:
+    """Return a sentence about a run with these val losses by step: as usual, or where it first left
+    the band.
+
+    "" if they share no step, and of random weights that are as usual.
+    """
+    sentence = ""
+    for step in sorted(band.keys() & val_losses.keys()):
+        mean = statistics.fmean(band[step])
+        half = max(LEAST, BAND_DEVIATIONS * statistics.stdev(band[step]))
+        is_usual = abs(val_losses[step] - mean) <= half
+        if step > 0 or not is_usual:
+            sentence = (
+                f"{'as usual' if is_usual else 'unusual'}: val loss {val_losses[step]:.4f}, "
+                f"expected {mean - half:.4f} to {mean + half:.4f} at step {step:,}, from "
+                f"{len(band[step])} runs with other seeds"
+            )
+        if not is_usual:
+            break
+    return sentence

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from conftest import TINY, events, flags, needs_bpe
 
-from bench.analysis.comparison import compare
-from bench.analysis.logs import read_run
+from bench.compare import compare
+from bench.logs import read_run
 from data.batches import Split
 from data.dataset import bytes_per_token
 from data.text.prepare import prepare
@@ -95,5 +95,5 @@ def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_
     [found] = {start["bytes_per_token"] for start in events(tmp_path / "out", "start")}
     for e in logged:
         assert e["val_bpb"] == pytest.approx(e["val_loss"] / math.log(2) / found, rel=1e-12)
-    rows = compare([read_run(str(tmp_path / "out"))]).rows["Learning"]
+    rows = compare([read_run(str(tmp_path / "out"))]).tables["Learning"]
     assert ["bits per byte there", f"{min(e['val_bpb'] for e in logged):.4f}"] in rows

@@ -30,8 +30,8 @@ from hypothesis.strategies import SearchStrategy
 from logs import TIMES, log, nanogpt
 
 import train
-from bench.analysis import comparison, page
-from bench.analysis.logs import read_runs
+from bench import compare
+from bench.logs import read_runs
 from configurator import build, configure
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer, from_meta
@@ -252,12 +252,11 @@ def test_logs(folder, undamaged_logs, data):
         path.write_bytes(corrupted(content, draw(randoms)) if draw(st.booleans()) else content)
         paths.append(path)
     with ends_as_documented():
-        found = comparison.compare(read_runs([str(path) for path in paths]))
-        found.tables()
+        found = compare.compare(read_runs([str(path) for path in paths]))
         for run in found.runs:
-            json.dumps(comparison.summary(run))
+            json.dumps(compare.summary(run))
         if not data.draw(st.integers(0, 49)):  # plotly is slow
-            page.page(found)
+            compare.page(found)
 
 
 odd_tensors = st.builds(

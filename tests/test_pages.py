@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT, copy_of_repository, needs_bpe
+from scipy import stats
 
-from bench.asking.statistics import ALPHA, difference, interval
+from bench.asking.statistics import ALPHA, difference
 from train import TrainConfig
 
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
@@ -238,7 +239,7 @@ def parts_of(text: str) -> list[str]:
 
 def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
     """Other tests measure the tables again. Cards' figures have their commands on their page."""
-    tables = r"(?s)<!-- (?:false answers|cost|beliefs|recipes) -->.*?\n\n"
+    tables = r"(?s)<!-- (?:false answers|beliefs|recipes) -->.*?\n\n"
     texts = {page.name: read(page).partition("## A new card")[0] for page in PAGES}
     all_tables = re.findall(tables, "\n\n".join(texts.values()))
     measured_again = numbers_in("".join(all_tables))
@@ -338,8 +339,10 @@ def test_speeds_and_losses_are_those_of_the_stored_runs():
     for r in figures["speed"]:
         assert_line_with("figures.md", *r.values())
     for r in figures["loss"]:
-        mean, half = interval(r["losses"])
-        found = f"{mean:.4f} ± {half:.4f}" if half else f"{mean:.4f}"
+        found = f"{np.mean(r['losses']):.4f}"
+        if len(r["losses"]) > 1:
+            t = stats.t.isf(ALPHA / 2, len(r["losses"]) - 1)
+            found += f" ± {t * stats.sem(r['losses']):.4f}"
         others = [value for name, value in r.items() if name != "losses"]
         assert_line_with("figures.md", f"| {found} | {len(r['losses'])} |", *others)
     readme = " ".join(read("README.md").split())

@@ -1,5 +1,4 @@
-"""How a question is decided: one interval that may be checked after every run, and how many runs a
-difference takes.
+"""How a question is decided: one interval that may be checked after every run.
 
 Whoever checks after each run and stops as soon as an ordinary 95% interval leaves out zero is wrong
 far more often than 5%. The interval here is **anytime-valid**, a confidence sequence: with
@@ -28,8 +27,7 @@ variances stands for both in the unpaired factor, and E is divided by the cube o
 arms' standard deviations, which only ever lowers E. docs/asking.md has the rates that simulations
 measure.
 
-`interval` and `welch` are ordinary 95% intervals, for programs that do not know how often their
-user has looked.
+`welch` is an ordinary 95% interval, for programs that do not know how often their user has looked.
 """
 
 from __future__ import annotations
@@ -43,12 +41,8 @@ import numpy as np
 Values = Sequence[float] | np.ndarray  # losses of the runs of an arm
 
 ALPHA = 0.05
-POWER = 0.8  # share of questions for which a cost is enough
 EFFECT_VARIANCE = 4.0  # g: differences of about two standard deviations between seeds are expected
 LEAST = 4  # runs of each arm before anything is decided
-PILOT = 3  # runs of each arm, after which the cost is estimated
-LOWEST_SHARE = 0.3  # so that a cost is enough in a POWER of simulated questions (docs/asking.md)
-MOST = 1000  # runs of each arm; costs go no further
 TINY = 1e-30  # variance of runs that do not differ
 
 
@@ -72,22 +66,27 @@ class Estimate:
 # ---- the interval --------------------------------------------------------------------------------
 
 
-def moments(a: Values, b: Values, first: int = LEAST) -> tuple[np.ndarray, ...]:
+def moments(a: Values, b: Values) -> tuple[np.ndarray, ...]:
     """Return n, and after n runs of each arm the mean of a less that of b, and the variances of the
-    paired differences, of a and of b: arrays (..., checks), a check for each n from `first` on.
+    paired differences, of a and of b: arrays (..., checks), a check for each n from LEAST on.
 
     a, b: losses by run, (..., runs). Runs that all end at one loss, as diverged ones do, are taken
     to scatter as the other arm's.
     """
     x = np.asarray(a, float)
     y = np.asarray(b, float)
-    n = np.arange(first, x.shape[-1] + 1)
-    gap, var_gap = running_moments(x - y, n)
-    _, var_a = running_moments(x, n)
-    _, var_b = running_moments(y, n)
+    n = np.arange(LEAST, x.shape[-1] + 1)
+    gap = np.cumsum(x - y, -1)[..., n - 1] / n
+    var_a = variances(x, n)
+    var_b = variances(y, n)
     scatter_a = np.where(var_a == TINY, var_b, var_a)
     scatter_b = np.where(var_b == TINY, var_a, var_b)
-    return n, gap, var_gap, scatter_a, scatter_b
+    return n, gap, variances(x - y, n), scatter_a, scatter_b
+
+
+def variances(x: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """Return the variance of the first n of x along the last axis, for each n."""
+    return np.maximum(np.stack([x[..., :k].var(-1, ddof=1) for k in n], -1), TINY)
 
 
 def log_e(
@@ -103,31 +102,6 @@ def log_e(
     return np.logaddexp(paired, unpaired) - math.log(2) - 3 * log_sd_ratio
 
 
-def half_width(n: np.ndarray, *variances: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
-    """Return half the width of each check's interval; infinite if no difference could be excluded.
-
-    variances: as log_e takes them.
-    """
-    goal = math.log(1 / alpha)
-    high = 1e6 * np.sqrt(variances[0]) + np.sqrt(TINY)
-    low = 0 * high
-    is_finite = log_e(high, n, *variances) > goal
-    for _ in range(40):  # bisect: E grows with the distance
-        middle = (low + high) / 2
-        is_excluded = log_e(middle, n, *variances) > goal
-        high = np.where(is_excluded, middle, high)
-        low = np.where(is_excluded, low, middle)
-    return np.where(is_finite, high, np.inf)
-
-
-def running_moments(x: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (mean, variance) of the first n of x along the last axis, for each n."""
-    first = x[..., :1]  # without it, squares of losses that hardly differ would cancel
-    mean = np.cumsum(x - first, -1)[..., n - 1] / n
-    squares = np.cumsum((x - first) ** 2, -1)[..., n - 1]
-    return mean + first, np.maximum((squares - n * mean**2) / (n - 1), TINY)
-
-
 def log_bayes_factor(t_square: np.ndarray, k: np.ndarray, nu: np.ndarray) -> np.ndarray:
     """Return the logarithm of B(t), step 2 above. k: effective number of runs; nu: degrees of
     freedom.
@@ -139,16 +113,26 @@ def log_bayes_factor(t_square: np.ndarray, k: np.ndarray, nu: np.ndarray) -> np.
 
 def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
     """Return the difference of two arms; a[i] and b[i] have the same seed."""
-    n = len(a)
-    d = float(np.subtract(a, b).mean())
-    if n < LEAST:
-        return Estimate(d, -math.inf, math.inf, n)
-    checks, gap, *variances = moments(a, b)
-    half = half_width(checks, *variances, alpha=alpha)
+    runs = len(a)
+    if runs < LEAST:
+        return Estimate(float(np.subtract(a, b).mean()), -math.inf, math.inf, runs)
+    n, gap, *scatter = moments(a, b)
+    goal = math.log(1 / alpha)
+    # Half the width of each check's interval: bisect, since E grows with the distance. It is
+    # infinite if no difference could be excluded.
+    inner = np.zeros(len(n))
+    outer = 1e6 * np.sqrt(scatter[0]) + np.sqrt(TINY)
+    is_finite = log_e(outer, n, *scatter) > goal
+    for _ in range(40):
+        middle = (inner + outer) / 2
+        is_excluded = log_e(middle, n, *scatter) > goal
+        outer = np.where(is_excluded, middle, outer)
+        inner = np.where(is_excluded, inner, middle)
+    half = np.where(is_finite, outer, np.inf)
     low = np.maximum.accumulate(gap - half)
     high = np.minimum.accumulate(gap + half)
     last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
-    return Estimate(d, float(low[last]), float(high[last]), n)
+    return Estimate(float(gap[-1]), float(low[last]), float(high[last]), runs)
 
 
 def decide(e: Estimate, min_effect: float) -> str:
@@ -166,43 +150,7 @@ def decide(e: Estimate, min_effect: float) -> str:
     return "worse" if e.high < 0 else "open"
 
 
-# ---- the cost ------------------------------------------------------------------------------------
-
-
-def cost(a: Values, b: Values, effect: float) -> int | None:
-    """Return the number of runs of each arm that finds a difference of `effect` in a POWER of
-    questions; None beyond MOST.
-
-    a, b: the arms' runs so far with the same seeds, at least PILOT of each. Few runs say little of
-    their scatter, so their variances are taken larger: as if they were the LOWEST_SHARE quantile of
-    what so few runs show. Needs scipy.
-    """
-    from scipy import stats
-
-    so_far = len(a)
-    _, _, *found = moments(a, b, so_far)
-    factor = (so_far - 1) / stats.chi2.ppf(LOWEST_SHARE, so_far - 1)
-    variances = [factor * variance for variance in found]
-    n = np.arange(max(LEAST, so_far + 1), MOST + 1)
-    # What the mean difference misses by chance
-    misses = stats.norm.ppf(POWER) * np.sqrt(variances[0] / n)
-    enough = n[half_width(n, *variances) + misses <= effect]
-    return int(enough[0]) if len(enough) else None
-
-
-# ---- ordinary intervals --------------------------------------------------------------------------
-
-
-def interval(values: Values) -> tuple[float, float | None]:
-    """Return (mean, half the width of its 95% interval, Student's); the half width is None for a
-    single value.
-    """
-    from scipy import stats
-
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, None
-    return mean, float(stats.t.isf(ALPHA / 2, len(values) - 1) * stats.sem(values))
+# ---- an ordinary interval ------------------------------------------------------------------------
 
 
 def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:

@@ -102,8 +102,7 @@ def read_runs(paths: list[str], card: str = "") -> list[Run]:
     runs = [read_run(path, card) for path in paths]
     if len(runs) > 1:
         for i, run in enumerate(runs):
-            letter = chr(ord("A") + i) if i < 26 else f"A{i}"
-            run.name = f"{letter}: {run.name}"
+            run.name = f"{chr(ord('A') + i)}: {run.name}"
     return runs
 
 
@@ -114,12 +113,7 @@ def read_run(path: str, card: str = "") -> Run:
     run, or no such card.
     """
     file = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
-    try:
-        raw = read_small(file, MOST_BYTES)
-    except OSError as e:
-        raise ValueError(
-            f"{file}: {e.strerror}; name an out_dir with a log.jsonl, or what nanoGPT printed"
-        ) from None
+    raw = read_small(file, MOST_BYTES)
     # PowerShell writes UTF-16
     encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     text = raw.decode(encoding, errors="replace")
@@ -155,31 +149,26 @@ def add_amounts(run: Run) -> None:
                 e.setdefault(amount, e["iter"] * of_a_step)
 
 
+def numbers(record: Event) -> Event:
+    """Return the fields of a record that are numbers and can be right: no NaN, no infinity, no
+    1e300.
+    """
+    found = {name: value for name, value in record.items() if type(value) in (int, float)}
+    return {k: v for k, v in found.items() if v == 0 or 1 / LARGEST <= abs(v) <= LARGEST}
+
+
 def plain(record: Any) -> Event:
     """Return the texts, truth values and numbers of a record; {} for what is no record."""
     if not isinstance(record, dict):
         return {}
     texts = {name: value for name, value in record.items() if isinstance(value, str | bool | None)}
-    return texts | numbers(record)
-
-
-def numbers(record: Event) -> Event:
-    """Return the fields of a record that are numbers and can be right."""
-    return {name: value for name, value in record.items() if can_be_right(value)}
-
-
-def can_be_right(value: Any) -> bool:
-    """Return True for a number: no NaN, no infinity, no 1e300."""
-    is_number = type(value) in (int, float)
-    return is_number and (value == 0 or 1 / LARGEST <= abs(value) <= LARGEST)
+    return {k: v for k, v in texts.items() if k not in COUNTS} | numbers(record)
 
 
 def add_logged(run: Run, text: str) -> None:
     """Fill a run from its log.jsonl."""
     lines = [line for line in text.splitlines() if line.strip()]
-    events = [event for event in map(event_of, lines) if event]
-    for event in events:
-        event.setdefault("iter", 0)
+    events = [{"iter": 0} | event for event in map(event_of, lines) if event]
     events = [e for e in events if type(e["iter"]) is int and 0 <= e["iter"] < MOST_STEPS]
     add_events(run, events)
     if not run.end:
@@ -198,12 +187,14 @@ def add_events(run: Run, events: list[Event]) -> None:
     for event in events:
         kind = str(event["event"])
         step = event["iter"]
+        found = numbers(event)
         if kind == "start":
             # A step is done again by the run that resumes there; the evaluation before it is not.
             kept = {key: e for key, e in kept.items() if key[0] < step + (key[1] != "iter")}
             earlier_s = max((e.get("train_s", 0.0) for e in kept.values()), default=0.0)
             add_start(run, event)
-        found = numbers(event)
+        if kind == "end":
+            run.end = found
         if "train_s" in found:
             found["train_s"] += earlier_s
         if event.get("eval_digest"):
@@ -211,15 +202,10 @@ def add_events(run: Run, events: list[Event]) -> None:
         if isinstance(event.get("texts"), list):
             found["texts"] = [str(text) for text in event["texts"]]
         kept[step, kind] = found
-        if kind == "end":
-            run.end = found
+    of_kind = {"iter": run.iters, "eval": run.evals, "sample": run.samples}
     for (_, kind), found in sorted(kept.items(), key=lambda item: item[0]):
-        if kind == "iter":
-            run.iters.append(found)
-        elif kind == "eval":
-            run.evals.append(found)
-        elif "texts" in found:
-            run.samples.append(found)
+        if kind in of_kind:
+            of_kind[kind].append(found)
 
 
 def add_start(run: Run, event: Event) -> None:
@@ -232,29 +218,17 @@ def add_start(run: Run, event: Event) -> None:
     run.settings = settings
     run.start = plain(event)
     run.end = {}
-    for name in COUNTS - numbers(event).keys():
-        run.start.pop(name, None)
     if isinstance(event.get("versions"), dict):
-        versions = event["versions"].items()
-        run.start["versions"] = ", ".join(f"{name} {value}" for name, value in versions)
+        run.start["versions"] = str(event["versions"])
 
 
 # ---- printed logs --------------------------------------------------------------------------------
 
-NUMBER = r"-?\d+\.?\d*(?:e[+-]?\d+)?|-?inf|nan"
-STEP = re.compile(
-    rf"\bstep (?P<iter>\d{{1,15}}): train loss (?P<train_loss>{NUMBER}), "
-    rf"val loss (?P<val_loss>{NUMBER})(?!\d)"
-)
-# Our own lines go on after the MFU, which is of another peak.
-ITERATION = re.compile(
-    rf"\biter (?P<iter>\d{{1,15}}): loss (?P<loss>{NUMBER}), time (?P<time_ms>{NUMBER})ms"
-    rf"(?:, mfu (?P<mfu>{NUMBER})%$)?"
-)
-SIZE = re.compile(
-    r"tokens per iteration will be: (?P<tokens_per_step>\d[\d,]{,19})"
-    r"|number of parameters: (?P<parameters>\d{1,15}\.?\d*)M"
-)
+# What nanoGPT prints before a number, and our name for it.
+LABELS = {"iter": "iter", "step": "iter", "time": "time_ms", "mfu": "mfu"}
+LABELS |= {"loss": "loss", "train loss": "train_loss", "val loss": "val_loss"}
+LABELS |= {"tokens per iteration will be": "tokens_per_step", "number of parameters": "parameters"}
+FIGURE = re.compile(rf"\b({'|'.join(LABELS)}):? (-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|-?inf|nan)")
 # Of the command line, or of a config file.
 SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
 # What nanoGPT always has, and what it has for the settings that it does not print: as ours, but
@@ -262,12 +236,6 @@ SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
 NANOGPT = WITHOUT_CHOICE | {"max_minutes": 0.0, "momentum": DEFAULTS["momentum"]}
 NANOGPT_DEFAULTS = DEFAULTS | NANOGPT | {"lr_decay_iters": 600_000, "min_lr": 6e-5}
 NANOGPT_PEAK = 312e12  # FLOP/s of its MFU, whatever the card: an A100 in bfloat16
-
-
-def figures(found: re.Match[str]) -> Event:
-    """Return the numbers of a printed line by the names of their groups."""
-    texts = {name: text.replace(",", "") for name, text in found.groupdict().items() if text}
-    return numbers({k: int(text) if text.isdigit() else float(text) for k, text in texts.items()})
 
 
 def add_printed(run: Run, text: str, card: str) -> None:
@@ -282,29 +250,33 @@ def add_printed(run: Run, text: str, card: str) -> None:
     start: Event = {"event": "start", "iter": 0, "settings": settings}
     events = [start]
     evaluated = {0}  # steps whose time includes an evaluation and the saving, or warming up
-    for line in re.split(r"[\r\n]+", text):
+    for line in text.splitlines():
         line = line[:2000].rstrip()
-        if found := STEP.search(line):
-            events.append({"event": "eval"} | figures(found))
-            evaluated.add(events[-1]["iter"])
-        elif found := ITERATION.search(line):
-            event: Event = {"event": "iter", "time_ms": 0, "mfu": 0} | figures(found)
-            # The first MFU that is one is the step's own, later ones are running means.
-            if event["mfu"] > 0:
-                flops = event["mfu"] / 100 * NANOGPT_PEAK * event["time_ms"] / 1e3
+        found: Event = {}
+        for label, number in FIGURE.findall(line):
+            found[LABELS[label]] = float(number.replace(",", ""))
+        setting = SETTING.search(line)
+        if 0 <= found.get("iter", -1) < MOST_STEPS and found.keys() & {"time_ms", "val_loss"}:
+            step = found["iter"] = int(found["iter"])
+            # The first MFU that is one is the step's own, later ones are running means. Our own
+            # lines go on after the MFU, which is of another peak.
+            if found.get("mfu", 0) > 0 and line.endswith("%"):
+                flops = found["mfu"] / 100 * NANOGPT_PEAK * found.get("time_ms", 0) / 1e3
                 start.setdefault("flops_per_step", flops)
-            if event["iter"] in evaluated:
-                event["time_ms"] = 0
-            events.append(event)
-        elif found := SIZE.search(line):
-            start |= figures(found)
-        elif (found := SETTING.search(line)) and found[1] in DEFAULTS and len(events) == 1:
+            if "val_loss" in found:
+                evaluated.add(step)
+            if step in evaluated:
+                found["time_ms"] = 0
+            events.append({"event": "eval" if "val_loss" in found else "iter"} | found)
+        elif found.keys() & COUNTS:
+            start |= numbers(found)
+        elif setting and setting[1] in DEFAULTS and len(events) == 1:
             # nanoGPT prints its settings before its first step
             try:
-                settings[found[1]] = ast.literal_eval(found[2].strip())
+                settings[setting[1]] = ast.literal_eval(setting[2].strip())
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 # An expression such as 5 * 8, or another program's line: not the default
-                settings[found[1]] = None
+                settings[setting[1]] = None
     if "parameters" in start:
         start["parameters"] = round(start["parameters"] * 1e6)
     add_events(run, [*events, {"event": "end", "iter": 0}])
