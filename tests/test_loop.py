@@ -131,6 +131,14 @@ def test_run_trains_evaluates_and_logs_what_a_plain_loop_does(settings, chars, t
     assert e["val_se"] == (None if c.eval_tokens else error)
 
 
+def test_settings_that_a_run_may_change_are_refused_in_the_loop_with_what_to_read():
+    config = TrainConfig().in_loop()
+    assert config.grad_clip == 1.0
+    for name, instead in train.READ_FROM_STATE.items():
+        with pytest.raises(AttributeError, match=rf"config\.{name} .* read {instead}"):
+            getattr(config, name)
+
+
 def test_max_hours_are_hours(monkeypatch):
     for seconds, reason in ((3500, None), (3700, "max_hours")):
         monkeypatch.setattr(signal_handler, "installed_at", time.perf_counter() - seconds)
