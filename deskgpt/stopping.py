@@ -242,8 +242,9 @@ class Schedule:
         found = []
         last = min(self.max_iters, self.end)
         if self.decay_lr and self.warmup_iters >= last > 0:
+            name = "max_iters" if last == self.max_iters else "lr_decay_iters"
             found.append(
-                f"warmup_iters={self.warmup_iters}, but the schedule ends at {last}: the warm-up "
+                f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up "
                 f"never reaches learning_rate={self.learning_rate:g}; try "
                 f"--warmup_iters={last // 10}"
             )

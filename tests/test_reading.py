@@ -33,7 +33,7 @@ AT_MOST = {
     "nesting of main": 4,
     "names of main": 38,
     "line of the first setting": 40,
-    "tokens of production": 103_349,
+    "tokens of production": 103_373,
     "tokens of tests": 99_700,
 }
 
