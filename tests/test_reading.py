@@ -26,9 +26,9 @@ SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
 LEAVES = {"deskgpt/cpu_kernels.py"}
 AT_MOST = {
     "files of a step": 8,
-    "lines of these files": 3_516,
+    "lines of these files": 3_517,
     "files that train.py imports": 30,
-    "lines of those files": 9_487,
+    "lines of those files": 9_488,
     "lines of main": 95,
     "nesting of main": 4,
     "names of main": 38,
