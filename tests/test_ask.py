@@ -154,6 +154,7 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(tmp_path, python,
                 ask.make_arms(*ask.read_arguments([*MODEL, *words]), below / f"{i}")
 
 
+@pytest.mark.slow
 def test_defect_has_status_2_since_1_is_an_answer(script, monkeypatch):
     assert script("bench/ask.py", *BETTER, "--ledger=pyproject.toml").code == 2
     monkeypatch.setattr("bench.ask.make_arm", lambda *_: 1 // 0)

@@ -76,6 +76,7 @@ def test_package_that_is_there_and_cannot_be_imported_is_not_called_missing(
 # ---- output --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="needs a POSIX shell and a device that is always full"
 )

@@ -137,6 +137,7 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
 
 # GiB, fastest dtype and whether there is Triton, of two ranks' cards; the dtype that both take, and
 # whether they compile.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cards", "dtype", "compiled"),
     [

@@ -129,6 +129,7 @@ def test_micro_batches_of_both_programs_are_timed_in_one_process(tmp_path, monke
     assert "nanoGPT: failed: not today" in out
 
 
+@pytest.mark.slow
 def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_fails_has_failed(
     tmp_path,
 ):
