@@ -406,6 +406,8 @@ def settings_to_continue(config: StartSettings, smaller: dict[str, int]) -> dict
     out_dir = str(run_folder(config.out_dir))
     saved = load_checkpoint(out_dir, checksums=False)
     found = settings_of_model(saved.model_args, out_dir) | smaller
+    # The steps that max_minutes has planned: the next one has its rate from them.
+    found |= {name: saved.config[name] for name in SET_BY_MAX_MINUTES}
     return found | {"out_dir": out_dir, "init_from": "resume", "resume_changed": True}
 
 

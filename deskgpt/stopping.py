@@ -292,7 +292,8 @@ class TimeBudget:
         max_iters = min(wanted.max_iters, step + max(0, fit))
         self._next_step = step + max(1, max_iters // PLANS)
         if done == 1:
-            few = "" if max_iters >= FEW_STEPS else ", too few to learn much: give it more minutes"
+            is_enough = max_iters >= min(FEW_STEPS, wanted.max_iters)
+            few = "" if is_enough else ", too few to learn much: give it more minutes"
             self.dist.print0(f"max_minutes leaves time for about {max_iters:,} steps{few}")
         return replace(
             wanted,

@@ -26,14 +26,14 @@ SCRIPTS = ["configurator", "model", "train", "sample", "export", "tasks"]
 LEAVES = {"deskgpt/cpu_kernels.py"}
 AT_MOST = {
     "files of a step": 8,
-    "lines of these files": 3_517,
+    "lines of these files": 3_518,
     "files that train.py imports": 30,
-    "lines of those files": 9_488,
+    "lines of those files": 9_491,
     "lines of main": 95,
     "nesting of main": 4,
     "names of main": 38,
     "line of the first setting": 40,
-    "tokens of production": 103_373,
+    "tokens of production": 103_395,
     "tokens of tests": 99_705,
 }
 
