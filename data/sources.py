@@ -8,26 +8,24 @@ would become empty, and no error could name a line.
 from __future__ import annotations
 
 import csv
-import functools
 import itertools
 import json
 import os
 import reprlib
 import sys
-import tempfile
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.text_files import TEXTS, documents_of, expanded, kind_of, lines_in, packed, read_text
+from data.text_files import TEXTS, documents_of, expanded, lines_in, names_of, packed, read_text
 from data.tokenizer import valid_unicode
 from deskgpt.errors import reason
 
 FORMATS = (".parquet", ".arrow", *packed(".jsonl", ".ndjson", ".json", ".csv", ".tsv"), *TEXTS)
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+SHARD_BYTES = 400_000_000  # of files here that share a shard
 VAL_TOKENS = 100_000_000
 # Of the first shard's files: with four bytes per token, a tenth is val.
 BYTES_PER_VAL_TOKEN = 40
@@ -38,25 +36,15 @@ Part = str | int  # a file's path, or the number of a file of a data set on the 
 State = dict[str, Any]  # how far the files of a shard were read, as JSON
 
 
-class Rows(NamedTuple):
-    """The rows of a file, and what a message calls one."""
-
-    name: str
-    unit: str
-    rows: Any  # a stream of datasets, which has a state, or an iterator
-
-
-class RowError(ValueError):
-    """What is wrong with a row, without its place."""
-
-
 class Source(NamedTuple):
     """Files of rows."""
 
     name: str  # as meta.json records it
     shards: list[list[Part]]  # the files of each shard
     val_tokens: int
-    open: Callable[[Part], Rows]
+    # The rows of a file: a stream of datasets, which has a state, or any others. A row that is text
+    # is a line of jsonl.
+    open: Callable[[Any], Any]
     revision: str | None = None  # of a data set on the hub
 
     def version(self, shard: int) -> list[Any]:
@@ -70,23 +58,22 @@ class Source(NamedTuple):
         """Yield value_of each row of a shard from `state` on, in lists whose lengths sum up to
         about `size`, and the state after each list.
 
-        Raises ValueError, which names the row, if one cannot be read or value_of raises one.
+        Raises ValueError, which names the row, if one cannot be read or value_of raises an error.
         """
         begin = state or {"file": 0, "row": 0, "stream": None}
         for number in range(begin["file"], len(self.shards[shard])):
-            where = str(self.shards[shard][number])
+            part = self.shards[shard][number]
             n = begin["row"]  # rows that were read; empty lines count
+            batch: list[Any] = []
+            length = 0
             try:
-                name, unit, rows = self.open(self.shards[shard][number])
+                rows = self.open(part)
                 is_stream = hasattr(rows, "state_dict")
-                if is_stream and begin["stream"]:
+                if begin["stream"]:
                     rows.load_state_dict(begin["stream"])
-                batch: list[Any] = []
-                length = 0
                 for row in rows if is_stream else itertools.islice(rows, n, None):
                     n += 1
-                    where = f"{name}, {unit} {n}"
-                    if unit == "line":
+                    if isinstance(row, str):
                         if not row.strip():
                             continue
                         row = json.loads(row)
@@ -97,37 +84,31 @@ class Source(NamedTuple):
                         yield batch, {"file": number, "row": n, "stream": at}
                         batch = []
                         length = 0
-                if batch:
-                    yield batch, {"file": number + 1, "row": 0, "stream": None}
             except ImportError:
                 raise
-            except RowError as e:
-                raise ValueError(f"{where} {e}") from None
             except Exception as e:
                 # The errors of datasets, of the hub, of its HTTP client and of json share no class.
-                remedy = "repair it, or wait for the network; the same command continues"
-                raise ValueError(f"{where} cannot be read ({reason(e)}); {remedy}") from None
+                where = part if isinstance(part, str) else f"{self.name}, file {part}"
+                remedy = "once this is mended, the same command continues"
+                raise ValueError(
+                    f"{where}, row {n} cannot be read ({reason(e)}); {remedy}"
+                ) from None
+            if batch:
+                yield batch, {"file": number + 1, "row": 0, "stream": None}
             begin = {"row": 0, "stream": None}
 
 
 def text_of(column: str, row: Any) -> str:
-    """Return a row's text in this column; "" for none. Raises RowError."""
-    if not isinstance(row, dict):
-        raise RowError(f"is not an object with a key {column}: {reprlib.repr(row)}")
-    if column not in row:
-        raise RowError(
-            f"has no column {column!r}, but {', '.join(row)[:200]}; name the one with the text: "
-            "--text_column"
-        )
-    if not isinstance(row[column], str | None):
-        raise RowError(f"holds {type(row[column]).__name__} in its column {column!r}, not text")
+    """Return a row's text in this column; "" for none. Raises ValueError if it is not text."""
+    if not isinstance(row, dict) or not isinstance(row.get(column, 0), str | None):
+        raise ValueError(f"no text in {column!r} of {reprlib.repr(row)}; --text_column names it")
     return valid_unicode(row[column] or "")
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def local_source(paths: list[Path], shard_bytes: int, column: str | None = None) -> Source:
+def local_source(paths: list[Path], column: str | None = None) -> Source:
     """Return a source of these files, of folders all readable ones in name order.
 
     column: the only one that is read of a table. Raises ValueError.
@@ -137,38 +118,31 @@ def local_source(paths: list[Path], shard_bytes: int, column: str | None = None)
     sizes: list[int] = []  # bytes of each shard's files
     for path in files:
         if not path.is_file() or not path.name.lower().endswith(FORMATS):
-            remedy = kind_of(path) or "is its name right?"
-            raise ValueError(f"{path} is not a file *{', *'.join(FORMATS)}: {remedy}")
-        if not shards or sizes[-1] >= shard_bytes:
+            raise ValueError(f"{path} is not a file *{', *'.join(FORMATS)}; is its name right?")
+        if not shards or sizes[-1] >= SHARD_BYTES:
             shards.append([])
             sizes.append(0)
         shards[-1].append(os.path.abspath(path))
         sizes[-1] += path.stat().st_size
-    names = ", ".join(path.name for path in files[:3])
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    name = f"{names}{more} ({sum(sizes):,} bytes)"
-    return Source(name, shards, val_tokens_of(sizes[0]), lambda path: rows_in(path, column))
+    name = f"{names_of(files)} ({sum(sizes):,} bytes)"
+    return Source(name, shards, val_tokens_of(sizes[0]), lambda path: rows_in(Path(path), column))
 
 
-def rows_in(part: Part, column: str | None) -> Rows:
-    """Return the rows of a file: of a table, CSV or a JSON array, the lines of jsonl, or the
-    documents of a text.
+def rows_in(path: Path, column: str | None) -> Any:
+    """Return the rows of a table, CSV or a JSON array, the documents of a text, or the lines of
+    jsonl.
     """
-    path = Path(str(part))
     name = path.name.lower()
-    if name.endswith(".parquet"):
-        return Rows(str(path), "row", stream("parquet", column, data_files=escape(str(path))))
-    if name.endswith(".arrow"):
-        return Rows(str(path), "row", stream("arrow", column, data_files=escape(str(path))))
+    if name.endswith((".parquet", ".arrow")):
+        kind = path.suffix.lower().removeprefix(".")
+        return stream(kind, column, data_files=escape(str(path)), split="train")
     if name.endswith(packed(".csv", ".tsv")):
-        return Rows(str(path), "row", csv_rows(path))
+        return csv_rows(path)
     if name.endswith(TEXTS):
-        documents = ({column: document} for document in documents_of(lines_in(path)))
-        return Rows(str(path), "document", documents)
-    entries = json_array(path)
-    if entries is not None:
-        return Rows(str(path), "entry", entries)
-    return Rows(str(path), "line", lines_in(path))
+        return ({column: document} for document in documents_of(lines_in(path)))
+    if name.endswith(packed(".json")) and next(lines_in(path), "").startswith("["):
+        return json.loads(read_text(path))
+    return lines_in(path)
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, str]]:
@@ -179,23 +153,6 @@ def csv_rows(path: Path) -> Iterator[dict[str, str]]:
         if None in row or None in row.values():
             raise ValueError("the next one has another number of fields than the first line")
         yield row
-
-
-def json_array(path: Path) -> list[Any] | None:
-    """Return the entries of a file that is one array in JSON, None if it has a value in each
-    line.
-    """
-    lines = (line for line in lines_in(path) if line.strip())
-    first = next(lines, "")
-    if not first.lstrip().startswith("["):
-        return None
-    with suppress(ValueError, RecursionError):
-        json.loads(first)
-        if next(lines, ""):
-            return None
-    with suppress(ValueError, RecursionError):  # of which the lines' own reader speaks
-        return json.loads(read_text(path))
-    return None
 
 
 # ---- streams of the package datasets -------------------------------------------------------------
@@ -218,10 +175,9 @@ def stream(kind: str, column: str | None, path: str | None = None, **options: An
         )
     elif kind == "csv":  # pandas would take the text "NA" for none
         options |= {"keep_default_na": False, "na_filter": False}
-    options = {"split": "train", "cache_dir": scratch().name} | options
     found = quiet_datasets().load_dataset(path or kind, streaming=True, **options)
     if column and found.features is not None and column not in found.features:
-        raise ValueError(f"it has no column {column!r}; name the one with the text: --text_column")
+        raise ValueError(f"it has no column {column!r}; --text_column names the one with the text")
     return found
 
 
@@ -233,12 +189,6 @@ def quiet_datasets() -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets
-
-
-@functools.cache
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for the lock files of datasets, which goes when the process ends."""
-    return tempfile.TemporaryDirectory()
 
 
 def hub_source(
@@ -256,23 +206,18 @@ def hub_source(
             from huggingface_hub import HfApi
 
             revision = HfApi().dataset_info(name, revision=revision).sha
-        at = {"name": subset, "revision": revision, "cache_dir": scratch().name}
+        at = {"name": subset, "revision": revision}
         builder = quiet_datasets().load_dataset_builder(name, **at)
-        files = builder.config.data_files
-        if split not in files:
-            raise ValueError(f"it has no split {split!r}, but {', '.join(files)}: --split")
         dataset = stream(builder.name, column, name, split=split, **at)
-        val_tokens = VAL_TOKENS if name == FINEWEB_EDU else val_tokens_of(size_of(files[split][0]))
-    except (
-        Exception
-    ) as e:  # the errors of the hub, of its HTTP client and of datasets share no class
-        advice = "is there a network? Are --hub and --subset right? --source FILE reads local files"
+        first_file = builder.config.data_files[split][0]
+        val_tokens = VAL_TOKENS if name == FINEWEB_EDU else val_tokens_of(size_of(first_file))
+    except Exception as e:  # the errors of the hub and of datasets share no class
+        advice = "is there a network, and are --hub, --subset and --split right?"
         raise ValueError(f"the hub does not give {what} ({reason(e)}); {advice}") from None
 
-    def rows(part: Part) -> Rows:
-        of_file = dataset.shard(num_shards=dataset.num_shards, index=part)
+    def rows(part: int) -> Any:
         # By row groups, where a file has some: resuming reads none of those before.
-        return Rows(f"{what}, file {part}", "row", of_file.reshard())
+        return dataset.shard(num_shards=dataset.num_shards, index=part).reshard()
 
     return Source(what, [[i] for i in range(dataset.num_shards)], val_tokens, rows, revision)
 
@@ -293,9 +238,11 @@ def val_tokens_of(n_bytes: int) -> int:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def add_hub(parser: ArgumentParser, default: str | None) -> None:
-    """Add the options for a data set on the hub."""
+def add_hub(parser: ArgumentParser, default: str | None) -> Any:
+    """Add the options for a data set on the hub; return the group for what may stand instead."""
     about = f"data set on the hub, or a folder with one (default: {default or 'none'})"
-    parser.add_argument("--hub", metavar="NAME", default=default, help=about)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--hub", metavar="NAME", default=default, help=about)
     parser.add_argument("--subset", help="its configuration, such as sample-10BT")
     parser.add_argument("--split", default="train", help="(default: train)")
+    return either

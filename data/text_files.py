@@ -1,5 +1,5 @@
 """Text that people have in files: UTF-8, packed or not, in one or several documents with
-<|endoftext|> between them. What is no text is named, with the command that makes text of it.
+<|endoftext|> between them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import END_OF_TEXT
+from deskgpt.errors import reason
 
 PACKED = ("", ".gz", ".zst", ".xz", ".bz2")  # suffixes of packed files
 
@@ -27,73 +28,50 @@ def packed(*suffixes: str) -> tuple[str, ...]:
 
 
 TEXTS = packed(".txt")
-MARKDOWN = packed(".md")
-# Files that are no text: the ends of their names, how they begin, and what makes text of them.
-NO_TEXTS = (
-    ((".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.zst"), (), "an archive: unpack it with tar -xf"),
-    (
-        (".docx", ".odt", ".epub"),
-        (),
-        "a document in a zip file: save it as text, or use pandoc -t plain",
-    ),
-    ((".zip",), ("PK\x03\x04",), "a zip archive: unpack it with unzip"),
-    ((".7z", ".rar"), ("7z\udcbc", "Rar!\x1a"), "an archive: unpack it first"),
-    ((".pdf",), ("%PDF-",), "a PDF: use pdftotext"),
-    ((".doc", ".rtf"), ("\udcd0\udccf\x11\udce0", "{\\rtf"), "a document: save it as text"),
-    (
-        (),
-        ("\x1f\udc8b", "\udcfd7zXZ", "BZh91AY", "(\udcb5/\udcfd"),
-        "packed: give it the suffix of its kind, .gz, .xz, .bz2 or .zst",
-    ),
-    ((), ("\udcff\udcfe", "\udcfe\udcff"), "UTF-16: use iconv -f UTF-16 -t UTF-8"),
-    (
-        (".parquet", ".arrow"),
-        ("PAR1", "ARROW1"),
-        "a table: use python data/fineweb_edu/prepare.py --source, or data/chat/prepare.py",
-    ),
-)
 NOT_UTF8 = (
-    "not UTF-8 text: save it as UTF-8 in an editor, or use iconv -f LATIN1 -t UTF-8 if it is "
-    "Latin-1 (likewise GBK, BIG5, UTF-16)"
+    "is not UTF-8 text: unpack an archive (zip, gz, tar), save a document (docx, epub) as text, "
+    "use pdftotext for a PDF, iconv -f LATIN1 -t UTF-8 for Latin-1 (likewise UTF-16, GBK), or "
+    "data/fineweb_edu/prepare.py --source for a table (parquet)"
 )
-NAMED_FILES = 10
+NAMED_FILES = 3
 # Surrogateescape makes the latter of bytes that are not UTF-8.
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")
 # A line of its own
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)
 
 
-def expanded(paths: list[Path], *kinds: tuple[str, ...]) -> list[Path]:
+def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files that these paths, patterns and folders mean.
 
-    A folder means its files with suffixes of the first kind that it has, in name order, hidden ones
-    left out. Raises ValueError if it has none.
+    A folder means its files with these suffixes, in name order, hidden ones left out. Raises
+    ValueError if it has none.
     """
-    found = []
+    files: list[Path] = []
     for path in paths:
-        # Windows leaves patterns to programs
-        matches = [] if path.exists() else sorted(glob.glob(str(path)))
+        if not path.is_dir():
+            # Windows leaves patterns to programs.
+            matches = [] if path.exists() else sorted(glob.glob(str(path)))
+            files += [Path(match) for match in matches] or [path]
+            continue
         inside = []
         for file in sorted(path.rglob("*")):
             is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            if file.is_file() and not is_hidden:
+            if file.is_file() and file.name.lower().endswith(suffixes) and not is_hidden:
                 inside.append(file)
-        files: list[Path] = []
-        for suffixes in kinds:
-            files = files or [file for file in inside if file.name.lower().endswith(suffixes)]
-        if path.is_dir() and not files:
-            others = ", ".join(file.name for file in inside[:3])
+        if not inside:
             raise ValueError(
-                f"the folder {path} holds no file *{', *'.join(sum(kinds, ()))}; it has "
-                f"{others or 'no files'}: name them, or give a pattern such as 'folder/*.py'"
+                f"the folder {path} holds no file *{', *'.join(suffixes)}; name its files, or give "
+                "a pattern such as 'folder/*.py'"
             )
-        found += files or [Path(match) for match in matches] or [path]
-    return found
+        files += inside
+    return files
 
 
 def names_of(paths: list[Path]) -> str:
     """Return the names of the first files, as meta.json records a source."""
-    return ", ".join(path.name for path in paths[:NAMED_FILES])
+    names = ", ".join(path.name for path in paths[:NAMED_FILES])
+    n_more = len(paths) - NAMED_FILES
+    return f"{names} and {n_more} more" if n_more > 0 else names
 
 
 def read_text(path: Path) -> str:
@@ -113,14 +91,12 @@ def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
             io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline) as text,
         ):
             for number, line in enumerate(text, 1):
-                kind = kind_of(path, line) if number == 1 else ""
-                if kind or NOT_TEXT.search(line):
-                    raise ValueError(f"{path}, line {number}: this is {kind or NOT_UTF8}")
+                if NOT_TEXT.search(line):
+                    raise ValueError(f"{path}, line {number}: this {NOT_UTF8}")
                 yield line
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:  # unpacking raises all of these
-        if reason := getattr(e, "strerror", None):
-            raise OSError(f"cannot read {path}: {reason}; is its name right?") from None
-        raise OSError(f"{path} is damaged ({e}); fetch or pack it again") from None
+        remedy = "is its name right, and is it complete?"
+        raise OSError(f"cannot read {path} ({reason(e)}): {remedy}") from None
 
 
 def open_unpacked(path: Path) -> Any:
@@ -131,17 +107,6 @@ def open_unpacked(path: Path) -> Any:
 
         return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
     return openers.get(path.suffix.lower(), open)(path, "rb")
-
-
-def kind_of(path: Path, begin: str = "") -> str:
-    """Return what a file is that is no text, by its beginning, or by its name if that is no text
-    either, and what helps; "" for text.
-    """
-    for suffixes, begins, kind in NO_TEXTS:
-        by_name = path.name.lower().endswith(suffixes) and (not begin or NOT_TEXT.search(begin))
-        if by_name or begin.startswith(begins):
-            return kind
-    return ""
 
 
 def documents_of(lines: Iterable[str]) -> Iterator[str]:
@@ -157,14 +122,14 @@ def documents_of(lines: Iterable[str]) -> Iterator[str]:
 
 def documents_in(text: str) -> list[str]:
     """Return the documents of a text as documents_of, line ends as they are."""
-    return list(documents_of(io.StringIO(text, newline="\n")))
+    return [document for document in SEPARATOR.split(text) if document]
 
 
 def next_document(text: str, at: int) -> int:
     """Return the first index from `at` on at which one of several documents begins; `at` if none
     does.
     """
-    for separator in SEPARATOR.finditer(text, max(0, at - len(END_OF_TEXT) - 2)):
-        if at <= separator.end() < len(text) - 1:
+    for separator in SEPARATOR.finditer(text, at):
+        if separator.end() < len(text) - 1:
             return separator.end()
     return at

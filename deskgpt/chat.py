@@ -90,18 +90,14 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
     room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
     # Without the token with which a dialogue begins.
     sizes = [len(template.encode([turn]).ids) - 1 for turn in turns]
-    used = sum(sizes)
-    first = 0
-    # An answer without its question is left out.
-    while first < len(turns) and (used > room or turns[first].role != "user"):
-        used -= sizes[first]
-        first += 1
-    if first == len(turns):
-        raise ValueError(
-            f"the message takes {sizes[-1]:,} tokens, and the model's context of {block_size:,} "
-            f"has room for {max(0, room):,} after the system message; say less"
-        )
-    return system + turns[first:]
+    for first, turn in enumerate(turns):
+        # An answer without its question is left out.
+        if turn.role == "user" and sum(sizes[first:]) <= room:
+            return system + turns[first:]
+    raise ValueError(
+        f"the message takes {sizes[-1]:,} tokens, and the model's context of {block_size:,} "
+        f"has room for {max(0, room):,} after the system message; say less"
+    )
 
 
 def talk(writer: Writer) -> None:

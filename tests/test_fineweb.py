@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bz2
 import csv
-import functools
 import gzip
 import io
 import itertools
@@ -16,7 +15,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from data.meta_files import read_record
 from deskgpt.files import locked_folder
 
 PREPARE = "data/fineweb_edu/prepare.py"
-SMALL = ("--tokenizer=bytes", "--shard_bytes=1", "--val_tokens=50_000")  # a shard for each file
+SMALL = ("--tokenizer=bytes", "--val_tokens=50_000")
 END_OF_TEXT = b"\xff"  # of --tokenizer=bytes
 PACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -42,6 +41,13 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
     ".bz2": bz2.compress,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shard_for_each_file() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.sources.SHARD_BYTES", 1)
+        yield
 
 
 def write_table(path: Path, columns: dict[str, Any]) -> Path:
@@ -92,6 +98,18 @@ def made(*options: str | Path) -> None:
     main(arguments([*map(str, options)]))
 
 
+def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+    """Return the same function, which notes its values and stops its process at number n."""
+
+    def value_or_stop(*row: Any) -> Any:
+        seen.append(value_of(*row))
+        if len(seen) == n:
+            raise KeyboardInterrupt
+        return seen[-1]
+
+    return value_or_stop
+
+
 # Put before code, this ends the process at once before or after one of its renames.
 UNTIL_RENAME = """
 import itertools, os, sys
@@ -106,104 +124,79 @@ def rename_or_end(old, new):
         os._exit(9)
 os.replace = rename_or_end
 """
+PREPARED = """
+import data.sources
+from data.fineweb_edu.prepare import *
+data.sources.SHARD_BYTES = 1
+main(arguments(options))
+"""
 
 
 # ---- sources -------------------------------------------------------------------------------------
 
 
-def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script):
+FORMATS = ["a.json", "b.arrow", "b.csv.zst", "b.jsonl.gz", "b[ab]?.parquet"]  # in name order
+
+
+def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script, monkeypatch):
     """Names that look like patterns, other files in the same folder, and columns that change their
     type.
     """
+    monkeypatch.setattr("data.sources.SHARD_BYTES", 1 << 30)
     folder = tmp_path / "a [1] * x"
-    write_documents(folder / "b[ab]?.parquet", ["one"])
+    for name in FORMATS:
+        write_documents(folder / name, [f"{name} ünïcödé", "NA"])
     table = pa.table({"text": pa.array(["two", "two"]).dictionary_encode(), "meta": [None, None]})
-    pq.write_table(table, folder / "c #.parquet")
-    lines = [
-        '{"text": "three"}',
-        "",
-        '{"meta": {"x": [1]}, "text": "four \\ud800"}',
-        '{"text": null}',
-    ]
+    pq.write_table(table, folder / "c.parquet")
+    lines = ['{"text": "three"}', "", '{"meta": {}, "text": "four \\ud800"}', '{"text": null}']
     (folder / "d.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
-    (folder / "d2.jsonl.gz").write_bytes(PACK[".gz"](b'{"text": "four and a half"}\r\n'))
     (folder / "e.txt").write_bytes(b"five\r\nsix\r\n<|endoftext|>\r\nsix and a half")
-    views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
-    pq.write_table(views, folder / "z.parquet")
     (folder / ".git").mkdir()
     for other in ("d.jsonl.bak", ".hidden.txt", "g.parquet.gz", ".git/h.txt"):
         (folder / other).write_text("no")
     (tmp_path / "blob").write_bytes(b"seven")
     (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
-    done = script(
-        PREPARE,
-        "--source",
-        folder,
-        "--tokenizer=bytes",
-        "--val_tokens=4",
-        "--out",
-        tmp_path / "out",
-    )
+    views = pa.table({"text": pa.array(["eight"], pa.string_view())})  # as polars writes it
+    pq.write_table(views, folder / "z.parquet")
+    options = ("--tokenizer=bytes", "--val_tokens=4", "--out", tmp_path / "out")
+    done = script(PREPARE, "--source", folder, *options)
     assert (done.code, done.err) == (0, "")
-    expected = ["one", "two", "two", "three", "four \ufffd", "four and a half"]
-    expected += ["five\nsix\n", "six and a half", "seven", "eight"]
-    assert_holds(tmp_path / "out", expected)
+    expected = [text for name in FORMATS for text in (f"{name} ünïcödé", "NA")]
+    expected += ["two", "two", "three", "four \ufffd", "five\nsix\n", "six and a half"]
+    assert_holds(tmp_path / "out", [*expected, "seven", "eight"])
     assert len([*(tmp_path / "out").glob("train_*.bin")]) == 1  # small files share a shard
 
 
-def test_faults_of_the_source_are_one_line(tmp_path, script):
-    def assert_error(source: Path, *named: object, options: tuple[str, ...] = ()) -> None:
-        fails(
-            script(
-                PREPARE,
-                "--source",
-                source,
-                *SMALL,
-                *options,
-                "--out",
-                tempfile.mkdtemp(dir=tmp_path),
-            ),
-            *named,
-        )
+WRONG = {
+    "none.parquet": b"hello" * 100,
+    "a.pdf": b"%PDF-1.7",
+    "cut.jsonl.gz": gzip.compress(b'{"text": "good line"}\n')[:-9],
+    "fields.csv": b"id,text\n1,a\n2\n",
+    "quote.csv": b'text\n"a',
+    "only.txt": b"<|endoftext|>",
+}
+LINES = [b'{"text": "good', b'{"txt": "x"}', b'{"text": 7}', b"[1]", b"null"]
 
-    for name in ("good.parquet", "good.jsonl"):
-        good = write_documents(tmp_path / name, ["a text"] * 3)
-        assert_error(good, name, "'body'", "--text_column", options=("--text_column=body",))
-        assert_error(good, name, "int", options=("--text_column=id",))
-    wrong = {"none.parquet": b"hello" * 100, "a.pdf": b"%PDF-1.7", "zip.jsonl": b"PK\x03\x04"}
-    wrong |= {"cut.jsonl.gz": PACK[".gz"](b'{"text": "good line"}\n')[:-9]}
-    wrong |= {"fields.csv": b"id,text\n1,a\n2\n", "quote.csv": b'text\n"a'}
-    for name, content in wrong.items():
+
+def test_faults_of_the_source_are_one_line(tmp_path, script):
+    def assert_error(source: Path, *named: object, options: Sequence[str] = ()) -> None:
+        out = tempfile.mkdtemp(dir=tmp_path)
+        fails(script(PREPARE, "--source", source, *SMALL, *options, "--out", out), *named)
+
+    for name, content in WRONG.items():
         (tmp_path / name).write_bytes(content)
         assert_error(tmp_path / name, name)
+    for line in LINES:
+        good = b'{"text": "good line"}\n'
+        (tmp_path / "a.jsonl").write_bytes(good * 321 + line + b"\n" + good)
+        assert_error(tmp_path / "a.js*", "a.jsonl, row 322 ")
+    for name in ("good.parquet", "good.jsonl"):
+        source = write_documents(tmp_path / name, ["a text"] * 3)
+        assert_error(source, name, "'body'", "--text_column", options=["--text_column=body"])
+    assert_error(source, "char", options=["--tokenizer=char"])
     (tmp_path / "folder").mkdir()
     assert_error(tmp_path / "folder", "folder", "*.parquet")
-    assert_error(
-        write_documents(tmp_path / "empty.parquet", ["", None, ""]),
-        "empty.parquet",
-        "--text_column",
-    )
-    for bad in (b'{"text": "good', b'{"txt": "x"}', b'{"text": "K\xe4se"}', b"[1]", b"7", b"null"):
-        (tmp_path / "a.jsonl").write_bytes(
-            b'{"text": "good line"}\n' * 321 + bad + b'\n{"text": "good line"}'
-        )
-        is_value = bad[0] in b"[7n"
-        what = "line 322 is not an object with a key text" if is_value else "line 322"
-        assert_error(tmp_path / "a.js*", f"a.jsonl, {what}")
-    assert_error(good, "char", options=("--tokenizer=char",))
-    assert_refused(
-        script(PREPARE, "--source", good, "--subset=sample-100BT"), "--subset", "--source"
-    )
-
-
-def test_source_that_has_changed_is_noticed(tmp_path, script, documents):
-    source = write_documents(tmp_path / "a.jsonl", documents)
-    prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path / "out")
-    assert script(*prepare).code == 0
-    write_documents(source, documents[::-1])  # which has the same size
-    (tmp_path / "out" / "train_000000.bin").unlink()
-    for _ in range(2):
-        fails(script(*prepare), "train_000000.bin", "another --out")
+    assert_refused(script(PREPARE, "--source", source, "--hub=other"), "--hub", "--source")
 
 
 @pytest.mark.nightly
@@ -261,20 +254,16 @@ def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts):
     assert_holds(undisturbed, [*itertools.chain(*texts)])
     files = read_record(undisturbed)["files"]
     assert list(files) == [*(f"train_{n:06}.bin" for n in (0, 1, 3, 4, 5, 6)), "val_000000.bin"]
-    assert sorted(path.name for path in undisturbed.glob("[!.]*")) == ["meta.json", *files]
     splits = [Split(undisturbed, split, 64, 256) for split in ("train", "val")]
     assert Checksums(undisturbed, splits).state.startswith("checksums verified")
     assert splits[1].tokens == 50_000
 
 
-@pytest.mark.parametrize("parts", ["", "201"])
-def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undisturbed, parts):
-    for tokens_, expected in (
-        ("--tokens=120_001", 120_001 + 2 * bool(parts)),
-        ("--tokens=1e9", None),
-    ):
-        for part in [f"--part={number}/3" for number in parts] or [""]:
-            made("--source", source, *SMALL, tokens_, *filter(None, [part]), "--out", tmp_path)
+def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undisturbed):
+    for tokens, expected in (("120_001", 120_003), ("1e9", None)):
+        for number in "201":
+            options = (*SMALL, f"--tokens={tokens}", f"--part={number}/3")
+            made("--source", source, *options, "--out", tmp_path)
         n_made = sum(entry["tokens"] for entry in read_record(tmp_path)["files"].values())
         assert expected is None or n_made == 50_000 + expected
     assert contents(tmp_path) == contents(undisturbed)
@@ -289,7 +278,7 @@ def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(
         fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
     assert "--part=2/3" in script(*prepare, "--part=1/3").out
     assert "train and" in script(*prepare, "--part=2/3").out
-    (tmp_path / "train_000000.bin").unlink()
+    (tmp_path / "val_000000.bin").unlink()
     os.truncate(tmp_path / "train_000003.bin", 1000)
     (tmp_path / "train_000004.bin").write_bytes(b"harmed")
     (tmp_path / "train_000004.bin.1-a.tmp").touch()  # left by a kill
@@ -303,34 +292,29 @@ def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(
 def test_other_settings_are_errors_and_change_nothing(script, source, undisturbed):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", undisturbed)
     before = contents(undisturbed)
-    for option in ("--text_column=id", "--shard_bytes=1e9", "--val_tokens=2e4"):
-        fails(script(*prepare, option), "was made with", "--out")
-    fails(script(*prepare, "--part=8/9"), "--part=8/9", "7 shards")
+    for option in ("text_column=id", "val_tokens=20000"):
+        name = option.partition("=")[0]
+        fails(script(*prepare, f"--{option}"), "was not made with", name, "--out")
     assert contents(undisturbed) == before
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
-@pytest.mark.parametrize(
-    "parts", [[""], ["--part=0/2", "--part=1/2"]], ids=["one sequence", "two parts"]
-)
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
-    tmp_path, python, source, parts
+    tmp_path, python, source
 ):
-    options = (*SMALL, "--source", source)
-    commands = [(*options, *filter(None, [part])) for part in parts]
-    for command in commands:
-        made(*command, "--out", tmp_path / "undisturbed")
     out = tmp_path / "killed"
     renames = itertools.cycle(itertools.product("1234", ("before", "after")))
     n_killed = 0
-    for command in commands:
+    for part in ("--part=0/2", "--part=1/2"):
+        options = (*SMALL, "--source", source, part)
+        made(*options, "--out", tmp_path / "undisturbed")
         ended = False
         while not ended:
             finished = read_record(out).get("files", {})
             before = {name: (out / name).stat().st_mtime_ns for name in finished}
-            code = f"{UNTIL_RENAME}from data.fineweb_edu.prepare import *; main(arguments(options))"
-            words = [python, "-c", code, *next(renames), *command, "--out", out]
+            code = UNTIL_RENAME + PREPARED
+            words = [python, "-c", code, *next(renames), *options, "--out", out]
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
             assert done.stderr == ""
             assert {name: (out / name).stat().st_mtime_ns for name in before} == before
@@ -343,77 +327,77 @@ def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
 # ---- the hub, and files as it has them -----------------------------------------------------------
 
 
+README = """---
+configs:
+- config_name: ten
+  data_files: ten/*
+- config_name: rest
+  data_files:
+  - split: train_sft
+    path: rest/*
+---
+"""
+
+
 @pytest.fixture
 def hub(tmp_path) -> Path:
     """A folder as a data set on the hub, which datasets.load_dataset reads in the same way."""
-    configs = "- config_name: {0}\n  data_files:\n  - split: {1}\n    path: {0}/*\n"
-    names = [("ten", "train"), ("rest", "train_sft")]
-    readme = "---\nconfigs:\n" + "".join(configs.format(*name) for name in names) + "---\n"
     (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "README.md").write_text(readme)
+    (tmp_path / "hub" / "README.md").write_text(README)
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".csv"])
-def test_set_of_the_hub_is_streamed_by_its_name_in_parts_and_what_it_lacks_is_named(
-    tmp_path, script, documents, hub, suffix
-):
-    texts = [text for text in documents if text != "NA"] + ["NA"]
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_set_of_the_hub_is_streamed_by_its_name_in_parts(tmp_path, script, documents, hub, suffix):
+    texts = [*documents[1:], "NA"]
     for i in range(3):
         write_documents(hub / "ten" / f"{i}{suffix}", texts[i::3], "body")
-        write_documents(hub / "rest" / f"{i}{suffix}", texts[i::3], "body")
-    column = "--text_column=body"
-    prepare = (PREPARE, *SMALL, "--hub", hub, "--subset=ten", column, "--out", tmp_path / "out")
+        write_documents(hub / "rest" / f"{i}{suffix}", ["other"], "body")
+    options = ("--hub", hub, "--subset=ten", "--text_column=body", "--out", tmp_path / "out")
     for part in ("--part=1/2", "--part=0/2"):
-        assert script(*prepare, part).code == 0
-    assert "already prepared" in script(*prepare).out
+        assert script(PREPARE, *SMALL, *options, part).code == 0
     assert read_record(tmp_path / "out")["source"] == f"{hub}, ten"
     assert_holds(tmp_path / "out", [*texts[::3], *texts[1::3], *texts[2::3]])
-    other = ("--hub", hub, "--tokenizer=bytes", "--out", tmp_path / "other")
-    fails(script(PREPARE, *other, "--subset=nope"), "nope", "ten", "rest")
-    fails(script(PREPARE, *other, "--subset=rest", column), "train", "train_sft", "--split")
-    fails(script(PREPARE, *other, "--subset=ten"), "text", "--text_column")
-    assert script(PREPARE, *other, "--subset=rest", "--split=train_sft", column).code == 0
-    fails(script(PREPARE, *SMALL, "--out", tmp_path / "own"), "network", "--source FILE")
+
+
+def test_what_a_set_of_the_hub_lacks_is_named(tmp_path, script, hub):
+    for subset in ("ten", "rest"):
+        write_documents(hub / subset / "a.parquet", ["a text"] * 9, "body")
+    options = ("--hub", hub, "--tokenizer=bytes", "--out", tmp_path / "out")
+    fails(script(PREPARE, *options, "--subset=nope"), "nope", "ten", "rest")
+    fails(script(PREPARE, *options, "--subset=rest"), "train", "train_sft", "--split")
+    fails(script(PREPARE, *options, "--subset=ten"), "text", "--text_column")
+    rest = ("--subset=rest", "--split=train_sft", "--text_column=body")
+    assert script(PREPARE, *options, *rest).code == 0
+    fails(script(PREPARE, *SMALL, "--out", tmp_path / "own"), "fineweb-edu", "network")
     assert_refused(script(PREPARE, "--hub", hub, "--tokenizer=bytes"), "--out")
 
 
-FILES = ["a.parquet", "b.arrow", "c.jsonl", "c.json.gz", "d.ndjson.xz", "e.csv", "e.csv.zst"]
-
-
-@pytest.mark.parametrize("name", [*FILES, "hub"])
+@pytest.mark.parametrize("name", ["a.parquet", "d.ndjson.xz", "hub"])
 def test_killed_in_the_middle_of_a_file_it_reads_no_row_before_again_and_the_bytes_are_the_same(
     tmp_path, monkeypatch, documents, hub, name
 ):
-    """The same for each format: what an earlier process had saved is not read again."""
+    """The same for each kind of rows: what an earlier process had saved is not read again."""
     texts = documents[1:]
+    options = ["--source", str(tmp_path / name)]
     if name == "hub":
-        write_documents(hub / "ten" / "a.parquet", texts)
         options = ["--hub", str(hub), "--subset=ten"]
-    else:
-        options = ["--source", str(write_documents(tmp_path / name, texts))]
+        name = "hub/ten/a.parquet"
+    write_documents(tmp_path / name, texts)
     options += ["--tokenizer=bytes", "--val_tokens=1000"]
-    read: list[str] = []
     text_of = prepare_fineweb.text_of
-
-    def read_until(n: int, column: str, row: Any) -> str:
-        read.append(text_of(column, row))
-        if len(read) == n:
-            raise KeyboardInterrupt
-        return read[-1]
-
-    monkeypatch.setattr("data.fineweb_edu.prepare.BATCH_CHARS", 1000)
+    monkeypatch.setattr(prepare_fineweb, "BATCH_CHARS", 1000)
     made(*options, "--out", tmp_path / "undisturbed")
     monkeypatch.setattr("data.shards.SAVED_TOKENS", 20_000)
     monkeypatch.setattr("data.shards.usable_cores", lambda: 1)
-    monkeypatch.setattr(prepare_fineweb, "text_of", functools.partial(read_until, 250))
+    monkeypatch.setattr(prepare_fineweb, "text_of", stopped_at(250, text_of, []))
     with pytest.raises(KeyboardInterrupt):
         made(*options, "--out", tmp_path / "killed")
     assert not read_record(tmp_path / "killed")["files"]
     with open(tmp_path / "killed" / ".part_0_1.tokens", "ab") as file:
         file.write(b"cut off when it was killed")
-    read.clear()
-    monkeypatch.setattr(prepare_fineweb, "text_of", functools.partial(read_until, 0))
+    read: list[str] = []
+    monkeypatch.setattr(prepare_fineweb, "text_of", stopped_at(0, text_of, read))
     made(*options, "--out", tmp_path / "killed")
     assert 30 < len(read) < len(texts) - 150
     assert read == texts[-len(read) :]

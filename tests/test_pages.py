@@ -146,10 +146,7 @@ def shortened(command: str) -> str:
         return f"{command} --block_size {16 if 'novel' in command else 32}"
     if "fineweb_edu/prepare.py" in command:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
-        return (
-            f"{command.replace(' --source folder/', '')} --source documents/{tokenizer} "
-            "--shard_bytes 1"
-        )
+        return f"{command.replace(' --source folder/', '')} --source documents/{tokenizer}"
     if "train.py" in command and "--help" not in command:
         return f"{command} {training_flags(command)}"
     if "sample.py" in command:

@@ -24,7 +24,6 @@ import itertools
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -33,20 +32,18 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.chat.dialogues import as_messages
-from data.chat.template import NAME, Encoded, Message, Template
+from data.chat.template import NAME, Message, Template
 from data.prepared import locked, named_tokenizer, write_dataset
 from data.shards import Tokens, forget, resumed
-from data.sources import RowError, Source, add_hub, hub_source, local_source
+from data.sources import Source, add_hub, hub_source, local_source
 from data.text.prepare import DATA, add_folder, whole_number
-from data.text_files import names_of
 from data.tokenizer import Tokenizer
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.errors import OneLineParser, one_line_errors
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
 BATCH_MESSAGES = 1000  # that a thread encodes at once
-ALL_BYTES = 1 << 62
-MASK_BIT = 16  # of a token that is kept with its mask
+TARGET = 1 << 16  # added to a token that the loss counts, until the mask is a file of its own
 
 
 def prepare(source: Source, folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
@@ -58,60 +55,44 @@ def prepare(source: Source, folder: Path, tokenizer: Tokenizer, block_size: int)
     saved = folder / ".dialogues.tokens"
     whole = source._replace(shards=[list(itertools.chain(*source.shards))])
     encode = functools.partial(encoded_with_mask, template)
-    how = (dialogue, BATCH_MESSAGES, encode, "<u4")
     with locked(folder, ".dialogues"):
-        pieces = resumed(saved, [source.name, tokenizer.meta()], whole, 0, *how)
-        dialogues = split_dialogues(list(tqdm(pieces, "dialogues", disable=None)), template)
+        settings = [source.name, tokenizer.meta()]
+        pieces = resumed(saved, settings, whole, 0, as_messages, BATCH_MESSAGES, encode, "<u4")
+        found = list(tqdm(pieces, "dialogues", disable=None))
+        dialogues = split_dialogues(found, template.end_of_text)
         if len(dialogues) < 2:
-            raise ValueError(
-                f"{source.name} holds {len(dialogues)} dialogues; two are needed, one of them for "
-                "val"
-            )
+            raise ValueError(f"{source.name} holds fewer than two dialogues, one of them for val")
 
         cut = len(dialogues) - max(1, len(dialogues) // VAL_PART)
         ids = {}
         masks = {}
         for split, part in (("train", dialogues[:cut]), ("val", dialogues[cut:])):
-            ids[split], masks[split] = packed_tokens(part, block_size, template.end_of_text)
-            windows = f"{len(ids[split]) // block_size:,} windows of {block_size:,} tokens"
+            tokens = packed_tokens(part, block_size, template.end_of_text)
+            ids[split] = tokens.astype("<u2")
+            masks[split] = (tokens >= TARGET).astype("u1")
             print(
-                f"{split}.bin has {len(part):,} dialogues in {windows}, "
-                f"{masks[split].mean():.1%} of which are targets"
+                f"{split}.bin has {len(part):,} dialogues in {len(tokens) // block_size:,} windows "
+                f"of {block_size:,} tokens, {masks[split].mean():.1%} of which are targets"
             )
-        n_long = sum(len(dialogue.ids) > block_size for dialogue in dialogues)
-        if n_long:
-            print(
-                f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut"
-            )
+        n_long = sum(len(dialogue) > block_size for dialogue in dialogues)
+        print(f"{n_long:,} of {len(dialogues):,} dialogues are longer than a window and were cut")
         about = {"end_of_text": template.end_of_text, "packed": block_size, "chat": NAME}
         write_dataset(folder, ids, tokenizer, source.name, masks, **about)
         forget(saved)
 
 
-def dialogue(row: Any) -> list[Message]:
-    """Return the messages of a row. Raises RowError if it is not a dialogue."""
-    try:
-        return as_messages(row)
-    except (ValueError, RecursionError) as e:
-        raise RowError(f"is not a dialogue: {e}") from None
-
-
 def encoded_with_mask(template: Template, messages: list[Message]) -> Tokens:
-    """Return the tokens of a dialogue as uint32 (n,), those that are targets with MASK_BIT."""
+    """Return the tokens of a dialogue as uint32 (n,), TARGET added to those that are targets."""
     ids, mask = template.encode(messages)
-    return ids | mask.astype("<u4") << MASK_BIT
+    return ids + mask.astype("<u4") * TARGET
 
 
-def split_dialogues(pieces: list[Tokens], template: Template) -> list[Encoded]:
+def split_dialogues(pieces: list[Tokens], end_of_text: int) -> list[Tokens]:
     """Return the dialogues in these pieces: where one ends, end_of_text stands twice."""
-    ids = np.concatenate([np.zeros(0, "<u2"), *(piece.astype("<u2") for piece in pieces)])
-    mask = np.concatenate(
-        [np.zeros(0, "u1"), *((piece >> MASK_BIT).astype("u1") for piece in pieces)]
-    )
-    is_end = ids == template.end_of_text
+    tokens = np.concatenate([np.zeros(0, "<u4"), *pieces])
+    is_end = tokens % TARGET == end_of_text
     begins = np.flatnonzero(is_end[1:] & is_end[:-1]) + 1
-    found = zip(np.split(ids, begins), np.split(mask, begins), strict=True)
-    return [Encoded(*both) for both in found if len(both[0])]
+    return [dialogue for dialogue in np.split(tokens, begins) if len(dialogue)]
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -142,40 +123,33 @@ def pack(lengths: list[int], block_size: int) -> tuple[list[int], int]:
     return starts, windows
 
 
-def packed_tokens(dialogues: list[Encoded], block_size: int, end_of_text: int) -> Encoded:
+def packed_tokens(dialogues: list[Tokens], block_size: int, end_of_text: int) -> Tokens:
     """Return the tokens of all windows, padded with end_of_text, and a last one that is only a
     target.
     """
-    starts, windows = pack([len(dialogue.ids) for dialogue in dialogues], block_size)
-    n = windows * block_size + 1
-    ids = np.full(n, end_of_text, np.uint16)
-    mask = np.zeros(n, np.uint8)
+    starts, windows = pack([len(dialogue) for dialogue in dialogues], block_size)
+    tokens = np.full(windows * block_size + 1, end_of_text, np.uint32)
     for dialogue, start in zip(dialogues, starts, strict=True):
-        end = start + len(dialogue.ids)
-        ids[start:end] = dialogue.ids
-        mask[start:end] = dialogue.mask
-    return Encoded(ids, mask)
+        tokens[start : start + len(dialogue)] = dialogue
+    return tokens
 
 
 if __name__ == "__main__":
     with one_line_errors():
         parser = OneLineParser(__doc__)
+        add = parser.add_argument
         about = f"dialogues, or folders of them (default: {EXAMPLE.name})"
-        parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help=about)
-        add_hub(parser, None)
-        add_folder(parser, DATA / "chat")
-        parser.add_argument(
-            "--tokenizer", default="gpt2", help="gpt2 (default), bytes, or a prepared folder's path"
+        either = add_hub(parser, None)
+        either.add_argument(
+            "files", metavar="FILE", nargs="*", type=Path, default=[EXAMPLE], help=about
         )
+        add_folder(parser, DATA / "chat")
+        add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
         about = "tokens of a window; also that of training (default: 1024)"
-        parser.add_argument("--block_size", type=whole_number, default=1024, help=about)
+        add("--block_size", type=whole_number, default=1024, help=about)
         args = parser.parse_args()
-        if bool(args.hub) == bool(args.files) and args.hub:
-            raise ConfigError(f"--hub={args.hub} reads the hub, and files are given too: give one")
         if args.hub:
             source = hub_source(args.hub, args.subset, args.split, None)
         else:
-            paths = args.files or [EXAMPLE]
-            source = local_source(paths, ALL_BYTES)
-            source = source._replace(name=names_of([Path(str(part)) for part in source.shards[0]]))
+            source = local_source(args.files)
         prepare(source, args.out, named_tokenizer(args.tokenizer), args.block_size)

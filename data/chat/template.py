@@ -18,6 +18,7 @@ continues is learned soon; DialoGPT's turns end like this too (arXiv:1911.00536)
 from __future__ import annotations
 
 import reprlib
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +30,15 @@ ROLES = ("system", "user", "assistant")
 # Of roles
 OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
 OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot"), "assistant")
-# Keys of a message that change nothing. `name` and tool calls are not among them.
-HARMLESS = "id type language timestamp turn_identifier redacted toxic country state header"
+# Keys of a row or of a message that change nothing. `name` and tool calls are not among them.
+HARMLESS = """
+    id idx index uuid prompt_id question_id conversation_id conversation_hash hash source sources
+    origin dataset dataset_name split category categories topic subject domain task task_type type
+    language lang title url license model model_name generator timestamp date created_at updated
+    score quality difficulty num_turns turn turns turn_identifier n_tokens num_tokens token_count
+    tags metadata meta toxic redacted country state hashed_ip header openai_moderation
+    detoxify_moderation
+"""
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # As meta.json and checkpoints record it: another number for another template.
 NAME = "deskgpt-chat-1"
@@ -112,28 +120,27 @@ def as_message(value: Any, n: int) -> Message:
     role = message.pop("from" if "from" in message else "role", None)
     content = message.pop("value" if "value" in message else "content", None)
     weight = message.pop("weight", None)
-    if isinstance(content, list):  # OpenAI's parts, of which images have no text
-        texts: list[Any] = [
-            part.get("text") if isinstance(part, dict) else None for part in content
-        ]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    lost = [key for key in message if key not in HARMLESS.split() and message[key] not in EMPTY]
-    if lost:
-        raise ValueError(
-            f"message {n} has the key {lost[0]!r}: {reprlib.repr(message[lost[0]])} would be lost; "
-            "put what is to be learned into content, and leave the key out"
-        )
-    if not isinstance(content, str) or not isinstance(role, str):
-        raise ValueError(
-            f"message {n} is {reprlib.repr(value)}, not an object with role and content, "
-            "which are text"
-        )
-    name = role.strip().lower()
+    if isinstance(content, list):
+        with suppress(KeyError, TypeError):  # OpenAI's parts, of which images have no text
+            content = "".join(part["text"] for part in content)
+    refuse_lost(f"message {n}", message)
+    name = str(role).strip().lower()
     name = OTHER_NAMES.get(name, name)
-    if name not in ROLES:
+    if name not in ROLES or not isinstance(content, str) or weight not in (None, 0, 1):
         raise ValueError(
-            f"message {n} has the role {reprlib.repr(role)}, which is not one of {', '.join(ROLES)}"
+            f"message {n} is {reprlib.repr(value)}, not an object with a role ({', '.join(ROLES)}) "
+            "and content, which is text; weight may be 0 or 1"
         )
-    if weight not in (None, 0, 1):
-        raise ValueError(f"message {n} has the weight {reprlib.repr(weight)}, not 0 or 1")
     return Message(name, valid_unicode(content), weight != 0)
+
+
+def refuse_lost(what: str, unread: dict[Any, Any]) -> None:
+    """Raise ValueError if a row's or message's keys that nothing reads might change what is
+    learned.
+    """
+    for key, value in unread.items():
+        if key not in HARMLESS.split() and value not in EMPTY:
+            raise ValueError(
+                f"{what} has the key {key!r}: {reprlib.repr(value)} would be lost; put what is to "
+                "be learned into the messages, and leave the key out"
+            )

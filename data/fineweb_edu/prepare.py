@@ -35,12 +35,11 @@ from data.prepared import locked, named_tokenizer
 from data.shards import BATCH_CHARS, Entry, forget, resumed, write_shards
 from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
-from data.tokenizer import encoded_document, short_name
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from data.tokenizer import encoded_document
+from deskgpt.errors import ConfigError, OneLineParser, one_line_errors, shortened
 from deskgpt.files import file_sha256, remove_leftovers, write_atomically
 
 HERE = Path(__file__).resolve().parent
-SUBSETS = "sample-10BT, sample-100BT, sample-350BT, default, CC-MAIN-2024-10 ..."
 ALL_TOKENS = 1 << 62
 WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
@@ -52,13 +51,14 @@ def main(args: argparse.Namespace) -> None:
     with locked(args.out, f".part_{part}_{n_parts}"):
         record = make(args)
     missing = [
-        number for number in range(n_parts) if next_shard(record, number, n_parts, args.tokens)
+        number
+        for number in range(n_parts)
+        if next_shard(args.out, record, number, n_parts, args.tokens)
     ]
     if missing:
-        example = f"--part={missing[0]}/{n_parts}"
         print(
             f"{args.out}: {len(missing)} of {n_parts} parts are still to be made, "
-            f"{example} among them"
+            f"--part={missing[0]}/{n_parts} among them"
         )
     else:
         print_totals(args.out, record)
@@ -76,10 +76,9 @@ def make(args: argparse.Namespace) -> Record:
     part, n_parts = args.part
     tokenizer = named_tokenizer(args.tokenizer)
     if tokenizer.end_of_text is None:
-        remedy = "give bytes, gpt2, or a folder that was prepared with --tokenizer=bpe"
-        raise ValueError(f"--tokenizer={args.tokenizer} has no token between documents; {remedy}")
+        raise ValueError(f"--tokenizer={args.tokenizer} has no token between documents; take bytes")
     if args.source:
-        source = local_source(args.source, args.shard_bytes, args.text_column)
+        source = local_source(args.source, args.text_column)
     else:
         revision = read_record(folder).get("revision")
         source = hub_source(args.hub, args.subset, args.split, revision, args.text_column)
@@ -94,25 +93,17 @@ def make(args: argparse.Namespace) -> Record:
         "revision": source.revision,
     }
     record = add_shards(folder, settings, {})
-    if part >= len(source.shards):
-        raise ValueError(
-            f"--part={part}/{n_parts}: the source makes {len(source.shards)} shards; use "
-            "fewer parts"
-        )
-    to_repair = set()
     for name, entry in tqdm(record["files"].items(), "checksums", leave=False, disable=None):
         path = folder / name
-        if number_of(name) % n_parts == part and not (
+        number = int(path.stem.split("_")[1])
+        if number % n_parts == part and not (
             path.is_file() and file_sha256(path) == entry["sha256"]
         ):
             print(f"{name} is missing or damaged (its checksum does not match) and is made again")
-            to_repair.add(number_of(name))
-    if not next_shard(record, part, n_parts, args.tokens, to_repair):
-        print(f"{folder}: already prepared")
-    while found := next_shard(record, part, n_parts, args.tokens, to_repair):
+            (folder / train_shard(number)).unlink(missing_ok=True)
+    while found := next_shard(folder, record, part, n_parts, args.tokens):
         number, tokens = found
-        train = f"train_{number:06}.bin"
-        sizes = {train: tokens}
+        sizes = {train_shard(number): tokens}
         if number == 0:
             sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
         remove_leftovers(folder, *(f"{name}." for name in sizes))
@@ -121,26 +112,20 @@ def make(args: argparse.Namespace) -> Record:
         encode = functools.partial(encoded_document, tokenizer)
         pieces = resumed(saved, settings, source, number, text, BATCH_CHARS, encode)
         entries = write_shards(folder, sizes, pieces)
-        for name in sizes:
-            before = record["files"].get(name)
-            if before and "cut" not in before and entries.get(name) != before:
-                raise ValueError(
-                    f"{folder / name} differs from before: its source has changed; take "
-                    "another --out"
-                )
-        record = add_shards(folder, settings, entries, [] if train in entries else [number])
+        record = add_shards(
+            folder, settings, entries, [] if train_shard(number) in entries else [number]
+        )
         forget(saved)
-        to_repair.discard(number)
     return record
 
 
-def number_of(name: str) -> int:
-    """Return the number of a shard, from the name of its file."""
-    return int(Path(name).stem.split("_")[1])
+def train_shard(number: int) -> str:
+    """Return the name of a shard's file of train."""
+    return f"train_{number:06}.bin"
 
 
 def next_shard(
-    record: Record, part: int, n_parts: int, tokens: int, to_repair: Collection[int] = ()
+    folder: Path, record: Record, part: int, n_parts: int, tokens: int
 ) -> tuple[int, int] | None:
     """Return the number of the next shard that a part has to make, and the train tokens that the
     part still needs.
@@ -152,10 +137,11 @@ def next_shard(
     for number in range(part, record["shards"], n_parts):
         if wanted <= 0:
             break
-        entry = record["files"].get(f"train_{number:06}.bin", {"tokens": 0})
+        name = train_shard(number)
+        entry = record["files"].get(name, {"tokens": 0})
         is_short = "cut" in entry and entry["tokens"] < wanted
-        is_made = entry["tokens"] or number in record["empty"]
-        if is_short or not is_made or number in to_repair:
+        is_made = number in record["empty"] or (entry["tokens"] and (folder / name).is_file())
+        if is_short or not is_made:
             return number, wanted
         wanted -= entry["tokens"]
     return None
@@ -175,12 +161,11 @@ def add_shards(
         if is_new:
             record = settings | {"files": {}, "empty": []}
         for key, wanted in settings.items():
-            found = record.get(key)
-            if found != wanted:
-                if key == "tokenizer":
-                    found, wanted = short_name(record[key]), short_name(wanted)
-                remedy = "choose another --out, or delete the folder"
-                raise ValueError(f"{folder} was made with {key} {found}, not {wanted}; {remedy}")
+            if record.get(key) != wanted:
+                raise ValueError(
+                    f"{folder} was not made with {key}={shortened(wanted)}; choose another --out, "
+                    "or delete the folder"
+                )
         record["files"] = dict(sorted((record["files"] | entries).items()))
         record["empty"] = sorted({*record["empty"], *empty})
         if is_new or entries or empty:
@@ -195,17 +180,14 @@ def print_totals(folder: Path, record: Record) -> None:
     for name, entry in record["files"].items():
         tokens[name.partition("_")[0]] += entry["tokens"]
     if not tokens["train"]:
-        remedy = "try another --out with fewer --val_tokens, or another --text_column"
         raise ValueError(
-            f"{record['source']} has {tokens['val']:,} tokens, and all of them went into "
-            f"val; {remedy}"
+            f"{record['source']} has only {tokens['val']:,} tokens, which went into val; try "
+            "another --out with fewer --val_tokens, or another --text_column"
         )
     print(
         f"{tokens['train']:,} train and {tokens['val']:,} val tokens in "
-        f"{len(record['files'])} shards"
-    )
-    print(
-        f"train on them: python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}"
+        f"{len(record['files'])} shards; train on them:\n"
+        f"python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}"
     )
 
 
@@ -223,43 +205,20 @@ def i_of_n(text: str) -> tuple[int, int]:
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = OneLineParser(__doc__)
     add = parser.add_argument
-    add_hub(parser, FINEWEB_EDU)
-    about = "instead: files *.parquet, .arrow, .jsonl, .csv, .txt (text also packed), or folders"
-    add("--source", nargs="+", type=Path, metavar="PATH", help=about)
-    add(
-        "--text_column",
-        default="text",
-        help="column, or key of a jsonl line, with the text (default: text)",
-    )
+    either = add_hub(parser, FINEWEB_EDU)
+    about = "files *.parquet, .arrow, .jsonl, .csv, .txt (text also packed), or folders"
+    either.add_argument("--source", nargs="+", type=Path, metavar="PATH", help=about)
+    about = "column, or key of a jsonl line, with the text (default: text)"
+    add("--text_column", default="text", help=about)
     add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
-    add(
-        "--tokens",
-        type=whole_number,
-        default=ALL_TOKENS,
-        help="to make for train, such as 3e9 (default: all there are)",
-    )
-    add(
-        "--val_tokens",
-        type=whole_number,
-        help="(default: 1e8; of --source a tenth of the first shard at most)",
-    )
-    add(
-        "--shard_bytes",
-        type=whole_number,
-        default=400_000_000,
-        help="of --source files per shard (default: 4e8)",
-    )
-    add(
-        "--part",
-        type=i_of_n,
-        default=(0, 1),
-        metavar="I/N",
-        help="make only shards I, I + N, I + 2N ...",
-    )
+    about = "to make for train, such as 3e9 (default: all there are)"
+    add("--tokens", type=whole_number, default=ALL_TOKENS, help=about)
+    about = "(default: 1e8; of --source a tenth of the first shard at most)"
+    add("--val_tokens", type=whole_number, help=about)
+    about = "make only shards I, I + N, I + 2N ..."
+    add("--part", type=i_of_n, default=(0, 1), metavar="I/N", help=about)
     add_folder(parser, HERE)
     args = parser.parse_args(argv)
-    if args.source and (args.subset or args.hub != FINEWEB_EDU):
-        raise ConfigError("--source reads local files, --hub and --subset the hub: give one")
     if args.hub == FINEWEB_EDU:
         args.subset = args.subset or "sample-10BT"
     elif args.out == HERE:

@@ -16,12 +16,11 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.text.prepare import add_folder, prepare
+from data.text.prepare import DATA, add_folder, prepare
 from data.text_files import read_text
 from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import sha256, write_atomically
 
-DATA = Path(__file__).resolve().parents[1]
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = 20

@@ -1,6 +1,6 @@
 """Make token files from anybody's own text.
 
-    # of a folder, its .txt files, or else its .md files
+    # of a folder, its .txt and .md files
     python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2
     # a vocabulary of its own
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096
@@ -28,13 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.prepared import named_tokenizer, write_dataset
 from data.text_files import (
-    MARKDOWN,
     SEPARATOR,
-    TEXTS,
     documents_in,
     expanded,
     names_of,
     next_document,
+    packed,
     read_text,
 )
 from data.tokenizer import (
@@ -61,19 +60,18 @@ SAMPLE_BYTES = 16_000_000
 BLOCK = 1 << 20  # characters
 LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 
-# Data and markup that people take for text, by how they begin.
-STRUCTURED = {"JSON": r'[\[{]\s*[\[{"]', "HTML or XML": "<[!?a-zA-Z]"}
+# Data and markup that people take for text, by how they begin: JSON, HTML, XML, RTF.
+STRUCTURED = re.compile(r'\s*([\[{]\s*[\[{"]|<[!?a-zA-Z]|{\\rtf)')
 
 
 def main(args: argparse.Namespace) -> None:
-    paths = expanded(args.files, TEXTS, MARKDOWN)
+    paths = expanded(args.files, packed(".txt", ".md"))
     texts = [read_text(path) for path in paths]
     for path, text in zip(paths, texts, strict=True):
-        kinds = [kind for kind, begin in STRUCTURED.items() if re.match(begin, text.lstrip()[:99])]
-        if kinds or path.suffix.lower() in (".csv", ".tsv"):
+        if STRUCTURED.match(text[:99]) or path.suffix.lower() in (".csv", ".tsv"):
             print(
-                f"note: {path.name} looks like {(*kinds, 'CSV')[0]}; the model will learn "
-                "its quotes, keys or tags. To avoid this, convert it to text, or give it to "
+                f"note: {path.name} looks like JSON, markup or CSV; the model will learn its "
+                "quotes, keys or tags. To avoid this, convert it to text, or give it to "
                 "data/chat/prepare.py (dialogues) or data/fineweb_edu/prepare.py --source"
             )
             break
@@ -97,11 +95,6 @@ def prepare(
         raise ValueError(
             f"{source} has {len(text)} characters, too few to train on; give more text"
         )
-    if len(text) - cut < len(text) * (1 - TRAIN_SHARE) / 2:
-        print(
-            f"note: val has {len(text) - cut:,} of {len(text):,} characters, since it begins with "
-            "a document; its loss will say little"
-        )
     if tokenizer_name == "bpe":
         print(f"training a vocabulary of {vocab_size:,} on train")
         tokenizer: Tokenizer = train_bpe("".join(documents_in(text[:cut])), vocab_size)
@@ -113,20 +106,17 @@ def prepare(
     end_of_text = None
     if SEPARATOR.search(text):
         end_of_text = tokenizer.end_of_text
-        how = (
-            f"{name} has no such token, so they are spelt out"
-            if end_of_text is None
-            else "one token each"
-        )
+        how = "one token each"
+        if end_of_text is None:
+            how = f"{name} has no such token, so they are spelt out"
         print(f"{len(documents_in(text)):,} documents, separated by {END_OF_TEXT}: {how}")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         if end_of_text is None:
             splits[split] = tokenizer.encode(part)
         else:
-            splits[split] = np.concatenate(
-                [encoded_document(tokenizer, document) for document in documents_in(part)]
-            )
+            documents = [encoded_document(tokenizer, document) for document in documents_in(part)]
+            splits[split] = np.concatenate(documents)
     source = f"{source} (sha256 {sha256(text.encode())})"
     write_dataset(folder, splits, tokenizer, source, end_of_text=end_of_text)
     print(f"{folder.name}: tokenizer {name}, vocab_size {tokenizer.vocab_size:,}")
@@ -173,26 +163,13 @@ def sample(text: str) -> Iterator[str]:
         yield LONG_WORD.sub(r"\1\n", text[begin : begin + BLOCK])
 
 
-def folder(name: str) -> Path:
-    if name in ("", "."):
-        raise argparse.ArgumentTypeError("it names no folder")
-    return Path(name)
-
-
 def add_folder(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     """Add the options for the folder to write to."""
     to = parser.add_mutually_exclusive_group(required=default is None)
     about = "folder below data/, or a path; later the value of --dataset"
-    to.add_argument(
-        "--name", dest="out", type=lambda name: DATA / folder(name), default=default, help=about
-    )
-    to.add_argument(
-        "--out",
-        type=folder,
-        default=default,
-        metavar="FOLDER",
-        help="any folder, instead of --name",
-    )
+    to.add_argument("--name", dest="out", type=DATA.joinpath, default=default, help=about)
+    about = "any folder, instead of --name"
+    to.add_argument("--out", type=Path, default=default, metavar="FOLDER", help=about)
 
 
 def whole_number(text: str) -> int:
@@ -210,14 +187,12 @@ def arguments() -> argparse.Namespace:
     add_folder(parser)
     about = "char, bytes, bpe (trained on this text), gpt2, or a prepared folder's path"
     add("--tokenizer", default="char", help=about)
-    add("--vocab_size", type=int, help=f"ids of --tokenizer bpe (default: {BPE_SIZE})")
+    about = f"ids of --tokenizer bpe (default: {BPE_SIZE})"
+    add("--vocab_size", type=int, default=BPE_SIZE, help=about)
     args = parser.parse_args()
-    if args.vocab_size is None:
-        args.vocab_size = BPE_SIZE
-    elif args.tokenizer != "bpe" or not SMALLEST_BPE <= args.vocab_size <= MOST_IDS:
-        raise ConfigError(
-            f"--vocab_size={args.vocab_size} is not from 257 to 65,536, or --tokenizer is not bpe"
-        )
+    size = args.vocab_size
+    if (size != BPE_SIZE and args.tokenizer != "bpe") or not SMALLEST_BPE <= size <= MOST_IDS:
+        raise ConfigError(f"--vocab_size={size} is for --tokenizer=bpe, from 257 to 65,536")
     return args
 
 
