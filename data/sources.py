@@ -200,6 +200,8 @@ def hub_source(
     revision: None means the newest. column: the only one that is read of parquet. Raises
     ValueError.
     """
+    import fsspec
+
     what = ", ".join(filter(None, [name, subset, split if split != "train" else ""]))
     try:
         if not Path(name).is_dir():
@@ -209,8 +211,9 @@ def hub_source(
         at = {"name": subset, "revision": revision}
         builder = quiet_datasets().load_dataset_builder(name, **at)
         dataset = stream(builder.name, column, name, split=split, **at)
-        first_file = builder.config.data_files[split][0]
-        val_tokens = VAL_TOKENS if name == FINEWEB_EDU else val_tokens_of(size_of(first_file))
+        system, first_file = fsspec.url_to_fs(builder.config.data_files[split][0])
+        n_bytes = system.size(first_file)
+        val_tokens = VAL_TOKENS if name == FINEWEB_EDU else val_tokens_of(n_bytes)
     except Exception as e:  # the errors of the hub and of datasets share no class
         advice = "is there a network, and are --hub, --subset and --split right?"
         raise ValueError(f"the hub does not give {what} ({reason(e)}); {advice}") from None
@@ -220,14 +223,6 @@ def hub_source(
         return dataset.shard(num_shards=dataset.num_shards, index=part).reshard()
 
     return Source(what, [[i] for i in range(dataset.num_shards)], val_tokens, rows, revision)
-
-
-def size_of(url: str) -> int:
-    """Return the bytes of a file, here or on the hub."""
-    import fsspec
-
-    system, path = fsspec.url_to_fs(url)
-    return system.size(path)
 
 
 def val_tokens_of(n_bytes: int) -> int:
@@ -240,7 +235,7 @@ def val_tokens_of(n_bytes: int) -> int:
 
 def add_hub(parser: ArgumentParser, default: str | None) -> Any:
     """Add the options for a data set on the hub; return the group for what may stand instead."""
-    about = f"data set on the hub, or a folder with one (default: {default or 'none'})"
+    about = f"data set on the hub, or a folder with one (default: {default})"
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--hub", metavar="NAME", default=default, help=about)
     parser.add_argument("--subset", help="its configuration, such as sample-10BT")

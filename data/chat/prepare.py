@@ -92,7 +92,7 @@ def split_dialogues(pieces: list[Tokens], end_of_text: int) -> list[Tokens]:
     tokens = np.concatenate([np.zeros(0, "<u4"), *pieces])
     is_end = tokens % TARGET == end_of_text
     begins = np.flatnonzero(is_end[1:] & is_end[:-1]) + 1
-    return [dialogue for dialogue in np.split(tokens, begins) if len(dialogue)]
+    return np.split(tokens, begins)
 
 
 # ---- packing -------------------------------------------------------------------------------------

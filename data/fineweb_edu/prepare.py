@@ -157,8 +157,7 @@ def add_shards(
     """
     with locked(folder, wait_s=WAIT_S):
         record = read_record(folder)
-        is_new = not record.get("files")  # settings that made no shard do not count
-        if is_new:
+        if not record.get("files"):  # settings that made no shard do not count
             record = settings | {"files": {}, "empty": []}
         for key, wanted in settings.items():
             if record.get(key) != wanted:
@@ -168,9 +167,8 @@ def add_shards(
                 )
         record["files"] = dict(sorted((record["files"] | entries).items()))
         record["empty"] = sorted({*record["empty"], *empty})
-        if is_new or entries or empty:
-            remove_leftovers(folder, "meta.json.")
-            write_atomically(folder / "meta.json", to_json(record))
+        remove_leftovers(folder, "meta.json.")
+        write_atomically(folder / "meta.json", to_json(record))
     return record
 
 

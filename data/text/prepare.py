@@ -96,7 +96,6 @@ def prepare(
             f"{source} has {len(text)} characters, too few to train on; give more text"
         )
     if tokenizer_name == "bpe":
-        print(f"training a vocabulary of {vocab_size:,} on train")
         tokenizer: Tokenizer = train_bpe("".join(documents_in(text[:cut])), vocab_size)
     elif tokenizer_name == "char":
         tokenizer = CharTokenizer.of(text)
@@ -106,10 +105,8 @@ def prepare(
     end_of_text = None
     if SEPARATOR.search(text):
         end_of_text = tokenizer.end_of_text
-        how = "one token each"
-        if end_of_text is None:
-            how = f"{name} has no such token, so they are spelt out"
-        print(f"{len(documents_in(text)):,} documents, separated by {END_OF_TEXT}: {how}")
+        token = f"letters, since {name} has no such token" if end_of_text is None else "a token"
+        print(f"{len(documents_in(text)):,} documents, separated by {END_OF_TEXT} as {token}")
     splits = {}
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         if end_of_text is None:
