@@ -157,10 +157,8 @@ SHAPES: list[Any] = [
     {"data": ["Hello!", "Hi."]},
     [USER, {"role": "assistant", "content": [{"type": "text", "text": "H"}, {"text": "i."}]}],
     {"instruction": "Hello!", "input": "", "output": "Hi.", "system": ""},  # Alpaca
-    {"instruction": "Hello!", "context": "", "response": "Hi.", "category": "open_qa"},  # Dolly
     {"prompt": [USER], "completion": [ANSWER | {"weight": 1, "language": "en"}]},
     {"system": "SYSTEM", "conversations": [{"from": "human", "value": "Hello!"}, SAID]},  # ShareGPT
-    {"system_prompt": "SYSTEM", "question": "Hello!", "response": "Hi."},  # OpenOrca
     [{"role": "developer", "content": "SYSTEM"}, USER, ANSWER],
 ]
 
@@ -187,7 +185,6 @@ LOST: list[tuple[Any, str]] = [
     ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, "'tools'"),
     ({"prompt": "Other.", "messages": [USER, ANSWER]}, "'prompt'"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chosen, rejected; wanted are messages"),
-    ({"instruction": "a", "output": "b", "explanation": "c"}, "'explanation'"),
 ]
 
 
@@ -352,9 +349,6 @@ def test_dialogue_forgets_its_oldest_turns_entirely_and_keeps_the_system_message
         assert messages[1].role == "user"
         messages.append(Message("assistant", f"answer {n}"))
     assert len(messages) == 7  # three turns fit
-    # Of docs/data.md
-    first_question = [Message("system", "You are kind."), Message("user", "How are you?")]
-    assert fitting(template, 64, first_question) == first_question
     with raises_one_line("context of 160", 207):
         fitting(template, 160, [Message("user", "x" * 200)])
     with raises_one_line("context of 160", "system"):

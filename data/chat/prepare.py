@@ -58,8 +58,8 @@ def prepare(source: Source, folder: Path, tokenizer: Tokenizer, block_size: int)
     with locked(folder, ".dialogues"):
         settings = [source.name, tokenizer.meta()]
         pieces = resumed(saved, settings, whole, 0, as_messages, BATCH_MESSAGES, encode, "<u4")
-        found = list(tqdm(pieces, "dialogues", disable=None))
-        dialogues = split_dialogues(found, template.end_of_text)
+        bar = tqdm(pieces, "dialogues", disable=None)
+        dialogues = split_dialogues(list(bar), template.end_of_text)
         if len(dialogues) < 2:
             raise ValueError(f"{source.name} holds fewer than two dialogues, one of them for val")
 
