@@ -90,10 +90,12 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
     room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
     # Without the token with which a dialogue begins.
     sizes = [len(template.encode([turn]).ids) - 1 for turn in turns]
+    used = sum(sizes)
     for first, turn in enumerate(turns):
         # An answer without its question is left out.
-        if turn.role == "user" and sum(sizes[first:]) <= room:
+        if turn.role == "user" and used <= room:
             return system + turns[first:]
+        used -= sizes[first]
     raise ValueError(
         f"the message takes {sizes[-1]:,} tokens, and the model's context of {block_size:,} "
         f"has room for {max(0, room):,} after the system message; say less"
