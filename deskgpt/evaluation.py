@@ -59,12 +59,9 @@ def evaluate(
     is_eager = variant.compiled and dist.device.type == "cpu"
     stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
     loss_of: Pass = graph or functools.partial(evaluation_loss, model, variant)
-    # Around all batches autocast casts each weight once. A graph has casts of its own.
-    keeps_casts = graph is None or not graph.enabled
-    casts = autocast(dist.device, variant.dtype) if keeps_casts else nullcontext()
     model.eval()
     try:
-        with stance, casts:
+        with stance:
             for x, y, rows in batches:
                 # Of padding too: ranks that share weights need each other.
                 loss = loss_of(x, y)["loss"]

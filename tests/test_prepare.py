@@ -18,7 +18,6 @@ import pytest
 from conftest import (
     ROOT,
     SHAKESPEARE,
-    assert_one_line,
     assert_refused,
     contents,
     needs_bpe,
@@ -28,11 +27,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import PACK, UNTIL_RENAME, fails
 
-from data.meta_files import read_record
 from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe
 from data.text_files import lines_in, read_text
-from data.token_files import read_meta
+from data.token_files import read_meta, read_record
 from data.tokenizer import (
     BytesTokenizer,
     CharTokenizer,
@@ -229,10 +227,6 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
         == 0
     )
     assert read_meta(tmp_path / "other")["tokenizer"] == read_meta(tmp_path / "own")["tokenizer"]
-    again = script(PREPARE, pattern, "--tokenizer=bytes", "--out", tmp_path / "other")
-    assert_one_line(
-        again.out.splitlines()[0], "note", tmp_path / "other", "another tokenizer, char "
-    )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")

@@ -45,7 +45,7 @@ from deskgpt.checkpoint import (
     save_checkpoint,
     write_ckpt_file,
 )
-from deskgpt.files import TEMPORARY, lock_out_dir
+from deskgpt.files import TEMPORARY, locked_folder
 from deskgpt.logger import RunLog, read_events
 from deskgpt.saving import Checkpointer
 from train import main
@@ -275,12 +275,12 @@ def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys
 
 def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     out_dir = tmp_path / "a" / "out"
-    with lock_out_dir(out_dir):
+    with locked_folder(out_dir):
         before = contents(out_dir)
         done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
         assert contents(out_dir) == before
     assert done.code == 1
-    assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
+    assert_one_line(done.err, f"{out_dir} is in use", "another folder")
     assert contents(out_dir) == {}
 
 
@@ -288,7 +288,7 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
 @pytest.mark.parametrize("remove", [shutil.rmtree, lambda path: path.rename(f"{path}-old")])
 def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(remove, tmp_path):
     out_dir = tmp_path / "out"
-    with lock_out_dir(out_dir):
+    with locked_folder(out_dir):
         log = RunLog(out_dir / "log.jsonl")
         saver = Checkpointer(out_dir, print, best_val_loss=9.0)
         remove(out_dir)
@@ -305,7 +305,7 @@ def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(remove
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
 def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
-    with lock_out_dir(tmp_path):
+    with locked_folder(tmp_path):
         pass
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
 
@@ -319,7 +319,7 @@ def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_p
     def come_and_go(number: int) -> None:
         times = 0
         while times < 50:
-            with suppress(ValueError), lock_out_dir(folder):
+            with suppress(ValueError), locked_folder(folder):
                 (folder / "alone").touch(exist_ok=False)
                 times += 1
                 (folder / "alone").unlink()

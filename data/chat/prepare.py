@@ -34,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.chat.dialogues import as_messages
 from data.chat.template import NAME, Encoded, Message, Template
-from data.prepared import locked, named_tokenizer, write_dataset
-from data.shards import Tokens, forget, resumed
+from data.prepared import Tokens, forget, named_tokenizer, resumed, write_dataset
 from data.sources import RowError, Source, add_hub, hub_source, local_source
 from data.text.prepare import DATA, add_folder, whole_number
 from data.text_files import names_of
 from data.tokenizer import Tokenizer
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.files import locked_folder
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
@@ -59,7 +59,7 @@ def prepare(source: Source, folder: Path, tokenizer: Tokenizer, block_size: int)
     whole = source._replace(shards=[list(itertools.chain(*source.shards))])
     encode = functools.partial(encoded_with_mask, template)
     how = (dialogue, BATCH_MESSAGES, encode, "<u4")
-    with locked(folder, ".dialogues"):
+    with locked_folder(folder, ".dialogues"):
         pieces = resumed(saved, [source.name, tokenizer.meta()], whole, 0, *how)
         dialogues = split_dialogues(list(tqdm(pieces, "dialogues", disable=None)), template)
         if len(dialogues) < 2:
