@@ -455,7 +455,7 @@ def evaluate_run(
     """
     monitor.flush()  # spikes of the steps before are printed first
     is_last = state.settings["eval_only"] or state.step >= state.schedule.max_iters
-    logger.warn(state.data.changes(is_last))  # somebody may have written into them
+    state.data.checksums.wait(all_files=is_last)  # of val at least: it is evaluated now
     n_before = sum(e.step < state.step for e in state.evaluations)
     with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
         train = evaluate_split(state.data.train, state, stop, graph)

@@ -275,10 +275,9 @@ class BatchSplit:
 
     def __post_init__(self) -> None:
         if self.grad_accum_steps % self.world:
-            nearest = (self.grad_accum_steps // self.world + 1) * self.world
             raise ValueError(
-                f"gradient_accumulation_steps={self.grad_accum_steps} does not divide "
-                f"among {self.world} ranks; try --gradient_accumulation_steps={nearest}"
+                f"gradient_accumulation_steps={self.grad_accum_steps} must be a multiple of "
+                f"{self.world}, the number of ranks"
             )
 
     @property
@@ -331,7 +330,7 @@ class BatchSplit:
 # ---- tensors on the device -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatch:
     """One of the parts in which a rank goes through a step's global batch."""
 

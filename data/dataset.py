@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,8 +80,6 @@ class Dataset:
         # val first: an evaluation waits for it.
         compared = (self.val, self.train) if compares_checksums else ()
         self.checksums = Checksums(listed_checksums(self.meta), compared)
-        self._files = [*self.train.files, *self.val.files]
-        self._modification = modification(self._files)
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
@@ -98,28 +95,16 @@ class Dataset:
             }
         return found
 
-    def changes(self, is_last: bool = False) -> list[str]:
-        """Return a warning if a file was written into since the last call.
-
-        An evaluation calls it. Raises DataError if a file is damaged. This waits until val is
-        verified, and before a run's last evaluation until all files are.
-        """
-        self.checksums.wait(2 if is_last else 1)
-        before = self._modification
-        self._modification = modification(self._files)
-        if self._modification == before:
-            return []
-        return [f"a file of {self.folder} was written into: its tokens may have changed"]
-
     def windows(self, sequences: int, first_row: int) -> dict[str, list[int]]:
         """Return where the windows of a global batch of this many sequences begin, by token
         file.
         """
-        begins: dict[str, list[int]] = {}
-        places = self.train.sequence_offsets(0, first_row + np.arange(sequences), sequences)
-        for shard, first in zip(*places, strict=True):
-            begins.setdefault(self.train.shards[shard].path.name, []).append(int(first))
-        return begins
+        rows = first_row + np.arange(sequences)
+        shards, begins = self.train.sequence_offsets(0, rows, sequences)
+        return {
+            self.train.shards[shard].path.name: begins[shards == shard].tolist()
+            for shard in np.unique(shards)
+        }
 
     # ---- evaluations -----------------------------------------------------------------------------
 
@@ -169,11 +154,6 @@ class Dataset:
 # ---- the files and what they hold ----------------------------------------------------------------
 
 
-def modification(files: Sequence[NumberFile]) -> int:
-    """Return a number that changes when one of these files is written into."""
-    return sum(os.fstat(file.file.fileno()).st_mtime_ns for file in files)
-
-
 class Checksums:
     """Compare the files of splits, masks included, with the checksums that meta.json lists.
 
@@ -194,12 +174,14 @@ class Checksums:
         if not listed:
             self.state = "no checksums (no meta.json that lists files)"
         elif sum(split.tokens for split in splits) <= AT_ONCE:
-            self.wait(len(splits))
+            self.wait(all_files=True)
             self.state = "checksums verified"
 
-    def wait(self, n_splits: int) -> None:
-        """Wait until the first splits are verified. Raises DataError if any file is damaged."""
-        for thread in self._threads[:n_splits]:
+    def wait(self, all_files: bool) -> None:
+        """Wait until the first split is verified, or all are. Raises DataError if any file is
+        damaged.
+        """
+        for thread in self._threads if all_files else self._threads[:1]:
             thread.join()
         for split in self._splits:
             if split.damage is not None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from data.sources import Source, State
-from data.token_files import MASK_SUFFIX, read_meta, to_json
+from data.token_files import MASK_SUFFIX, read_record, to_json
 from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt.files import (
     cannot_write,
@@ -88,8 +88,9 @@ def named_tokenizer(name: str) -> Tokenizer:
     """
     if name in ("bytes", "gpt2"):
         return from_meta({"name": name})
-    if (Path(name) / "meta.json").is_file():
-        return from_meta(read_meta(Path(name))["tokenizer"])
+    record = read_record(Path(name))
+    if record:
+        return from_meta(record["tokenizer"])
     raise ValueError(
         f"--tokenizer={name} is not bytes, gpt2 or the path of a prepared folder; "
         "data/text/prepare.py also makes char and bpe of a text (tokenizers of other "
@@ -156,19 +157,19 @@ def resumed(
             while content := file.read(PIECE):
                 yield np.frombuffer(content, dtype)
 
-    unsaved: list[Tokens] = []
-    for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
-        if len(ids):
-            yield ids
-        unsaved.append(ids)
-        if sum(map(len, unsaved)) >= SAVED_TOKENS:
-            with open(path, "ab") as file:
-                file.write(np.concatenate(unsaved).astype(dtype).tobytes())
+    unsaved = 0
+    with open(path, "ab") as file:
+        for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
+            if len(ids):
+                yield ids
+            file.write(ids.astype(dtype).tobytes())
+            unsaved += len(ids)
+            if unsaved >= SAVED_TOKENS:
                 file.flush()
                 os.fsync(file.fileno())
-            saved = {"key": key, "bytes": path.stat().st_size, "state": after}
-            write_atomically(progress, json.dumps(saved).encode())
-            unsaved = []
+                saved = {"key": key, "bytes": file.tell(), "state": after}
+                write_atomically(progress, json.dumps(saved).encode())
+                unsaved = 0
 
 
 def forget(path: Path) -> None:

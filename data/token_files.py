@@ -137,12 +137,9 @@ def tokens_in_file(path: Path) -> Numbers:
 
 
 def dataset_folder(name: str) -> Path:
-    """Return the folder that a run's --dataset means: one below data/, else a path as it is
-    typed.
-    """
+    """Return the folder that a run's --dataset means: one below data/, else a path that exists."""
     below = Path(__file__).parent / name
-    is_path = len(Path(name).parts) > 1 or Path(name).exists()
-    return Path(name) if is_path and not below.exists() else below
+    return below if below.exists() or not Path(name).exists() else Path(name)
 
 
 def token_files(folder: Path, split: str, record: dict[str, Any]) -> list[Path]:

@@ -64,11 +64,11 @@ class Tokenizer(Protocol):
         """
         if self.end_of_text is None:
             return self.encode(text)
-        first, *rest = text.split(END_OF_TEXT)
-        ids = [self.encode(first)]
-        for part in rest:
-            ids += [np.array([self.end_of_text], np.uint16), self.encode(part)]
-        return np.concatenate(ids)
+        first, *rest = map(self.encode, text.split(END_OF_TEXT))
+        end_of_text = np.array([self.end_of_text], np.uint16)
+        for ids in rest:
+            first = np.concatenate([first, end_of_text, ids])
+        return first
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 of token ids, with END_OF_TEXT for end_of_text; several tokens can make

@@ -128,7 +128,7 @@ def read_small(path: Path, at_most: int) -> bytes:
 def copy_file(path: Path, to: Path) -> None:
     """Copy path to a file of its own: damage to one leaves the other alone. Raises OSError."""
     with open(path, "rb") as source, replacing(to) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+        shutil.copyfileobj(source, target)
 
 
 def sync_folder(folder: Path) -> None:
@@ -138,7 +138,7 @@ def sync_folder(folder: Path) -> None:
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -227,7 +227,7 @@ def locked_folder(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator
             )
         if hasattr(os, "O_DIRECTORY"):  # Windows moves no folder in which a file is open
             # While it is open, no other folder gets its number.
-            _locked[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            _locked[folder] = os.open(folder, os.O_RDONLY)
     except Timeout:
         raise ValueError(
             f"{folder} is in use by another process: wait for it, stop it, or choose another folder"

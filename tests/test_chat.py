@@ -4,6 +4,7 @@ talking.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from itertools import chain
@@ -32,7 +33,7 @@ from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.chat import fitting
 from deskgpt.compute import ComputeMode
 from deskgpt.distributed import DistContext
-from deskgpt.evaluation import evaluate
+from deskgpt.evaluation import evaluate, evaluation_loss
 from model import GPT, GPTConfig
 
 T = 32
@@ -380,9 +381,9 @@ def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tm
         ]
         shares = [[*eval_batches(split, batching, CPU)] for batching in batchings]
         assert len({len(share) for share in shares}) == 1
-        assert evaluate(
-            model, ComputeMode(), chain(*shares), DistContext(CPU)
-        ).loss == pytest.approx(expected, rel=1e-5)
+        loss_of = functools.partial(evaluation_loss, model, ComputeMode())
+        found = evaluate(model, ComputeMode(), chain(*shares), DistContext(CPU), loss_of)
+        assert found.loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_masks_are_part_of_the_fingerprint_and_wrong_ones_and_other_windows_are_named(tmp_path):
