@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data.batches import I64, BatchSplit, NumberFile, Split
+from data.batches import I64, BatchSplit, Split
 from data.token_files import GPT2, listed_checksums, read_meta, token_files
 from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size, short_name
 from deskgpt.errors import DataError
@@ -193,18 +193,13 @@ def find_damage(split: Split, listed: dict[str, str]) -> None:
     try:
         for file in split.files:
             expected = listed.get(file.path.name)
-            if expected and file_digest(file) != expected:
+            # Of the open file: another one may have got its name meanwhile.
+            if expected and hashlib.file_digest(file.file, "sha256").hexdigest() != expected:
                 raise ValueError(
                     f"{file.path} is damaged or was changed (its checksum); prepare the data again"
                 )
     except Exception as e:  # raised in the main thread
         split.damage = DataError(str(e))
-
-
-def file_digest(file: NumberFile) -> str:
-    """Return the SHA-256 of the whole file, in hex digits."""
-    file.file.seek(0)
-    return hashlib.file_digest(file.file, "sha256").hexdigest()
 
 
 def fingerprint(split: Split) -> str:

@@ -157,19 +157,19 @@ def resumed(
             while content := file.read(PIECE):
                 yield np.frombuffer(content, dtype)
 
-    unsaved = 0
-    with open(path, "ab") as file:
-        for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
-            if len(ids):
-                yield ids
-            file.write(ids.astype(dtype).tobytes())
-            unsaved += len(ids)
-            if unsaved >= SAVED_TOKENS:
+    unsaved: list[Tokens] = []
+    for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
+        if len(ids):
+            yield ids
+        unsaved.append(ids)
+        if sum(map(len, unsaved)) >= SAVED_TOKENS:
+            with open(path, "ab") as file:
+                file.write(np.concatenate(unsaved).astype(dtype).tobytes())
                 file.flush()
                 os.fsync(file.fileno())
-                saved = {"key": key, "bytes": file.tell(), "state": after}
-                write_atomically(progress, json.dumps(saved).encode())
-                unsaved = 0
+            saved = {"key": key, "bytes": path.stat().st_size, "state": after}
+            write_atomically(progress, json.dumps(saved).encode())
+            unsaved = []
 
 
 def forget(path: Path) -> None:

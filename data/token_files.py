@@ -157,19 +157,14 @@ def token_files(folder: Path, split: str, record: dict[str, Any]) -> list[Path]:
         for path in sorted(folder.glob("*.bin"))
         if (match := numbered.fullmatch(path.name))
     }
-    if len(set(found.values())) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ValueError(
-            f"{folder} has several files for {split} ({names[:200]}); leave one kind of "
-            "them in the folder"
-        )
-    if not found:
+    if len(set(found.values())) != 1:
+        names = ", ".join(path.name for path in found)[:200] or "none"
         command = f"data/text/prepare.py FILE --name {folder.name}"
         if (folder / "prepare.py").exists():
             command = os.path.relpath(folder / "prepare.py")
         raise ValueError(
-            f"dataset {folder} is not a folder with {split}.bin or numbered {split}_*.bin; make it "
-            f"with python {command}, or name one that data/ has"
+            f"dataset {folder} has no {split}.bin and no numbered {split}_*.bin of one kind, but "
+            f"{names}; make it with python {command}, or name one that data/ has"
         )
     return list(found)
 

@@ -372,9 +372,9 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
 
 def test_evaluation_is_the_mean_over_learned_targets_though_batches_have_none(tmp_path, model):
     split = Split(masked(tmp_path / "m", "val", [5, 6, 7, 3 * T, 6 * T + 1]), "val", T, 256)
-    expected = reference_loss(model, *split.eval_batch(np.arange(3), 3)).item()
-    # Of four, some ranks have padding only.
-    for batch_size, world in ((1, 1), (1, 2), (1, 4), (3, 1)):
+    expected = reference_loss(model, *split.eval_batch(np.arange(8), 8)).item()
+    # Of five, some ranks have padding only in the end.
+    for batch_size, world in ((1, 1), (1, 2), (1, 5), (3, 1)):
         batchings = [
             BatchSplit(batch_size, world, eval_tokens=99, rank=rank, world=world)
             for rank in range(world)

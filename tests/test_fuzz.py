@@ -27,7 +27,7 @@ from conftest import CPU, corrupted, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from logs import TIMES, log, nanogpt
+from logs import TIMES, nanogpt
 
 import train
 from bench import compare
@@ -117,9 +117,7 @@ odd_words = st.builds(
     "--{}={}".format, names, st.booleans() | st.floats(0, 1) | odd_numbers | odd_texts
 )
 odd_words |= st.builds("{}{}".format, st.sampled_from(["", "-", "--", "--="]), odd_texts)
-odd_words |= st.sampled_from(
-    ["config/train_shakespeare_char.py", "config/nothing.py", ".", "config", "--help"]
-)
+odd_words |= st.sampled_from(["config/train_shakespeare_char.py", "config", "--help"])
 
 
 @fuzzed
@@ -127,9 +125,7 @@ odd_words |= st.sampled_from(
 def test_arguments(words):
     with ends_as_documented():
         c = configure(TrainConfig, words)
-        schedule = c.schedule()
-        for step in (0, 1, c.warmup_iters, c.max_iters, c.lr_decay_iters):
-            train.learning_rate(schedule, max(0, step))
+        train.learning_rate(c.schedule(), max(0, c.max_iters))
         GPTConfig.from_settings(c, 256)
         c.batch_split()
         run_folder(c.out_dir)
@@ -148,31 +144,21 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def undamaged_logs(folder) -> list[Path]:
-    """Return logs of a run, of nanoGPT, and of another run with all fields."""
-    losses = {i: 4 - i / 40 for i in range(0, 24, 2)}
-    log(folder / "made", losses, 90.0, bytes_per_token=2.0)
-    printed = folder / "nanogpt.txt"
-    printed.write_text(nanogpt(TIMES, (0, 40)))
-    return [printed, folder / "made" / "log.jsonl", folder / "out" / "log.jsonl"]
-
-
 @fuzzed
 @given(data=st.data(), random=randoms)
-def test_logs(folder, undamaged_logs, data, random):
+def test_logs(folder, data, random):
     """A field of a line is changed, or bytes are damaged."""
-    base = data.draw(st.sampled_from(undamaged_logs))
-    lines = base.read_text().splitlines()
+    base = folder / "out" / "log.jsonl"
+    undamaged = data.draw(st.sampled_from([base.read_text(), nanogpt(TIMES, (0, 40))]))
+    lines = undamaged.splitlines()
     at = data.draw(st.just(0) | st.integers(0, len(lines) - 1))  # the first has the settings
     with suppress(ValueError):  # it is not JSON
         lines[at] = json.dumps(changed(json.loads(lines[at]), data.draw, odd_json))
     content = "\n".join(lines).encode("utf-8", "surrogatepass")
-    path = folder / "odd" / base.name
-    path.parent.mkdir(exist_ok=True)
+    path = folder / "odd.txt"
     path.write_bytes(corrupted(content, random) if data.draw(st.booleans()) else content)
     with ends_as_documented():
-        found = compare.compare(read_runs([str(path), str(undamaged_logs[-1])]))
+        found = compare.compare(read_runs([str(path), str(base)]))
         for run in found.runs:
             json.dumps(compare.summary(run))
 
