@@ -275,9 +275,10 @@ class BatchSplit:
 
     def __post_init__(self) -> None:
         if self.grad_accum_steps % self.world:
+            nearest = math.ceil(self.grad_accum_steps / self.world) * self.world
             raise ValueError(
-                f"gradient_accumulation_steps={self.grad_accum_steps} must be a multiple of "
-                f"{self.world}, the number of ranks"
+                f"gradient_accumulation_steps={self.grad_accum_steps} is not a multiple of "
+                f"{self.world}, the number of ranks; try --gradient_accumulation_steps={nearest}"
             )
 
     @property
@@ -301,8 +302,8 @@ class BatchSplit:
 
     def with_batch_size(self, batch_size: int) -> BatchSplit:
         """Return the same training in micro-batches of this size, which must divide the batch."""
-        assert self.global_batch_size % batch_size == 0
-        steps = self.global_batch_size // batch_size
+        steps, rest = divmod(self.global_batch_size, batch_size)
+        assert not rest
         tokens = self.settings()["eval_tokens"]
         return replace(self, batch_size=batch_size, grad_accum_steps=steps, eval_tokens=tokens)
 

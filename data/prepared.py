@@ -75,7 +75,7 @@ def write_dataset(
     contents["meta.json"] = to_json(meta)
     with locked_folder(folder):
         remove_leftovers(folder, *contents)
-        for name in ("val.bin", *(f"{split}{MASK_SUFFIX}" for split in splits)):
+        for name in ("val.bin", "val.mask", "train.mask"):
             (folder / name).unlink(missing_ok=True)
         for name in (*sorted(contents.keys() - {"val.bin"}), "val.bin"):
             write_atomically(folder / name, contents[name])

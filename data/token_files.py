@@ -105,11 +105,10 @@ def split_files(
     if not is_listed and not any(mask.path.exists() for mask in masks):
         masks = []
     for path, _, n in masks:
-        size = path.stat().st_size if path.is_file() else 0
-        if size != n:
+        if not path.is_file() or path.stat().st_size != n:
             raise ValueError(
-                f"the loss mask {path} has {size:,} bytes, and its token file {n:,} tokens, which "
-                "need one each; prepare the data again"
+                f"the loss mask {path} must have {n:,} bytes, one for each token; prepare the "
+                "data again"
             )
     allow_open_files()
     return shards, masks, bool(packed)
@@ -123,8 +122,8 @@ def tokens_in_file(path: Path) -> Numbers:
     size = path.stat().st_size if path.is_file() else 0
     head = np.fromfile(path, "<i4", LOOKED_AT) if size else np.zeros(0, "<i4")
     magic, version, n = [*head.tolist(), 0, 0, 0][:3]  # a bare file may be shorter
-    is_whole = n > 0 and size == HEADER_BYTES + TOKEN_BYTES * n
-    if magic == MAGIC and version == VERSION and is_whole:
+    is_whole = size == HEADER_BYTES + TOKEN_BYTES * n
+    if magic == MAGIC and version == VERSION and is_whole and n:
         return Numbers(path, HEADER_BYTES, n)
     # As uint16, every second one would be token 0.
     has_32_bits = len(head) == LOOKED_AT and head.min() >= 0 and 1 < head.max() < MOST_IDS

@@ -111,7 +111,9 @@ def check_unused(path: Path) -> None:
     is_empty = path.is_dir() and not any(path.iterdir())
     is_taken = path.is_symlink() or (path.exists() and not is_empty)
     if is_taken or not path.parent.is_dir():
-        raise ValueError(f"{path} must be a new or empty folder, inside a folder that exists")
+        raise ValueError(
+            f"{path} must be a new or empty folder, in a folder that exists: choose another name"
+        )
 
 
 def read_small(path: Path, at_most: int) -> bytes:
