@@ -168,7 +168,7 @@ from deskgpt.distributed import (
 )
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
 from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
-from deskgpt.files import RESTART_S, lock_out_dir
+from deskgpt.files import RESTART_S, locked_folder
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import make_optimizer, step_if_finite
@@ -455,7 +455,7 @@ def evaluate_run(
     """
     monitor.flush()  # spikes of the steps before are printed first
     is_last = state.settings["eval_only"] or state.step >= state.schedule.max_iters
-    logger.warn(state.data.changes(is_last))  # somebody may have written into them
+    state.data.checksums.wait(all_files=is_last)  # of val at least: it is evaluated now
     n_before = sum(e.step < state.step for e in state.evaluations)
     with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
         train = evaluate_split(state.data.train, state, stop, graph)
@@ -545,7 +545,7 @@ def print_plan(config: TrainConfig) -> float:
     if fits and not config.plan_for and dist.world == 1:
         compute, _ = choose_compute_and_batch(config, start, dist)
         model = build_model(config, start, ComputeMode(), dist)
-        check_run(config, model, compute, data, dist, forward_backward, build_optimizer)
+        check_run(config, model, compute, dist, forward_backward, build_optimizer)
     return math.inf
 
 
@@ -598,7 +598,8 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
     # torchrun starts a run again while a file server still keeps the lock of a host that is gone.
     restarts = settings["init_from"] == "auto" and dist_env(os.environ).distributed
-    return lock_out_dir(run_folder(settings["out_dir"]), RESTART_S if restarts else 0.0)
+    wait_s = RESTART_S if restarts else 0.0
+    return locked_folder(run_folder(settings["out_dir"]), wait_s=wait_s)
 
 
 if __name__ == "__main__":

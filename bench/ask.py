@@ -47,7 +47,7 @@ from bench.asking.statistics import LEAST, decide, difference
 from data.token_files import dataset_folder
 from deskgpt.device import code_digest, device_name, resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, clock, one_line_errors
-from deskgpt.files import cache_folder, file_sha256, lock_out_dir, write_atomically
+from deskgpt.files import cache_folder, file_sha256, locked_folder, write_atomically
 from deskgpt.logger import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -395,7 +395,7 @@ def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> Events:
     """
     # A run may have outlived its question, which was killed: wait until it has ended.
     log = out_dir / "log.jsonl"
-    with lock_out_dir(out_dir, wait_s=1e9):
+    with locked_folder(out_dir, wait_s=1e9):
         events = read_events(log) if log.exists() else []
     if has_ended(arm, events):
         return events

@@ -29,7 +29,7 @@ from deskgpt.errors import DataError
 
 # T is block_size, the number of tokens of a window.
 I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
+U64 = npt.NDArray[Any]  # of uint64, which NumPy's types do not let meet a plain int
 
 CHECKED = 1 << 20  # tokens of the first shard whose ids are checked before a run begins
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
@@ -47,7 +47,7 @@ class Split:
     epochs see other cuts; the order of the windows is a pseudo-random permutation.
 
     Packed data has windows of a fixed size (in meta.json), and is read in exactly these, all of
-    them in each epoch. Masked targets are -1; windows without any other target are not evaluated.
+    them in each epoch. Masked targets are -1.
 
     Raises ValueError if files are missing, damaged or too short. Each call that reads raises
     DataError for damage and for ids of vocab_size and more.
@@ -60,25 +60,26 @@ class Split:
         self.vocab_size = vocab_size
         self.seed = seed
         shards, masks, is_packed = split_files(folder, split, block_size)
-        self.shards = [NumberFile(found) for found in shards]
-        self.masks = [NumberFile(found) for found in masks]  # one for each shard, or none
-        self.lengths = np.array([len(shard) for shard in self.shards], np.int64)
+        self.shards = [NumberFile(found, "<u2") for found in shards]
+        self.masks = [NumberFile(found, "u1") for found in masks]  # one for each shard, or none
+        self.files = [*self.shards, *self.masks]
+        self.lengths = np.array([shard.n for shard in self.shards], np.int64)
         self.tokens = int(self.lengths.sum())
         # All windows without overlap, per shard. Packed data is read in exactly these.
         self._eval_windows = (self.lengths - 1) // block_size
         self._windows = self._eval_windows
-        self._offsets = np.ones_like(self.lengths)  # to choose from, per shard
+        offsets = np.ones_like(self.lengths)  # to choose from, per shard
         if not is_packed:
             # One window fewer than could fit, so that all of them fit whichever offset is drawn. A
             # shard with room for one window only has that one, and fewer offsets.
             self._windows = np.maximum(1, (self.lengths - block_size) // block_size)
-            self._offsets = np.minimum(block_size, self.lengths - self._windows * block_size)
+            offsets = np.minimum(block_size, self.lengths - self._windows * block_size)
+        self._offsets = offsets.astype(np.uint64)
         self.n_windows = int(self._windows.sum())  # per epoch
-        self._evaluated = self._windows_with_targets() if self.masks else None  # None: all of them
         self.damage: DataError | None = None  # which a check of the files has found meanwhile
         first = np.zeros(1, np.int64)
         self._check_ids(first, first, self.shards[0].read(0, CHECKED)[None])  # others as they come
-        if not self.n_eval_windows(1):
+        if self.masks and not any(mask.read(1, mask.n).any() for mask in self.masks):
             raise ValueError(
                 f"{self.masks[0].path}: it leaves no token to learn; prepare the data again"
             )
@@ -98,7 +99,7 @@ class Split:
         key = epoch_keys(self.seed, epoch)
         window = permute(position % self.n_windows, self.n_windows, key)
         shard, window_of_shard = locate(window, self._windows)
-        offset = splitmix64(key + shard.astype(np.uint64)) % self._offsets[shard].astype(np.uint64)
+        offset = splitmix64(key + shard.astype(np.uint64)) % self._offsets[shard]
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         return shard, start
 
@@ -113,29 +114,18 @@ class Split:
 
     def n_eval_windows(self, at_most: int) -> int:
         """Return the number of windows without overlap to evaluate: at most at_most, or all."""
-        n = self._eval_windows.sum() if self._evaluated is None else len(self._evaluated)
-        return min(at_most, int(n))
+        return min(at_most, int(self._eval_windows.sum()))
 
     def eval_batch(self, rows: I64, n: int) -> tuple[I64, I64]:
         """Return (inputs, targets) of rows of a fixed set of n evenly spaced windows; rows past n
         have targets of -1.
         """
-        window = np.minimum(rows, n - 1) * self.n_eval_windows(2**62) // n
-        if self._evaluated is not None:
-            window = self._evaluated[window]
+        window = np.minimum(rows, n - 1) * self._eval_windows.sum() // n
         shard, window_of_shard = locate(window, self._eval_windows)
         x, y = self._read(shard, window_of_shard * self.block_size)
         # Fill the last batch rather than shorten it: a new shape would be compiled again.
         y[rows >= n] = -1
         return x, y
-
-    def _windows_with_targets(self) -> I64:
-        """Return the numbers of the windows without overlap that have a learned target."""
-        T = self.block_size
-        windows = zip(self.masks, self._eval_windows.tolist(), strict=True)
-        return np.flatnonzero(
-            np.concatenate([mask.read(1, n * T).reshape(n, T).any(1) for mask, n in windows])
-        )
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -167,29 +157,25 @@ class Split:
 
 
 class NumberFile:
-    """An open token file or loss mask, `len(file)` numbers.
+    """An open token file or loss mask of n numbers.
 
     If a new file replaces it, the old one is still read. Several threads may read at once. Raises
     OSError.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Numbers, dtype: str) -> None:
         self.path = numbers.path
-        self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (it stays open as long as this object)
-        self._dtype = np.dtype(numbers.dtype)
+        self.n = numbers.n
         self._begin = numbers.begin
-        self._n = numbers.n
-        self.n_bytes = self._begin + self._n * self._dtype.itemsize
-
-    def __len__(self) -> int:
-        return self._n
+        self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (it stays open as long as this object)
+        self._dtype = np.dtype(dtype)
 
     def read(self, first: int, n: int) -> npt.NDArray[Any]:
         """Return a copy of numbers first .. first + n - 1.
 
         Raises DataError, if the file has become shorter, too.
         """
-        size = max(0, min(n, self._n - first)) * self._dtype.itemsize
+        size = max(0, min(n, self.n - first)) * self._dtype.itemsize
         begin = self._begin + first * self._dtype.itemsize
         # Not memory-mapped: if somebody cuts the file, reading past its new end would end the
         # process with SIGBUS.
@@ -202,11 +188,10 @@ class NumberFile:
                     content = file.read(size)
         except OSError as e:
             raise DataError(f"cannot read {self.path}: {e.strerror}") from None
-        now = os.fstat(self.file.fileno()).st_size
-        if now < self.n_bytes or len(content) < size:
+        if len(content) < size:
             raise DataError(
-                f"{self.path} became shorter while it was in use: it had {self.n_bytes:,} "
-                f"bytes, now it has {now:,}; prepare the data again, then resume"
+                f"{self.path} became shorter while it was in use; prepare the data again, then "
+                "resume"
             )
         return np.frombuffer(content, self._dtype).copy()
 
@@ -230,47 +215,44 @@ def locate(window: I64, windows_per_shard: I64) -> tuple[I64, I64]:
 def epoch_keys(seed: int, epochs: I64) -> U64:
     """Return one uint64 key per epoch number."""
     base = splitmix64(np.array([seed % 2**64], np.uint64))
-    return splitmix64(base + epochs.astype(np.uint64) * np.uint64(GOLDEN))
+    return splitmix64(base + epochs.astype(np.uint64) * GOLDEN)
 
 
 def permute(i: I64, n: int, key: U64) -> I64:
-    """Return where position i of 0..n-1 goes under a pseudo-random permutation, in O(1) each.
+    """Return where positions i (rows,) of 0..n-1 go under pseudo-random permutations, in O(1) each.
 
     A Feistel network permutes the smallest range 0..4^k-1 that holds n numbers. A result of n or
     more is sent through it again until it falls below n ("cycle walking", Black & Rogaway, CT-RSA
-    2002). i and key broadcast together.
+    2002). key (rows,): a permutation for each row.
     """
     half_bits = max(1, math.ceil((n - 1).bit_length() / 2))
-    x, key = np.broadcast_arrays(i.astype(np.uint64), key)
-    x = x.copy()
-    todo = np.ones(x.shape, bool)
-    while todo.any():
-        x[todo] = feistel(x[todo], half_bits, key[todo])
-        todo = x >= np.uint64(n)
+    x = feistel(i.astype(np.uint64), half_bits, key)
+    outside = x >= n
+    while outside.any():
+        x[outside] = feistel(x[outside], half_bits, key[outside])
+        outside = x >= n
     return x.astype(np.int64)
 
 
 def feistel(x: U64, half_bits: int, key: U64) -> U64:
     """Apply a pseudo-random bijection of the numbers of 2·half_bits bits for each key (n,)."""
-    half = np.uint64(half_bits)
-    mask = np.uint64((1 << half_bits) - 1)
-    left = x >> half
+    mask = (1 << half_bits) - 1
+    left = x >> half_bits
     right = x & mask
     for r in range(FEISTEL_ROUNDS):
-        mixed = splitmix64(right + key + np.uint64(r * GOLDEN % 2**64)) & mask
-        new_right = left ^ mixed
+        new_right = left ^ (splitmix64(right + key + r * GOLDEN % 2**64) & mask)
         left = right
         right = new_right
-    return (left << half) | right
+    return (left << half_bits) | right
 
 
 def splitmix64(x: U64) -> U64:
     """Apply a bijection of uint64 that looks random: splitmix64's finalizer (Steele, Lea & Flood,
     OOPSLA 2014). It makes a random stream of its own from a seed and counters.
     """
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
 
 
 # ---- how a step is split -------------------------------------------------------------------------
@@ -293,10 +275,10 @@ class BatchSplit:
 
     def __post_init__(self) -> None:
         if self.grad_accum_steps % self.world:
-            nearest = (self.grad_accum_steps // self.world + 1) * self.world
+            nearest = math.ceil(self.grad_accum_steps / self.world) * self.world
             raise ValueError(
-                f"gradient_accumulation_steps={self.grad_accum_steps} does not divide "
-                f"among {self.world} ranks; try --gradient_accumulation_steps={nearest}"
+                f"gradient_accumulation_steps={self.grad_accum_steps} is not a multiple of "
+                f"{self.world}, the number of ranks; try --gradient_accumulation_steps={nearest}"
             )
 
     @property
@@ -320,8 +302,8 @@ class BatchSplit:
 
     def with_batch_size(self, batch_size: int) -> BatchSplit:
         """Return the same training in micro-batches of this size, which must divide the batch."""
-        assert self.global_batch_size % batch_size == 0
-        steps = self.global_batch_size // batch_size
+        steps, rest = divmod(self.global_batch_size, batch_size)
+        assert not rest
         tokens = self.settings()["eval_tokens"]
         return replace(self, batch_size=batch_size, grad_accum_steps=steps, eval_tokens=tokens)
 
@@ -345,20 +327,11 @@ class BatchSplit:
         """Return this rank's rows (batch_size,) of the global batch in one micro-batch."""
         return self.index(micro_step) * self.batch_size + np.arange(self.batch_size)
 
-    def eval_rows(self, n: int) -> Iterator[I64]:
-        """Yield this rank's rows of an evaluation of n windows, a batch at a time; rows from n on
-        are padding.
-
-        All ranks have equally many batches: where weights are sharded, each needs the others.
-        """
-        for first in range(0, n, self.world * self.batch_size):
-            yield first + self.rank * self.batch_size + np.arange(self.batch_size)
-
 
 # ---- tensors on the device -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatch:
     """One of the parts in which a rank goes through a step's global batch."""
 
@@ -370,16 +343,14 @@ class MicroBatch:
     is_last: bool  # of the step
 
 
-def to_device(batch: tuple[I64, I64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a batch as tensors on the device; on CUDA without waiting: the copy queues up behind
-    earlier work.
+def to_device(ids: I64, device: torch.device) -> Tensor:
+    """Return token ids as a tensor on the device; on CUDA without waiting: the copy queues up
+    behind earlier work.
     """
-    # On MPS, a copy in the background may read memory that is already freed.
-    on_cuda = device.type == "cuda"
-    x, y = (torch.from_numpy(ids) for ids in batch)
-    if on_cuda:
-        x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=on_cuda), y.to(device, non_blocking=on_cuda)
+    tokens = torch.from_numpy(ids)
+    if device.type == "cuda":  # on MPS, such a copy may read memory that is already freed
+        return tokens.pin_memory().to(device, non_blocking=True)
+    return tokens.to(device)
 
 
 def eval_batches(
@@ -388,18 +359,19 @@ def eval_batches(
     """Yield this rank's batches of a fixed set of windows: inputs, targets, number of learned
     targets, in windows.
 
-    The last batch may hold fewer windows than rows. A terminal shows a progress bar. Raises
-    DataError.
+    The last batch may hold fewer windows than rows. All ranks have equally many batches: where
+    weights are sharded, each needs the others. A terminal shows a progress bar. Raises DataError.
     """
     n = split.n_eval_windows(batching.eval_sequences)
-    batches = list(batching.eval_rows(n))
-    for rows in tqdm(batches, "evaluating", leave=False, disable=True if batching.rank else None):
-        batch = split.eval_batch(rows, n)
-        yield *to_device(batch, device), float((batch[1] >= 0).sum() / split.block_size)
+    firsts = range(0, n, batching.world * batching.batch_size)
+    for first in tqdm(firsts, "evaluating", leave=False, disable=True if batching.rank else None):
+        x, y = split.eval_batch(first + batching.rows(0), n)
+        n_learned = float((y >= 0).sum() / split.block_size)
+        yield to_device(x, device), to_device(y, device), n_learned
 
 
 class Loader:
-    """The training micro-batches of one rank, from a position in `Split.train_batch`'s order on.
+    """The training micro-batches of one rank, from a step in `Split.train_batch`'s order on.
 
     Threads read the token files and copy to the device. `step` raises DataError if a file turns out
     to be damaged.
@@ -414,26 +386,19 @@ class Loader:
         waited: Callable[[float], object] = lambda seconds: None,
         row0: int = 0,
     ) -> None:
-        """waited: is called with the seconds that training waited for a micro-batch. row0: the row
-        at which step 0 begins: not 0 if earlier steps were larger or smaller.
+        """position: the first step to be read. waited: is called with the seconds that training
+        waited for a micro-batch. row0: the row at which step 0 begins: not 0 if earlier steps were
+        larger or smaller.
         """
         self._row0 = row0
         self.split = split
+        self.batching = batching
         self.device = device
         self.waited = waited
         self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._n_unmasked = functools.lru_cache(AHEAD)(split.n_unmasked)
         self._ahead: deque[Future[tuple[MicroBatch, Any]]] = deque()
-        self.restart_at(position, batching)
-
-    def restart_at(self, position: int, batching: BatchSplit) -> None:
-        """Continue from the global batch at this position, perhaps in another cut."""
-        self.batching = batching
-        for future in self._ahead:
-            future.cancel()
-        self._ahead.clear()
         self._next = position * batching.micro_steps_per_rank
-        self._ahead_of_step: int | None = None  # the position, at the first call of `step`
         for _ in range(AHEAD):
             self._submit()
 
@@ -448,10 +413,7 @@ class Loader:
         batch, times the ranks over which gradients are averaged: the step's loss is the mean over
         these targets.
         """
-        position, rest = divmod(self._next - AHEAD, self.batching.micro_steps_per_rank)
-        if self._ahead_of_step is None:
-            self._ahead_of_step = position - step
-        if rest or position - step != self._ahead_of_step:
+        if self._next - AHEAD != step * self.batching.micro_steps_per_rank:
             raise ValueError(
                 f"step {step} does not begin where the step before ended: each step reads all of "
                 "its micro-batches, once, since a resumed run counts on it; for more or fewer of "
@@ -475,24 +437,26 @@ class Loader:
         self._pool.shutdown(cancel_futures=True)
 
     def _submit(self) -> None:
-        position, micro_step = divmod(self._next, self.batching.micro_steps_per_rank)
-        self._ahead.append(self._pool.submit(self._make, position, micro_step))
+        step, micro_step = divmod(self._next, self.batching.micro_steps_per_rank)
+        self._ahead.append(self._pool.submit(self._make, step, micro_step))
         self._next += 1
 
-    def _make(self, position: int, micro_step: int) -> tuple[MicroBatch, Any]:
+    def _make(self, step: int, micro_step: int) -> tuple[MicroBatch, Any]:
         """Return a micro-batch; on CUDA also the event of its copy, which this thread queues on a
         stream of its own.
         """
         cut = self.batching
         rows = cut.rows(micro_step)
         n = cut.global_batch_size
-        x, y = to_device(self.split.train_batch(position, rows + self._row0, n), self.device)
+        x, y = self.split.train_batch(step, rows + self._row0, n)
         weight = 1 / cut.micro_steps_per_rank
         if self.split.masks:
-            n_unmasked = self._n_unmasked(position, n, self._row0)
+            n_unmasked = self._n_unmasked(step, n, self._row0)
             weight = cut.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
         is_last = micro_step == cut.micro_steps_per_rank - 1
+        inputs = to_device(x, self.device)
+        targets = to_device(y, self.device)
         copied = None
         if self.device.type == "cuda":
             copied = torch.cuda.current_stream(self.device).record_event()
-        return MicroBatch(x, y, weight, cut.index(micro_step), is_last), copied
+        return MicroBatch(inputs, targets, weight, cut.index(micro_step), is_last), copied

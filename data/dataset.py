@@ -7,29 +7,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from data.batches import I64, BatchSplit, NumberFile, Split
-from data.meta_files import read_record
-from data.token_files import GPT2, check_vocabulary, listed_checksums, read_meta, token_files
-from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size
+from data.batches import I64, BatchSplit, Split
+from data.token_files import GPT2, listed_checksums, read_meta, token_files
+from data.tokenizer import Tokenizer, from_meta_offline, padded_vocab_size, short_name
 from deskgpt.errors import DataError
 from deskgpt.files import sha256
 
-SPLITS = ("train", "val")
-SHORT = 256  # tokens of a text on which a model is checked
 CHUNK = 1 << 20  # tokens that are read at once
 FINGERPRINTED = 1 << 20  # tokens at the beginning of each shard
-FINGERPRINTED_SHARDS = 1024  # at most, evenly spread
-AT_ONCE = 512 << 20  # bytes that are verified before the run begins: in a second or so
+FINGERPRINTED_FILES = 1024
+AT_ONCE = 256 << 20  # tokens that are verified before the run begins: in a second or so
 
 
 class Dataset:
@@ -45,13 +39,13 @@ class Dataset:
     def __init__(self, folder: Path, needed: bool = True) -> None:
         """needed: raise ValueError if a split is missing, before anything takes long."""
         self.folder = folder
-        if needed:
-            for split in SPLITS:
-                token_files(folder, split)
         self.meta = read_meta(folder)
         self.tokenizer: dict[str, Any] = self.meta["tokenizer"]
         # The name of the template, if the data are dialogues.
-        self.chat: str | None = read_record(folder).get("chat")
+        self.chat: str | None = self.meta.get("chat")
+        if needed:
+            token_files(folder, "train", self.meta)
+            token_files(folder, "val", self.meta)
         # Of the text that an evaluation reads, if it is known.
         self.bytes_per_token: float | None = None
 
@@ -69,40 +63,30 @@ class Dataset:
         compares_checksums: bool,
     ) -> None:
         """Open both splits for a model with this vocabulary and tokenizer, None if that is not
-        known.
+        known; then the sizes must match, padded or not.
 
         Raises ValueError if they do not belong to the model or are damaged.
         """
-        check_vocabulary(self.folder, self.meta, vocab_size, tokenizer)
+        is_same = not tokenizer or not self.tokenizer or tokenizer == self.tokenizer
+        if not is_same or vocab_size not in (self.meta["vocab_size"], self.vocab_size):
+            raise ValueError(
+                f"{self.folder} has a vocabulary of {self.meta['vocab_size']} (tokenizer "
+                f"{short_name(self.tokenizer)}), the model one of {vocab_size} (tokenizer "
+                f"{short_name(tokenizer or {})}); prepare the data with the model's tokenizer, or "
+                "use --init_from=scratch"
+            )
         self.train = Split(self.folder, "train", block_size, vocab_size, seed)
         self.val = Split(self.folder, "val", block_size, vocab_size, seed)
         # val first: an evaluation waits for it.
         compared = (self.val, self.train) if compares_checksums else ()
-        self.checksums = Checksums(self.folder, compared)
-        self._files = [*files_of(self.train), *files_of(self.val)]
-        self._modified = [modified_ns(file) for file in self._files]
-        # It is the same at every evaluation of a run.
-        self._eval_digest = functools.cache(functools.partial(eval_digest, self.val))
-
-    def short_text(self, block_size: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets (2, T) of val, T at most SHORT; random tokens if there is no
-        data.
-        """
-        T = min(block_size, SHORT)
-        try:
-            val = Split(self.folder, "val", T, vocab_size)
-            x, y = val.eval_batch(np.arange(2), 2)
-        except (ValueError, OSError):
-            tokens = np.random.default_rng(0).integers(0, vocab_size, (2, T + 1))
-            x, y = tokens[:, :-1], tokens[:, 1:]
-        return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
+        self.checksums = Checksums(listed_checksums(self.meta), compared)
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
         """Return what tells data of the same size apart, under the names of checkpoints."""
         found = {}
-        for name, split in zip(SPLITS, (self.train, self.val), strict=True):
-            listed = listed_checksums(self.folder, name).values()
+        for name, split in {"train": self.train, "val": self.val}.items():
+            listed = listed_checksums(self.meta, name).values()
             checksum = sha256("\n".join(listed).encode())[:16] if listed else None
             found[f"{name} data"] = {
                 "tokens": split.tokens,
@@ -111,30 +95,16 @@ class Dataset:
             }
         return found
 
-    def changes(self, is_last: bool = False) -> list[str]:
-        """Return a warning for each file that was written into since the last call.
-
-        An evaluation calls it. Raises DataError if a file is damaged. This waits until val is
-        verified, and before a run's last evaluation until all files are.
-        """
-        self.checksums.wait(2 if is_last else 1)
-        before = self._modified
-        self._modified = [modified_ns(file) for file in self._files]
-        return [
-            f"{file.path} was written into while this run reads it: its tokens may have changed"
-            for file, then, now in zip(self._files, before, self._modified, strict=True)
-            if then != now
-        ]
-
     def windows(self, sequences: int, first_row: int) -> dict[str, list[int]]:
         """Return where the windows of a global batch of this many sequences begin, by token
         file.
         """
-        begins: dict[str, list[int]] = {}
-        places = self.train.sequence_offsets(0, first_row + np.arange(sequences), sequences)
-        for shard, first in zip(*places, strict=True):
-            begins.setdefault(self.train.shards[shard].path.name, []).append(int(first))
-        return begins
+        rows = first_row + np.arange(sequences)
+        shards, begins = self.train.sequence_offsets(0, rows, sequences)
+        return {
+            self.train.shards[shard].path.name: begins[shards == shard].tolist()
+            for shard in np.unique(shards)
+        }
 
     # ---- evaluations -----------------------------------------------------------------------------
 
@@ -146,7 +116,7 @@ class Dataset:
         """Return a digest of the windows of val that an evaluation reads: losses compare if it is
         equal.
         """
-        return self._eval_digest(self.val.n_eval_windows(batching.eval_sequences))
+        return eval_digest(self.val, self.val.n_eval_windows(batching.eval_sequences))
 
     # ---- for the log -----------------------------------------------------------------------------
 
@@ -156,7 +126,7 @@ class Dataset:
         """
         tokens = f"{self.train.tokens:,} train, {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
-        if self.meta == GPT2 and not (self.folder / "meta.json").exists():
+        if self.meta is GPT2:
             found.append(
                 f"warning: {self.folder} has no meta.json or meta.pkl: its tokens are "
                 "taken for GPT-2's"
@@ -167,7 +137,7 @@ class Dataset:
                 self.bytes_per_token = bytes_per_token(
                     self.val, windows, from_meta_offline(self.tokenizer)
                 )
-            except (ValueError, OSError, ImportError) as e:
+            except (ValueError, IndexError, OSError, ImportError) as e:
                 found.append(f"bits per byte are not known: {e}")
         return found
 
@@ -184,14 +154,6 @@ class Dataset:
 # ---- the files and what they hold ----------------------------------------------------------------
 
 
-def files_of(split: Split) -> list[NumberFile]:
-    return [*split.shards, *split.masks]
-
-
-def modified_ns(file: NumberFile) -> int:
-    return os.fstat(file.file.fileno()).st_mtime_ns
-
-
 class Checksums:
     """Compare the files of splits, masks included, with the checksums that meta.json lists.
 
@@ -199,59 +161,57 @@ class Checksums:
     finds it in the split's `damage`. `state` tells the log what is compared.
     """
 
-    def __init__(self, folder: Path, splits: Sequence[Split]) -> None:
-        self._listed = listed_checksums(folder)
+    def __init__(self, listed: dict[str, str], splits: Sequence[Split]) -> None:
+        """listed: the SHA-256 of files, by name."""
         self._splits = splits
-        self._verified = [threading.Event() for _ in splits]
-        threading.Thread(target=self._compare, name="checksums", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=find_damage, args=(split, listed), daemon=True)
+            for split in splits
+        ]
+        for thread in self._threads:
+            thread.start()
         self.state = "checksums are verified while it trains"
-        if not self._listed:
+        if not listed:
             self.state = "no checksums (no meta.json that lists files)"
-        elif sum(file.n_bytes for split in splits for file in files_of(split)) <= AT_ONCE:
-            self.wait(len(splits))
+        elif sum(split.tokens for split in splits) <= AT_ONCE:
+            self.wait(all_files=True)
             self.state = "checksums verified"
 
-    def wait(self, n_splits: int) -> None:
-        """Wait until the first splits are verified. Raises DataError if any file is damaged."""
-        for verified in self._verified[:n_splits]:
-            verified.wait()
+    def wait(self, all_files: bool) -> None:
+        """Wait until the first split is verified, or all are. Raises DataError if any file is
+        damaged.
+        """
+        for thread in self._threads if all_files else self._threads[:1]:
+            thread.join()
         for split in self._splits:
             if split.damage is not None:
                 raise split.damage
 
-    def _compare(self) -> None:
-        for split, verified in zip(self._splits, self._verified, strict=True):
-            try:
-                for file in files_of(split):
-                    listed = self._listed.get(file.path.name)
-                    if listed and file_digest(file) != listed:
-                        raise ValueError(
-                            f"{file.path} is damaged or was changed (its checksum); prepare the "
-                            "data again"
-                        )
-            except Exception as e:  # raised in the main thread
-                for found in self._splits:
-                    found.damage = found.damage or DataError(str(e))
-            verified.set()
 
-
-def file_digest(file: NumberFile) -> str:
-    """Return the SHA-256 of the whole file, in hex digits."""
-    file.file.seek(0)
-    return hashlib.file_digest(file.file, "sha256").hexdigest()
+def find_damage(split: Split, listed: dict[str, str]) -> None:
+    """Set the split's `damage` if a file differs from its checksum, or cannot be read."""
+    try:
+        for file in split.files:
+            expected = listed.get(file.path.name)
+            # Of the open file: another one may have got its name meanwhile.
+            if expected and hashlib.file_digest(file.file, "sha256").hexdigest() != expected:
+                raise ValueError(
+                    f"{file.path} is damaged or was changed (its checksum); prepare the data again"
+                )
+    except Exception as e:  # raised in the main thread
+        split.damage = DataError(str(e))
 
 
 def fingerprint(split: Split) -> str:
     """Return 16 hex digits that tell these tokens: SHA-256 of the shards' lengths and first 2^20
     tokens each.
 
-    Masks, if there are any, are part of it. With more than 1,024 shards, it has every n-th one and
-    an n-th of these tokens, so that it never reads more than 2 GB.
+    Masks, if there are any, are part of it. It is of the first 1,024 files, so that it never reads
+    more than 2 GB.
     """
-    every = math.ceil(len(split.shards) / FINGERPRINTED_SHARDS)
     digest = hashlib.sha256(split.lengths.tobytes())
-    for file in [*split.shards[::every], *split.masks[::every]]:
-        digest.update(file.read(0, FINGERPRINTED // every).tobytes())
+    for file in split.files[:FINGERPRINTED_FILES]:
+        digest.update(file.read(0, FINGERPRINTED).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -262,6 +222,7 @@ def eval_chunks(split: Split, n: int) -> Iterator[tuple[I64, I64]]:
         yield split.eval_batch(np.arange(first, min(first + at_once, n)), n)
 
 
+@functools.lru_cache(1)  # it is the same at every evaluation of a run
 def eval_digest(split: Split, n: int) -> str:
     """Return 16 hex digits of the SHA-256 of what an evaluation of n windows reads, and of
     block_size.
@@ -276,18 +237,14 @@ def eval_digest(split: Split, n: int) -> str:
 def bytes_per_token(split: Split, n: int, tokenizer: Tokenizer) -> float:
     """Return the bytes of text per target of an evaluation that reads n windows of a split.
 
-    Raises ValueError if the tokenizer lacks one of the tokens, or the windows hold no text, and as
-    Split.
+    Raises IndexError if the tokenizer lacks one of the tokens (the model's vocabulary may be
+    padded), ValueError if the windows hold no text, and as Split.
     """
     lengths = tokenizer.token_bytes()  # 0 for end_of_text
     n_targets = 0
     n_bytes = 0
     for _, y in eval_chunks(split, n):
         targets = y[y >= 0]
-        if targets.max(initial=0) >= len(lengths):  # the model's vocabulary may be padded
-            raise ValueError(
-                f"the data holds token {targets.max()}, which its tokenizer does not have"
-            )
         n_targets += len(targets)
         n_bytes += int(lengths[targets].sum())
     if not n_bytes:

@@ -9,38 +9,66 @@ such as train_000001.bin or fineweb_train_000001.bin.
 Beside a token file there may be a loss mask of the same name, `train*.mask` or `val*.mask`: one
 uint8 per token, 0 if it is not learned as a target. Either all shards of a split have one or none
 has.
+
+meta.json holds its own SHA-256 under the key "sha256": that of everything else in it, as JSON with
+sorted keys and no spaces. Files without that key come from older versions.
+
+Anybody may have made these files. Reading them runs no code and raises nothing but ValueError and
+OSError.
 """
 
 from __future__ import annotations
 
-import difflib
+import io
+import json
 import os
+import pickle
 import re
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.meta_files import read_nanogpt, read_record
-from data.tokenizer import padded_vocab_size, short_name
+from data.tokenizer import MOST_IDS, from_meta, tokens_of
+from deskgpt.errors import reason
+from deskgpt.files import Fields, check_record, is_number, read_small, sha256
 from deskgpt.limits import allow_open_files
 
 MAGIC = 20240520
-MAGICS = (MAGIC, 20240801)  # the latter of files with 32-bit ids, which are an error
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
-NUMPY_MAGIC = int.from_bytes(b"\x93NUM", "little", signed=True)
 LOOKED_AT = 256  # numbers at the beginning of a file that tell ids of 32 bits
-GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257, "end_of_text": 50256}
+NUMPY_MAGIC = int.from_bytes(b"\x93NUM", "little", signed=True)
+# The first four bytes of files that are not bare: 20240801 are llm.c's ids of 32 bits.
+NOT_BARE = (MAGIC, 20240801, NUMPY_MAGIC)
+
+GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
+CHECKSUM = "sha256"  # the key of meta.json's own checksum
+JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
+PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
+
+# What is read of a record; prepare.py compares the rest with its own settings.
+META: Fields = {
+    "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
+    # of chat data
+    "packed": lambda value: value is None or (is_number(value) and value >= 1),
+    "chat": lambda value: isinstance(value, str | None),
+}
+ENTRY: Fields = {
+    "tokens": is_number,
+    "sha256": lambda value: re.fullmatch("[0-9a-f]{64}", value) is not None,
+}
 
 
 class Numbers(NamedTuple):
     """Where the numbers of a token file or loss mask are: n of them from the byte `begin` on."""
 
     path: Path
-    dtype: str
     begin: int
     n: int
 
@@ -54,7 +82,7 @@ def split_files(
     """Return the shards of a split that hold a window, their loss masks (none if all tokens are
     targets), and whether they are packed into windows.
 
-    Raises ValueError if a file is damaged, too short, or not as meta.json lists it, OSError.
+    Raises ValueError if a file is damaged or too short, OSError.
     """
     record = read_record(folder)
     packed = record.get("packed")
@@ -63,13 +91,7 @@ def split_files(
             f"{folder} is packed into windows of {packed:,} tokens, and block_size={block_size}; "
             f"try --block_size={packed}, or prepare the data again with --block_size={block_size}"
         )
-    found = [tokens_in_file(path) for path in token_files(folder, split)]
-    for path, _, _, n in found:
-        listed = record.get("files", {}).get(path.name, {}).get("tokens", n)
-        if n != listed:
-            raise ValueError(
-                f"{path} has {n:,} tokens, and meta.json lists {listed:,}; prepare the data again"
-            )
+    found = [tokens_in_file(path) for path in token_files(folder, split, record)]
     shards = [shard for shard in found if shard.n > block_size]
     if not shards:
         longest = max(shard.n for shard in found)
@@ -78,16 +100,15 @@ def split_files(
             f"{folder}/{split}*.bin: {longest:,}; try more data, or "
             f"--block_size={max(1, longest - 1)}"
         )
-    masks = [Numbers(s.path.with_suffix(MASK_SUFFIX), "u1", 0, s.n) for s in shards]
+    masks = [Numbers(shard.path.with_suffix(MASK_SUFFIX), 0, shard.n) for shard in shards]
     is_listed = any(name.startswith(split) for name in record.get("masks", {}))
     if not is_listed and not any(mask.path.exists() for mask in masks):
         masks = []
-    for path, _, _, n in masks:
-        size = path.stat().st_size if path.is_file() else 0
-        if size != n:
+    for path, _, n in masks:
+        if not path.is_file() or path.stat().st_size != n:
             raise ValueError(
-                f"the loss mask {path} has {size:,} bytes, and its token file {n:,} tokens, which "
-                "need one each; prepare the data again"
+                f"the loss mask {path} must have {n:,} bytes, one for each token; prepare the "
+                "data again"
             )
     allow_open_files()
     return shards, masks, bool(packed)
@@ -100,127 +121,158 @@ def tokens_in_file(path: Path) -> Numbers:
     """
     size = path.stat().st_size if path.is_file() else 0
     head = np.fromfile(path, "<i4", LOOKED_AT) if size else np.zeros(0, "<i4")
-    magic, version, tokens = [*head.tolist(), 0, 0, 0][:3]  # a bare file may be shorter
-    bare = Numbers(path, "<u2", 0, size // TOKEN_BYTES)
-    llmc = Numbers(path, "<u2", HEADER_BYTES, tokens)
-    if not size:
-        reason = "it is missing or empty"
-    elif magic == NUMPY_MAGIC:
-        reason = "it is a .npy file; write the bare ids: ids.astype('<u2').tofile('train.bin')"
-    elif magic in MAGICS:
-        is_whole = size == HEADER_BYTES + TOKEN_BYTES * tokens
-        if magic == MAGIC and version == VERSION and tokens and is_whole:
-            return llmc
-        reason = (
-            f"its header says {tokens:,} tokens of version {version}, magic {magic}, "
-            f"and it has {size:,} bytes"
+    magic, version, n = [*head.tolist(), 0, 0, 0][:3]  # a bare file may be shorter
+    is_whole = size == HEADER_BYTES + TOKEN_BYTES * n
+    if magic == MAGIC and version == VERSION and is_whole and n:
+        return Numbers(path, HEADER_BYTES, n)
+    # As uint16, every second one would be token 0.
+    has_32_bits = len(head) == LOOKED_AT and head.min() >= 0 and 1 < head.max() < MOST_IDS
+    if not size or size % TOKEN_BYTES or magic in NOT_BARE or has_32_bits:
+        raise ValueError(
+            f"{path} ({size:,} bytes) is not a whole file of uint16 tokens, bare or with llm.c's "
+            "header; prepare the data again, or write bare ids: ids.astype('<u2').tofile(path)"
         )
-    elif size % TOKEN_BYTES:
-        reason = f"it has {size:,} bytes, an odd number"
-    elif len(head) == LOOKED_AT and head.min() >= 0 and 1 < head.max() < 1 << 16:
-        # As uint16, every second one would be token 0.
-        reason = "its ids have 32 bits; write 16: ids.astype('<u2').tofile('train.bin')"
-    else:
-        return bare
-    raise ValueError(f"{path} is not a file of uint16 tokens: {reason}; prepare the data again")
+    return Numbers(path, 0, size // TOKEN_BYTES)
 
 
 def dataset_folder(name: str) -> Path:
-    """Return the folder that a run's --dataset means: one below data/, else a path as it is
-    typed.
-    """
+    """Return the folder that a run's --dataset means: one below data/, else a path that exists."""
     below = Path(__file__).parent / name
-    is_path = len(Path(name).parts) > 1 or Path(name).exists()
-    return Path(name) if is_path and not below.exists() else below
+    return below if below.exists() or not Path(name).exists() else Path(name)
 
 
-def token_files(folder: Path, split: str) -> list[Path]:
+def token_files(folder: Path, split: str, record: dict[str, Any]) -> list[Path]:
     """Return the shards of a split, in order.
 
-    Raises ValueError, which says how to make them, if there are none.
-
-    meta.json lists them. Otherwise they are found by their names; these must be of one kind.
+    record: of meta.json, which lists them. Otherwise they are found by their names; these must be
+    of one kind. Raises ValueError, which says how to make them, if there are none.
     """
-    listed = [
-        folder / name
-        for name in sorted(read_record(folder).get("files", {}))
-        if name.startswith(split)
-    ]
-    alone = folder / f"{split}.bin"
-    if listed or alone.exists():
-        return listed or [alone]
+    listed = sorted(name for name in record.get("files", {}) if name.startswith(split))
+    if listed or (folder / f"{split}.bin").exists():
+        return [folder / name for name in listed or [f"{split}.bin"]]
     numbered = re.compile(rf"(.*[_-])?{split}([_-]?\d[\d_-]*)?\.bin")
     found = {
         path: match[1]
         for path in sorted(folder.glob("*.bin"))
         if (match := numbered.fullmatch(path.name))
     }
-    if not found:
-        if folder.is_file():
-            raise ValueError(
-                f"dataset={folder} is a file; name its folder: --dataset={folder.parent}"
-            )
-        state = f"has no {split}.bin or numbered {split}_*.bin"
-        remedy = f"make it with python data/text/prepare.py FILE --name {folder.name}"
+    if len(set(found.values())) != 1:
+        names = ", ".join(path.name for path in found)[:200] or "none"
+        command = f"data/text/prepare.py FILE --name {folder.name}"
         if (folder / "prepare.py").exists():
-            remedy = f"make it with python {os.path.relpath(folder / 'prepare.py')}"
-        elif not folder.is_dir():
-            state = "does not exist"
-            others = [path.parent.name for path in folder.parent.glob("*/prepare.py")]
-            others += [path.parent.name for path in folder.parent.glob("*/train*.bin")]
-            if like := difflib.get_close_matches(folder.name, others, 1):
-                remedy = f"did you mean {like[0]}? Else {remedy}"
-        raise ValueError(f"dataset folder {folder} {state}; {remedy}, or name one that data/ has")
-    if len(set(found.values())) > 1:
-        names = ", ".join(path.name for path in found)
+            command = os.path.relpath(folder / "prepare.py")
         raise ValueError(
-            f"{folder} has several files for {split} ({names[:200]}); leave one kind of "
-            "them in the folder"
+            f"dataset {folder} has no {split}.bin and no numbered {split}_*.bin of one kind, but "
+            f"{names}; make it with python {command}, or name one that data/ has"
         )
     return list(found)
 
 
-def listed_checksums(folder: Path, split: str = "") -> dict[str, str]:
-    """Return the SHA-256 of each token file, then of each mask, that meta.json lists for a split,
-    in name order.
+def listed_checksums(record: dict[str, Any], split: str = "") -> dict[str, str]:
+    """Return the SHA-256 of each token file and mask that meta.json lists for a split, in name
+    order.
     """
-    record = read_record(folder)
-    entries = sorted(record.get("files", {}).items()) + sorted(record.get("masks", {}).items())
-    return {name: entry["sha256"] for name, entry in entries if name.startswith(split)}
+    entries = record.get("files", {}) | record.get("masks", {})
+    names = sorted(name for name in entries if name.startswith(split))
+    return {name: entries[name]["sha256"] for name in names}
 
 
 # ---- the description -----------------------------------------------------------------------------
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return a folder's {"tokenizer": its meta(), {} if unknown, "vocab_size": ..., "end_of_text":
-    ...}.
+    """Return what is known of a folder: "tokenizer" (its meta(), {} if unknown), "vocab_size", and
+    what else meta.json records.
 
-    It comes from meta.json, else from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does.
-    end_of_text is the token that documents begin with, None if there is none. Raises ValueError if
-    the description cannot be read.
+    Without meta.json, it comes from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does.
+    Raises ValueError if the description cannot be read.
     """
-    meta = read_record(folder) or read_nanogpt(folder) or GPT2
-    return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "end_of_text")}
+    return read_record(folder) or read_nanogpt(folder) or GPT2
 
 
-def check_vocabulary(
-    folder: Path, meta: dict[str, Any], model_vocab: int, model_tokenizer: dict[str, Any] | None
-) -> None:
-    """Raise ValueError if the data was not made with the tokenizer that the model was trained with.
+@contextmanager
+def described(path: Path) -> Iterator[None]:
+    """Turn any error about the content of a description into a ValueError that names the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as e:  # damaged or malicious content can raise nearly anything
+        raise ValueError(
+            f"{path} does not describe token files ({reason(e)}); delete it and prepare the data "
+            "again"
+        ) from None
 
-    model_tokenizer is None if it is not known; then the sizes must match, padded or not.
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return everything that a folder's meta.json records, {} without one.
+
+    Raises ValueError if it is damaged or cannot be right, OSError.
     """
-    tokenizer = meta["tokenizer"]
-    same_size = model_vocab in (
-        meta["vocab_size"],
-        padded_vocab_size(tokenizer, meta["vocab_size"]),
-    )
-    if same_size and (not model_tokenizer or not tokenizer or model_tokenizer == tokenizer):
+    path = folder / "meta.json"
+    if not os.path.lexists(path):
+        return {}
+    with described(path):
+        meta: dict[str, Any] = json.loads(read_small(path, JSON_BYTES))
+        check_record(meta, META, required=("tokenizer", "vocab_size"))
+        if CHECKSUM in meta and meta[CHECKSUM] != checksum_of(meta):
+            raise ValueError("its checksum differs: it is damaged or was changed by hand")
+        check_tokenizer(meta["tokenizer"], meta["vocab_size"])
+        for key, suffix in (("files", ".bin"), ("masks", MASK_SUFFIX)):
+            for name, entry in meta.get(key, {}).items():
+                # Nothing outside of the folder
+                if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):
+                    raise ValueError(
+                        f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}"
+                    )
+                check_record(entry, ENTRY, required=("tokens", "sha256"))
+    return meta
+
+
+def to_json(meta: dict[str, Any]) -> bytes:
+    """Return the content of a meta.json, its checksum included."""
+    return json.dumps(meta | {CHECKSUM: checksum_of(meta)}, indent=1).encode()
+
+
+def checksum_of(meta: dict[str, Any]) -> str:
+    """Return the checksum of a record, CHECKSUM itself left out."""
+    content = {key: value for key, value in meta.items() if key != CHECKSUM}
+    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def check_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> None:
+    """Raise ValueError if a tokenizer's description is wrong or does not fit the size of the
+    vocabulary.
+    """
+    if tokenizer in ({}, {"name": "gpt2"}):
         return
-    raise ValueError(
-        f"{folder} has a vocabulary of {meta['vocab_size']} (tokenizer "
-        f"{short_name(tokenizer)}), the model one of {model_vocab} (tokenizer "
-        f"{short_name(model_tokenizer or {})}); prepare the data with the model's "
-        "tokenizer, or use --init_from=scratch"
-    )
+    if tokenizer.get("name") == "bpe":  # without tiktoken, which may not be installed
+        size = len(tokens_of(tokenizer["merges"])) + 1
+    else:
+        size = from_meta(tokenizer).vocab_size
+    if size != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size} does not fit the tokenizer")
+
+
+class PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only plain values are read")
+
+
+def read_nanogpt(folder: Path) -> dict[str, Any]:
+    """Return the description in nanoGPT's meta.pkl, {"tokenizer", "vocab_size"}; {} without one.
+
+    The tokenizer is {} if it is not one of characters. Raises ValueError as read_record, OSError.
+    """
+    path = folder / "meta.pkl"
+    if not os.path.lexists(path):
+        return {}
+    with described(path):
+        meta = PlainUnpickler(io.BytesIO(read_small(path, PICKLE_BYTES))).load()
+        check_record(meta, META, required=["vocab_size"])
+        itos = meta.get("itos") or {}
+        pieces = [itos[i] for i in range(len(itos))]
+        is_char = bool(pieces) and all(len(piece) == 1 for piece in pieces)
+        tokenizer = {"name": "char", "chars": "".join(pieces)} if is_char else {}
+        check_tokenizer(tokenizer, meta["vocab_size"])
+    return {"tokenizer": tokenizer, "vocab_size": meta["vocab_size"]}

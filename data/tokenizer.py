@@ -37,8 +37,6 @@ VOCAB_MULTIPLE = 64  # ids: whole tiles in the matmul of the head
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # ids: the bytes and END_OF_TEXT
 LONGEST_TOKEN = 128  # bytes; GPT-2's longest has as many
-# Of all lines in UTF-8: a checkpoint's and meta.json's limits leave room for as much.
-MOST_MERGES_BYTES = 2 << 20
 # GPT-2's pattern as tiktoken writes it: the same pieces, without going back over long white space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # How GPT-2's merges.txt spells bytes: printable ones of Latin-1 as themselves, the others, in
@@ -66,11 +64,11 @@ class Tokenizer(Protocol):
         """
         if self.end_of_text is None:
             return self.encode(text)
-        first, *rest = text.split(END_OF_TEXT)
-        ids = [self.encode(first)]
-        for part in rest:
-            ids += [np.array([self.end_of_text], np.uint16), self.encode(part)]
-        return np.concatenate(ids)
+        first, *rest = map(self.encode, text.split(END_OF_TEXT))
+        end_of_text = np.array([self.end_of_text], np.uint16)
+        for ids in rest:
+            first = np.concatenate([first, end_of_text, ids])
+        return first
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         """Return the UTF-8 of token ids, with END_OF_TEXT for end_of_text; several tokens can make
@@ -115,10 +113,9 @@ class CharTokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         try:
             return np.fromiter(map(self._ids.__getitem__, text), np.uint16, len(text))
-        except KeyError:
-            unknown = ", ".join(map(repr, sorted(set(text) - set(self.chars))[:10]))
+        except KeyError as e:
             raise ValueError(
-                f"the tokenizer does not know {unknown}; its characters: {shortened(self.chars)}"
+                f"the tokenizer does not know {e}; its characters: {shortened(self.chars)}"
             ) from None
 
     def decode_bytes(self, ids: list[int]) -> bytes:
@@ -200,43 +197,36 @@ def of_merges(merges: str) -> BpeTokenizer:
     return BpeTokenizer(encoding, {"name": "bpe", "merges": merges})
 
 
-def tokens_of(merges: Any) -> list[bytes]:
+def tokens_of(merges: str) -> list[bytes]:
     """Return the tokens of BpeTokenizer's merges by id, without END_OF_TEXT.
 
     Raises ValueError if one is wrong.
     """
-    if (
-        not isinstance(merges, str)
-        or len(merges.encode("utf-8", "surrogatepass")) > MOST_MERGES_BYTES
-    ):
-        raise ValueError(
-            f"the tokenizer's merges are not text of at most {MOST_MERGES_BYTES:,} bytes"
-        )
-    lines = merges.split("\n") if merges else []
     tokens = {CHAR_OF_BYTE[byte]: bytes([byte]) for byte in range(256)}
-    for number, line in enumerate(lines, 1):
+    # Text beyond the largest vocabulary becomes a last line that is wrong.
+    for line in merges.split("\n", MOST_IDS) if merges else []:
         left, _, right = line.partition(" ")
         token = left + right
         is_new = left in tokens and right in tokens and token not in tokens
-        if not is_new or len(token) > LONGEST_TOKEN or number > MOST_IDS - SMALLEST_BPE:
+        if not is_new or len(token) > LONGEST_TOKEN or len(tokens) == MOST_IDS - 1:
             raise ValueError(
-                f"the tokenizer's merge {number:,}, {reprlib.repr(line)}, makes no new "
+                f"the tokenizer's merge {len(tokens) - 255:,}, {reprlib.repr(line)}, makes no new "
                 "token of two others"
             )
         tokens[token] = tokens[left] + tokens[right]
     return list(tokens.values())
 
 
-def gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """Return GPT-2's ids, by their spelling, and its merges, from the files of tiktoken's cache."""
+def gpt2_vocabulary() -> tuple[list[str], list[str]]:
+    """Return GPT-2's tokens, as they are spelt, by id, and its merges, from the files of tiktoken's
+    cache.
+    """
     from tiktoken.load import read_file_cached
 
-    files = {
-        name: read_file_cached(GPT2_FILES + name, checksum)
-        for name, checksum in GPT2_SHA256.items()
-    }
-    merges = files["vocab.bpe"].decode().split("\n")[1:-1]  # without the version line and the end
-    return json.loads(files["encoder.json"]), merges
+    encoder = read_file_cached(f"{GPT2_FILES}encoder.json", GPT2_SHA256["encoder.json"])
+    merges = read_file_cached(f"{GPT2_FILES}vocab.bpe", GPT2_SHA256["vocab.bpe"])
+    # Without the version line and the end
+    return list(json.loads(encoder)), merges.decode().split("\n")[1:-1]
 
 
 def from_meta(meta: dict[str, Any]) -> Tokenizer:
@@ -246,7 +236,7 @@ def from_meta(meta: dict[str, Any]) -> Tokenizer:
         return CharTokenizer(meta["chars"])
     if name == "bytes":
         return BytesTokenizer()
-    if name == "bpe" and "merges" in meta:
+    if name == "bpe" and isinstance(meta.get("merges"), str):
         return of_merges(meta["merges"])
     if meta == {"name": "gpt2"}:
         return gpt2()
@@ -259,9 +249,7 @@ def from_meta_offline(meta: dict[str, Any]) -> Tokenizer:
     Raises ValueError if tiktoken's cache lacks a file.
     """
     if meta.get("name") == "gpt2":
-        default = os.environ.get(
-            "DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache")
-        )
+        default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
         folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR", default))
         for name, checksum in GPT2_SHA256.items():
             path = folder / hashlib.sha1(f"{GPT2_FILES}{name}".encode()).hexdigest()
@@ -285,12 +273,8 @@ def short_name(meta: dict[str, Any]) -> str:
     """Return a tokenizer's name, followed by 12 hex digits that tell vocabularies of this name
     apart.
     """
-    rest = {key: value for key, value in meta.items() if key != "name"}
-    return (
-        f"{meta['name']} {sha256(json.dumps(rest).encode())[:12]}"
-        if rest
-        else meta.get("name", "unknown")
-    )
+    name = meta.get("name", "unknown")
+    return name if len(meta) < 2 else f"{name} {sha256(json.dumps(meta).encode())[:12]}"
 
 
 def padded_vocab_size(meta: dict[str, Any], vocab_size: int) -> int:

@@ -25,24 +25,17 @@ NO_SUCH_TOKEN = "<unknown>"
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of tokenizer.json.
-
-    Raises ValueError for a tokenizer that the format cannot hold.
-    """
-    meta = tokenizer.meta()
-    bytes_ = {CHAR_OF_BYTE[byte]: byte for byte in range(256)}
+    """Return the content of tokenizer.json."""
     if isinstance(tokenizer, CharTokenizer):
         return of_chars(tokenizer)
-    if isinstance(tokenizer, BytesTokenizer):
-        del bytes_[CHAR_OF_BYTE[255]]
-        return of_bytes(bytes_ | {END_OF_TEXT: 255}, [], splits=False)
+    meta = tokenizer.meta()
     if meta["name"] == "gpt2":
         return of_bytes(*gpt2_vocabulary())
-    if "merges" in meta:
-        merges = meta["merges"].split("\n") if meta["merges"] else []
-        made = {merge.replace(" ", ""): 256 + i for i, merge in enumerate(merges)}
-        return of_bytes(bytes_ | made | {END_OF_TEXT: 256 + len(made)}, merges)
-    raise ValueError(f"Hugging Face's tokenizer.json cannot hold the tokenizer {meta['name']!r}")
+    bytes_ = [CHAR_OF_BYTE[byte] for byte in range(256)]
+    if isinstance(tokenizer, BytesTokenizer):
+        return of_bytes([*bytes_[:255], END_OF_TEXT], [], splits=False)
+    merges = meta["merges"].split("\n") if meta["merges"] else []
+    return of_bytes([*bytes_, *(merge.replace(" ", "") for merge in merges), END_OF_TEXT], merges)
 
 
 def tokenizer_config_json(
@@ -84,12 +77,13 @@ def of_chars(tokenizer: CharTokenizer) -> dict[str, Any]:
     return json.loads(made.to_str())
 
 
-def of_bytes(vocab: dict[str, int], merges: list[str], splits: bool = True) -> dict[str, Any]:
-    """Return a byte-pair encoding as tokenizer.json. splits: first by GPT-2's pattern, which tokens
-    do not cross.
+def of_bytes(tokens: list[str], merges: list[str], splits: bool = True) -> dict[str, Any]:
+    """Return a byte-pair encoding as tokenizer.json. tokens: by id. splits: first by GPT-2's
+    pattern, which tokens do not cross.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+    vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [(left, right) for left, right in map(str.split, merges)]
     made = Tokenizer(models.BPE(vocab, pairs))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.dataset import Dataset
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import savable
 from deskgpt.compute import ComputeMode, apply_compute, forward_result, seed_all
@@ -68,6 +67,7 @@ def distance(
     return error if math.isfinite(error) else math.inf
 
 
+SHORT = 256  # tokens of a text on which a model is checked
 ForwardBackward = Callable[..., dict[str, Tensor]]  # train.py's
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)  # it leaves a loss on any device as it is
 
@@ -76,18 +76,19 @@ def check_run(
     config: object,
     model: GPT,
     mode: ComputeMode,
-    data: Dataset,
     dist: DistContext,
     forward_backward: ForwardBackward,
     build_optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
     """Check the model of a run, in eager float32 so far, how this run computes it, and its first
-    step and save, on a short text; print the result.
+    step and save, on a short random text; print the result.
 
     config: train.py's. The last two are the loop's own. Raises ValueError if something is wrong.
     """
-    text = data.short_text(model.config.block_size, model.config.vocab_size)
-    idx, targets = (tokens.to(dist.device) for tokens in text)
+    shape = (2, min(model.config.block_size, SHORT) + 1)
+    text = torch.randint(model.config.vocab_size, shape, device=dist.device)
+    idx = text[:, :-1].contiguous()
+    targets = text[:, 1:].contiguous()
     problems = check_model(model, mode, idx, targets, forward_backward)
     if problems:
         raise ValueError(f"model.py: {'; '.join(problems)}")

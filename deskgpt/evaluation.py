@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute import ComputeMode, CudaGraph, Pass, autocast, forward_result
+from deskgpt.compute import ComputeMode, Pass, autocast, forward_result
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
 from model import GPT
@@ -44,27 +43,23 @@ def evaluate(
     variant: ComputeMode,
     batches: Iterable[tuple[Tensor, Tensor, float]],
     dist: DistContext,
-    graph: CudaGraph | None = None,
+    loss_of: Pass,
 ) -> Evaluation:
     """Return the mean loss over the batches of all ranks, without dropout and without what training
     adds to the loss.
 
     batches: inputs (B, T), targets (B, T) and the number of rows that count; with a loss mask that
-    is a fraction, learned targets / block_size. graph: of evaluation_loss. The standard error comes
-    from the spread of the batches' means.
+    is a fraction, learned targets / block_size. loss_of: evaluation_loss of x and y, or its graph.
+    The standard error comes from the spread of the batches' means.
     """
     losses = []
     counts = []
     # On a CPU, evaluate uncompiled: another compilation takes longer than it saves.
     is_eager = variant.compiled and dist.device.type == "cpu"
     stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
-    loss_of: Pass = graph or functools.partial(evaluation_loss, model, variant)
-    # Around all batches autocast casts each weight once. A graph has casts of its own.
-    keeps_casts = graph is None or not graph.enabled
-    casts = autocast(dist.device, variant.dtype) if keeps_casts else nullcontext()
     model.eval()
     try:
-        with stance, casts:
+        with stance:
             for x, y, rows in batches:
                 # Of padding too: ranks that share weights need each other.
                 loss = loss_of(x, y)["loss"]
@@ -76,7 +71,7 @@ def evaluate(
         free_gathered(model)
         free_unused(dist.device)  # a step makes tensors of other sizes
 
-    sums = torch.stack(losses).cpu().double() if losses else torch.zeros(0, dtype=torch.float64)
+    sums = torch.tensor([loss.item() for loss in losses], dtype=torch.float64)
     rows_of = torch.tensor(counts, dtype=torch.float64)
     own = torch.tensor((sums.sum(), rows_of.sum(), len(counts)), dtype=torch.float64)
     loss_sum, n_rows, n_batches = dist.sum(own).tolist()

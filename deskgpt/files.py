@@ -19,7 +19,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 
@@ -49,18 +49,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())  # or a power cut could leave the new name on an empty file
         os.replace(tmp, path)
-    except BaseException:
-        with suppress(OSError):  # the folder may be missing
-            tmp.unlink(missing_ok=True)
-        raise
+    finally:
+        with suppress(OSError):  # it has its name, or the folder is missing
+            tmp.unlink()
 
 
 def remove_leftovers(folder: Path, *names: str) -> None:
-    """Remove the temporary files that killed processes have left, by the beginnings of their
-    names.
-    """
+    """Remove the temporary files of these names that killed processes have left."""
     for name in names:
-        for path in folder.glob(f"{name}*{TEMPORARY}"):
+        for path in folder.glob(f"{name}.*{TEMPORARY}"):
             with suppress(OSError):  # a folder
                 path.unlink()
 
@@ -101,23 +98,22 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.is_dir():
             path.rmdir()  # it is empty; Windows renames no folder to an existing one
         os.rename(tmp, path)
-    except BaseException as e:
+    except OSError as e:
+        raise cannot_write(path, e) from None
+    finally:
         shutil.rmtree(tmp, ignore_errors=True)
-        if isinstance(e, OSError):
-            raise cannot_write(path, e) from None
-        raise
 
 
 def check_unused(path: Path) -> None:
     """Raise ValueError if a new folder cannot become `path`: something is there, or its parent is
     missing.
     """
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"{path} is not empty; choose another folder, or remove it first")
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ValueError(f"{path} exists and is not a folder; choose another name")
+    is_empty = path.is_dir() and not any(path.iterdir())
+    is_taken = path.is_symlink() or (path.exists() and not is_empty)
+    if is_taken or not path.parent.is_dir():
+        raise ValueError(
+            f"{path} must be a new or empty folder, in a folder that exists: choose another name"
+        )
 
 
 def read_small(path: Path, at_most: int) -> bytes:
@@ -126,17 +122,15 @@ def read_small(path: Path, at_most: int) -> bytes:
     Raises ValueError if it is larger, or a pipe, device or folder, which might never end; OSError.
     """
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path.name} is not a file")
-    if status.st_size > at_most:
-        raise ValueError(f"{path.name} has more than {at_most:,} bytes, an absurd size")
+    if not stat.S_ISREG(status.st_mode) or status.st_size > at_most:
+        raise ValueError(f"{path.name} is not a file of at most {at_most:,} bytes")
     return path.read_bytes()
 
 
 def copy_file(path: Path, to: Path) -> None:
     """Copy path to a file of its own: damage to one leaves the other alone. Raises OSError."""
     with open(path, "rb") as source, replacing(to) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+        shutil.copyfileobj(source, target)
 
 
 def sync_folder(folder: Path) -> None:
@@ -146,7 +140,7 @@ def sync_folder(folder: Path) -> None:
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -213,31 +207,16 @@ def is_local(dataset: Any) -> bool:
 RESTART_S = 100.0
 
 
-def lock_out_dir(folder: Path, wait_s: float = 0.0) -> AbstractContextManager[None]:
-    """Make the folder if need be, and keep other runs out of it during the block.
-
-    wait_s: how long another run may take to leave it. Raises ValueError if one stays, OSError if
-    the folder cannot be written.
-    """
-    in_use = (
-        f"out_dir={folder} is in use by another run: wait for it, stop it, or choose "
-        "another --out_dir"
-    )
-    return locked_folder(folder, in_use, wait_s=wait_s)
-
-
 @contextmanager
-def locked_folder(folder: Path, in_use: str, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
+def locked_folder(folder: Path, name: str = "", wait_s: float = 0.0) -> Iterator[None]:
     """Make the folder if need be, and hold its lock of this name during the block.
 
     The lock is the system's and ends with its process. wait_s: how long another process may take to
-    leave. Raises ValueError(in_use) if one stays, OSError if the folder cannot be written. On a
+    leave. Raises ValueError if one stays, OSError if the folder cannot be written. On a
     file system without locks a note says so once.
     """
-    from filelock import (  # tasks.py reads this file before any package is installed
-        FileLock,
-        Timeout,
-    )
+    # tasks.py reads this file before any package is installed.
+    from filelock import FileLock, Timeout
 
     lock = FileLock(folder / f".lock{name}")
     try:
@@ -250,9 +229,11 @@ def locked_folder(folder: Path, in_use: str, name: str = "", wait_s: float = 0.0
             )
         if hasattr(os, "O_DIRECTORY"):  # Windows moves no folder in which a file is open
             # While it is open, no other folder gets its number.
-            _locked[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            _locked[folder] = os.open(folder, os.O_RDONLY)
     except Timeout:
-        raise ValueError(in_use) from None
+        raise ValueError(
+            f"{folder} is in use by another process: wait for it, stop it, or choose another folder"
+        ) from None
     except OSError as e:
         raise cannot_write(folder, e) from None
     try:
@@ -318,11 +299,10 @@ def cache_folder() -> Path:
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = (caches if caches.is_absolute() else Path.home() / ".cache") / "deskgpt"
         path.mkdir(parents=True, exist_ok=True)
-        if path.is_absolute() and os.access(path, os.W_OK):
+        if os.access(path, os.W_OK):
             return path
-    path = (
-        Path(tempfile.gettempdir()) / f"deskgpt-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-    )
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    path = Path(tempfile.gettempdir(), f"deskgpt-{user}")
     with suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
     return path
@@ -332,14 +312,11 @@ def is_trusted(path: Path) -> bool:
     """Return whether a file and its folder belong to this user, nobody else may write there, and it
     is no link.
     """
-    try:
-        found = [path.lstat(), path.parent.stat()]
-    except OSError:
-        return False
-    if not stat.S_ISREG(found[0].st_mode):
+    if path.is_symlink() or not path.is_file():
         return False
     if not hasattr(os, "getuid"):  # Windows: the home is the user's
         return True
+    found = [path.stat(), path.parent.stat()]
     return all(s.st_uid == os.getuid() and not s.st_mode & stat.S_IWOTH for s in found)
 
 
@@ -376,9 +353,9 @@ def untrusted_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     wandb_log sends data away, and Windows logs in to the host that a path names.
     """
-    risky = {}
-    if settings.get("wandb_log", False) is not False:
-        risky["wandb_log"] = settings["wandb_log"]
-    if not is_local(settings.get("dataset", "")):
-        risky["dataset"] = settings["dataset"]
-    return risky
+    return {
+        name: value
+        for name, value in settings.items()
+        if (name == "wandb_log" and value is not False)
+        or (name == "dataset" and not is_local(value))
+    }

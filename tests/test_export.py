@@ -501,7 +501,7 @@ def test_mistake_is_one_line_and_leaves_nothing(tmp_path, script):
     out = f"--out_dir={tmp_path / 'out'}"
     new = f"--to={tmp_path / 'new'}"
     mistakes = {
-        (out, f"--to={tmp_path / 'full'}"): "full is not empty",
+        (out, f"--to={tmp_path / 'full'}"): "full must be a new or empty folder",
         (out, f"--to={tmp_path / 'file'}"): tmp_path / "file",
         (out,): "to is empty",
         (f"--out_dir={tmp_path / 'nowhere'}", new): tmp_path / "nowhere",

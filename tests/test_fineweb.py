@@ -28,7 +28,7 @@ import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
 from data.dataset import Checksums
 from data.fineweb_edu.prepare import arguments, main
-from data.meta_files import read_record
+from data.token_files import listed_checksums, read_record
 from deskgpt.files import locked_folder
 
 PREPARE = "data/fineweb_edu/prepare.py"
@@ -235,7 +235,8 @@ def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts):
     files = read_record(undisturbed)["files"]
     assert list(files) == [*(f"train_{n:06}.bin" for n in (0, 1, 3, 4, 5, 6)), "val_000000.bin"]
     splits = [Split(undisturbed, split, 64, 256) for split in ("train", "val")]
-    assert Checksums(undisturbed, splits).state.startswith("checksums verified")
+    listed = listed_checksums(read_record(undisturbed))
+    assert Checksums(listed, splits).state == "checksums verified"
     assert splits[1].tokens == 50_000
 
 
@@ -254,7 +255,7 @@ def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(
 ):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
     assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
-    with locked_folder(tmp_path, "in use", ".part_1_3"):  # as another process holds it
+    with locked_folder(tmp_path, ".part_1_3"):  # as another process holds it
         fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
     assert "--part=2/3" in script(*prepare, "--part=1/3").out
     assert "train and" in script(*prepare, "--part=2/3").out
@@ -357,8 +358,8 @@ def test_killed_in_the_middle_of_a_file_it_reads_no_row_before_again_and_the_byt
     text_of = prepare_fineweb.text_of
     monkeypatch.setattr(prepare_fineweb, "BATCH_CHARS", 1000)
     made(*options, "--out", tmp_path / "undisturbed")
-    monkeypatch.setattr("data.shards.SAVED_TOKENS", 20_000)
-    monkeypatch.setattr("data.shards.usable_cores", lambda: 1)
+    monkeypatch.setattr("data.prepared.SAVED_TOKENS", 20_000)
+    monkeypatch.setattr("data.prepared.usable_cores", lambda: 1)
     monkeypatch.setattr(prepare_fineweb, "text_of", stopped_at(250, text_of, []))
     with pytest.raises(KeyboardInterrupt):
         made(*options, "--out", tmp_path / "killed")

@@ -14,7 +14,6 @@ import pytest
 from conftest import (
     ROOT,
     SHAKESPEARE,
-    assert_one_line,
     assert_refused,
     contents,
     needs_bpe,
@@ -24,11 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fineweb import PACK, UNTIL_RENAME, fails
 
-from data.meta_files import read_record
 from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe
 from data.text_files import lines_in, read_text
-from data.token_files import read_meta
+from data.token_files import read_meta, read_record
 from data.tokenizer import (
     BytesTokenizer,
     CharTokenizer,
@@ -171,8 +169,6 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
     pattern = tmp_path / "texts" / "*.txt"
     assert script(PREPARE, pattern, "--tokenizer", own, "--out", other).code == 0
     assert read_meta(other)["tokenizer"] == read_meta(own)["tokenizer"]
-    again = script(PREPARE, pattern, "--tokenizer=bytes", "--out", other)
-    assert_one_line(again.out.splitlines()[0], "note", other, "another tokenizer, char ")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")

@@ -45,7 +45,7 @@ from deskgpt.checkpoint import (
     save_checkpoint,
     write_ckpt_file,
 )
-from deskgpt.files import TEMPORARY, lock_out_dir
+from deskgpt.files import TEMPORARY, locked_folder
 from deskgpt.logger import RunLog, read_events
 from deskgpt.saving import Checkpointer
 from train import main
@@ -60,19 +60,18 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     saver = Checkpointer(tmp_path, lines.append, best_val_loss=9.0)
     assert not saver.is_best(8.0, step=0)  # random weights
     saver.save(state_of(1, 3.0), best=True)
-    huge = state_of(2, 2.0)
-    bad = state_of(3, 2.0)
-    huge.model["lm_head.weight"].fill_(1e27)  # finite, but what is computed with it is not
-    bad.model["lm_head.weight"][0, 0] = torch.nan
-    for state, named in ((huge, "above 1e+18"), (bad, "NaN")):  # for ever: the run ends
+    # 1e27 is finite, but what is computed with it is not.
+    for weight, named in ((1e27, "above 1e+18"), (torch.nan, "NaN")):  # for ever: the run ends
+        state = state_of(2, 2.0)
+        state.model["lm_head.weight"][0, 0] = weight
         with raises_one_line(tmp_path / "ckpt.pt", "transformer.wte.weight", named, "is intact"):
             saver.save(state, best=True)
     with files_of_at_most(kib=1):
         saver.save(state_of(4, 2.0), best=True)
     assert saver.is_best(2.5, step=5)  # the files have 3.0
     assert saver.saved_step == 1
-    assert load_checkpoint(tmp_path).iter_num == 1
-    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 1
+    for path in (tmp_path, tmp_path / CKPT_BEST):
+        assert load_checkpoint(path).iter_num == 1
     assert_one_line(*lines, tmp_path / CKPT, "free some disk space", "the run continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
@@ -84,26 +83,29 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("deskgpt.checkpoint.copy_file", full)
     saver.save(state_of(6, 0.5), best=True)
-    assert [saver.is_best(loss, step=7) for loss in (0.4, 0.6)] == [True, False]
+    assert not saver.is_best(0.6, step=7)
     assert load_checkpoint(tmp_path / CKPT_BEST).best_val_loss == 0.5
     assert load_to_resume(tmp_path).iter_num == 5
 
 
-def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(tmp_path):
+@pytest.mark.parametrize(
+    ("step", "number", "named", "loaded"), [(7, torch.nan, "NaN", 5), (8, 0.0, "step 8", 8)]
+)
+def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(
+    tmp_path, step, number, named, loaded
+):
+    """Damage of a file that one resumes, and a run that goes back to its best model."""
     save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
-    # Damage of a file that one resumes, and a run that goes back to its best model.
-    rows = [(7, torch.nan, "NaN", 5), (8, 0.0, "step 8", 8)]
-    for n, (step, number, named, loaded) in enumerate(rows, 1):
-        state = state_of(step)
-        state.model["lm_head.weight"][0, 0] = number
-        write_ckpt_file(vars(state), tmp_path / CKPT)
-        before = (tmp_path / CKPT).read_bytes()
-        lines: list[str] = []
-        assert load_checkpoint(tmp_path).iter_num == loaded
-        Checkpointer(tmp_path, lines.append, 3.0, saved_step=5).save(state_of(6), best=False)
-        assert_one_line(*lines, tmp_path / CKPT, named, f"previous-{n}")
-        assert contents(tmp_path / f"previous-{n}") == {CKPT: before}
-        assert load_checkpoint(tmp_path).iter_num == 6
+    state = state_of(step)
+    state.model["lm_head.weight"][0, 0] = number
+    write_ckpt_file(vars(state), tmp_path / CKPT)
+    before = (tmp_path / CKPT).read_bytes()
+    lines: list[str] = []
+    assert load_checkpoint(tmp_path).iter_num == loaded
+    Checkpointer(tmp_path, lines.append, 3.0, saved_step=5).save(state_of(6), best=False)
+    assert_one_line(*lines, tmp_path / CKPT, named, "previous-1")
+    assert contents(tmp_path / "previous-1") == {CKPT: before}
+    assert load_checkpoint(tmp_path).iter_num == 6
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -112,8 +114,7 @@ def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(
 # file must be written under a temporary name and renamed when it is complete.
 CHANGES = re.compile("open|shutil.copyfile|os.(rename|remove|link|mkdir|rmdir|truncate)")
 
-SAVES = [(1, True, 3.0), (2, False, 3.0), (3, True, 2.0)]  # (step, best, val loss so far)
-STATES = [(state_of(step, loss), best) for step, best, loss in SAVES]
+STATES = [(state_of(1, 3.0), True), (state_of(2, 3.0), False), (state_of(3, 2.0), True)]  # best?
 
 
 def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
@@ -144,19 +145,18 @@ def assert_nothing_lost(out_dir: Path, before: str, done: list[int]) -> None:
     """Check that what a kill leaves is what docs/reliability.md promises, and that a run resumes
     from there.
     """
-    losses = {step: loss for step, best, loss in SAVES if best}
+    losses = {state.iter_num: state.best_val_loss for state, best in STATES if best}
     if before != "nothing":
         losses[0] = 4.0
-    if before == "nothing" and not done and not list_checkpoints(out_dir):
+    elif not done and not list_checkpoints(out_dir):
         return
     last = load_to_resume(out_dir)
     assert last.iter_num >= max([0, *done])
-    bests_done = [step for step in done if step in losses]
+    bests_done = [losses[step] for step in done if step in losses]
     if bests_done or before == "damaged" or (out_dir / CKPT_BEST).exists():
         best = load_checkpoint(out_dir / CKPT_BEST)
         assert best.iter_num in losses
-        assert best.best_val_loss <= min([losses[step] for step in bests_done], default=4.0)
-        assert last.best_val_loss == best.best_val_loss
+        assert best.best_val_loss == last.best_val_loss <= min(bests_done, default=4.0)
     # The resumed run saves a worse model, which must leave the best one alone.
     clean_out_dir(out_dir, print)
     save_checkpoint(state_of(9, last.best_val_loss), out_dir, best=False)
@@ -182,19 +182,18 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
                 (out_dir / CKPT_BEST).unlink()
             elif before == "damaged":
                 os.truncate(out_dir / CKPT, 1000)
-            with tempfile.TemporaryFile(buffering=0) as report:
-                child = os.fork()
-                if child == 0:
-                    with suppress(BaseException):
-                        save_all(out_dir, call, report)
-                        os._exit(0)
-                    os._exit(1)
-                _, status = os.waitpid(child, 0)
-                report.seek(0)
-                reported = [line.split() for line in report.read().decode().splitlines()]
+            reported = Path(folder, f"{call}.report")
+            child = os.fork()
+            if child == 0:
+                with suppress(BaseException), open(reported, "wb", buffering=0) as report:
+                    save_all(out_dir, call, report)
+                    os._exit(0)
+                os._exit(1)
+            _, status = os.waitpid(child, 0)
             assert status in (0, signal.SIGKILL)
-            assert {word for word, _ in reported} <= {"done"}  # nothing was written in place
-            assert_nothing_lost(out_dir, before, [int(step) for _, step in reported])
+            lines = reported.read_text().splitlines() if reported.exists() else []
+            assert all(line.startswith("done ") for line in lines)  # nothing was written in place
+            assert_nothing_lost(out_dir, before, [int(line.split()[1]) for line in lines])
             if status == 0:
                 break
     assert call > 15
@@ -213,7 +212,6 @@ def test_log_continues_after_a_torn_line_and_a_full_disk_and_if_it_was_moved_awa
         for step in range(3):
             log.write("iter", iter=step)
     log.write("iter", iter=3)
-    assert path.read_text().count("\n") == 3
     assert [e["iter"] for e in read_events(path)] == [0, 3]
     assert_one_line(capsys.readouterr().err, path, "File too large", "the run continues")
     path.rename(tmp_path / "moved")
@@ -234,8 +232,7 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
     chars, tmp_path, monkeypatch
 ):
     head = shell("git", "rev-parse", "--short=12", "HEAD").stdout.strip()
-    shell("git", "init", tmp_path / "other")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
     main(tiny(chars, tmp_path / "out", max_iters=0))
     [start] = events(tmp_path / "out", "start")
     assert (start["git_commit"] or "").removesuffix("+changes") == head
@@ -260,13 +257,10 @@ def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys
     wandb_run.log.side_effect = [None, OSError("no space left")]
     log = RunLog(tmp_path / "log.jsonl", wandb_run)
     for step in (7, 8, 9):
-        log.write("iter", iter=step, loss=2.0, mfu=0.5)
-    log.close()
-    assert wandb_run.log.call_args_list[0] == mock.call(
-        {"iter": 7, "loss": 2.0, "mfu": 50.0}, step=7
-    )
+        log.write("iter", iter=step, mfu=0.5)
     assert wandb_run.log.call_count == 2  # it is not called again
-    assert [e["iter"] for e in events(tmp_path, "iter")] == [7, 8, 9]
+    assert wandb_run.log.call_args_list[0] == mock.call({"iter": 7, "mfu": 50.0}, step=7)
+    assert len(events(tmp_path, "iter")) == 3
     assert_one_line(capsys.readouterr().err, "wandb", "no space left", "the run continues")
 
 
@@ -275,12 +269,12 @@ def test_wandb_gets_the_numbers_and_a_run_continues_if_it_fails(tmp_path, capsys
 
 def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
     out_dir = tmp_path / "a" / "out"
-    with lock_out_dir(out_dir):
+    with locked_folder(out_dir):
         before = contents(out_dir)
         done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
         assert contents(out_dir) == before
     assert done.code == 1
-    assert_one_line(done.err, f"{out_dir} is in use", "--out_dir")
+    assert_one_line(done.err, f"{out_dir} is in use", "another folder")
     assert contents(out_dir) == {}
 
 
@@ -288,24 +282,22 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
 @pytest.mark.parametrize("remove", [shutil.rmtree, lambda path: path.rename(f"{path}-old")])
 def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(remove, tmp_path):
     out_dir = tmp_path / "out"
-    with lock_out_dir(out_dir):
+    with locked_folder(out_dir):
         log = RunLog(out_dir / "log.jsonl")
         saver = Checkpointer(out_dir, print, best_val_loss=9.0)
         remove(out_dir)
-        for _ in range(2):
-            with raises_one_line(out_dir, "removed or renamed"):
-                log.write("iter", iter=1)
-            with raises_one_line(out_dir, "removed or renamed"):
-                saver.save(state_of(), best=True)
-            out_dir.mkdir(exist_ok=True)  # which may get the number of the one that was removed
-            (out_dir / ".lock").touch()
-    assert contents(out_dir) == {".lock": b""}
+        with raises_one_line(out_dir, "removed or renamed"):
+            log.write("iter", iter=1)
+        out_dir.mkdir()  # it may get the number of the one that was removed
+        with raises_one_line(out_dir, "removed or renamed"):
+            saver.save(state_of(), best=True)
+    assert contents(out_dir) == {}
 
 
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES, 524])
-def test_file_system_without_locks_gets_a_note(error, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
-    with lock_out_dir(tmp_path):
+def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
+    # Others refuse with other errors, and this one looks like a lock of another process.
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.EACCES, "no")))
+    with locked_folder(tmp_path):
         pass
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
 
@@ -319,7 +311,7 @@ def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_p
     def come_and_go(number: int) -> None:
         times = 0
         while times < 50:
-            with suppress(ValueError), lock_out_dir(folder):
+            with suppress(ValueError), locked_folder(folder):
                 (folder / "alone").touch(exist_ok=False)
                 times += 1
                 (folder / "alone").unlink()

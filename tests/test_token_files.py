@@ -16,62 +16,58 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CPU, ROOT, Code, assert_one_line, raises_one_line, until
+from conftest import CPU, ROOT, Code, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data.dataset
-from data import meta_files
 from data.batches import AHEAD, BatchSplit, Loader, NumberFile, Split
 from data.dataset import Dataset, eval_digest, fingerprint
-from data.meta_files import read_record, to_json
 from data.prepared import write_dataset
 from data.token_files import (
     HEADER_BYTES,
+    JSON_BYTES,
     MAGIC,
     VERSION,
-    check_vocabulary,
     dataset_folder,
     read_meta,
+    read_record,
+    to_json,
     token_files,
     tokens_in_file,
 )
-from data.tokenizer import MOST_MERGES_BYTES, BytesTokenizer, CharTokenizer
+from data.tokenizer import BytesTokenizer, CharTokenizer
 from deskgpt.files import write_atomically
 
 BYTES = np.arange(250, dtype=np.uint16)
 
 
-def llmc_file(
-    ids: list[int], magic: int = MAGIC, version: int = VERSION, tokens: int | None = None
-) -> bytes:
-    """Return a token file in llm.c's format. tokens: their number, as its header has it."""
+def llmc_file(ids: list[int], n: int, magic: int = MAGIC) -> bytes:
+    """Return a token file in llm.c's format. n: the number of tokens that its header has."""
     header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = magic, version, len(ids) if tokens is None else tokens
+    header[:3] = magic, VERSION, n
     return header.tobytes() + np.array(ids, "<u2").tobytes()
 
 
-@given(
-    ids=st.lists(st.integers(0, 65535), min_size=1, max_size=700),
-    header=st.booleans(),
-    draw=st.data(),
-)
-def test_any_piece_of_a_token_file_is_read_as_it_was_written(tmp_path_factory, ids, header, draw):
+small = st.integers(0, 700)
+
+
+@given(st.lists(st.integers(0, 65535), min_size=1, max_size=700), st.booleans(), small, small)
+def test_any_piece_of_a_token_file_is_read_as_it_was_written(
+    tmp_path_factory, ids, has_header, first, n
+):
     path = tmp_path_factory.mktemp("t") / "x.bin"
-    path.write_bytes(llmc_file(ids) if header else np.array(ids, "<u2").tobytes())
-    first = draw.draw(st.integers(0, len(ids)))
-    n = draw.draw(st.integers(0, len(ids) - first))
-    shard = NumberFile(tokens_in_file(path))
-    assert len(shard) == len(ids)
+    path.write_bytes(llmc_file(ids, len(ids)) if has_header else np.array(ids, "<u2").tobytes())
+    shard = NumberFile(tokens_in_file(path), "<u2")
+    assert shard.n == len(ids)
     assert shard.read(first, n).tolist() == ids[first : first + n]
 
 
 NOT_TOKENS = {
     "empty": b"",
     "odd": b"abc",
-    "cut short": llmc_file([0] * 100)[:-160],
-    "a token more": llmc_file([0] * 100, tokens=101),
-    "llm.c's 32 bits": llmc_file([0] * 100, magic=20240801, version=7),
+    "cut short": llmc_file([0] * 20, 100),
+    "too long": llmc_file([0] * 100, 99),
+    "llm.c's 32 bits": llmc_file([0] * 100, 100, magic=20240801),
     "npy": b"\x93NUMPY\1\0" + bytes(4000),
     "ids of 32 bits": np.arange(300, dtype="<u4").tobytes(),
 }
@@ -85,114 +81,94 @@ def test_file_that_is_no_token_file_is_named(tmp_path, content):
         tokens_in_file(path)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace open files")
-def test_file_that_changes_under_a_run_is_noticed_and_one_that_is_replaced_is_still_read(tmp_path):
-    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    path = tmp_path / "train.bin"
-    replaced = opened(tmp_path)
-    write_atomically(path, BYTES[::-1].tobytes())
-    data = opened(tmp_path, compares=False)
-    assert replaced.train.shards[0].read(0, 250).tolist() == BYTES.tolist()
-    assert replaced.changes() == []
+def opened(folder: Path, vocab_size: int = 256, tokenizer: Any = None) -> Dataset:
+    data = Dataset(folder)
+    data.open(8, 0, vocab_size, tokenizer, compares_checksums=True)
+    return data
 
-    with open(path, "r+b") as file:
-        file.write(b"\x05")
-    # The system's clock may not have ticked meanwhile.
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    [warning] = data.changes()
-    assert_one_line(warning, path, "written into")
-    assert data.changes() == []
+
+def bytes_data(folder: Path) -> Path:
+    """Write the same 250 tokens as train and val."""
+    write_dataset(folder, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
+    return folder
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace open files")
+def test_file_that_is_cut_short_is_noticed_and_one_that_is_replaced_is_still_read(tmp_path):
+    path = bytes_data(tmp_path) / "train.bin"
+    shard = NumberFile(tokens_in_file(path), "<u2")
+    write_atomically(path, BYTES[::-1].tobytes())
+    assert shard.read(0, 250).tolist() == BYTES.tolist()
+    shard = NumberFile(tokens_in_file(path), "<u2")
     os.truncate(path, 60)
-    with raises_one_line(path, "shorter", "500 bytes", 60, "prepare the data again"):
-        data.train.shards[0].read(0, 30)
+    with raises_one_line(path, "shorter", "prepare the data again"):
+        shard.read(0, 31)
 
 
 def test_dataset_is_a_folder_below_data_or_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-    found = [dataset_folder(name) for name in ("mine", "./mine/", str(tmp_path / "mine"), "text")]
-    assert [path.resolve() for path in found] == [tmp_path / "mine"] * 3 + [ROOT / "data" / "text"]
+    for name in ("mine", "./mine/", str(tmp_path / "mine")):
+        assert dataset_folder(name).resolve() == tmp_path / "mine"
+    assert dataset_folder("text") == ROOT / "data" / "text"
 
 
-# The files of a folder without a list, and those that are read as train; None if that is not clear.
-FOUND: list[tuple[list[str], list[str] | None]] = [
-    (["train.bin", "train_old.bin", "train_000.bin"], ["train.bin"]),
-    (
-        ["web_train_000002.bin", "web_train_000001.bin"],
-        ["web_train_000001.bin", "web_train_000002.bin"],
-    ),
-    (["a_train_000001.bin", "b_train_000001.bin"], None),
-]
+def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path):
+    def read(*names: str) -> list[str]:
+        for name in names:
+            (tmp_path / name).touch()
+        return [path.name for path in token_files(tmp_path, "train", {})]
 
-
-@pytest.mark.parametrize(
-    ("names", "read"), FOUND, ids=lambda value: " ".join(value or ["an error"])
-)
-def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path, names, read):
-    for name in names:
-        np.arange(300, 320, dtype=np.uint16).tofile(tmp_path / name)
-    if read is None:
-        with raises_one_line("several files for train", *names):
-            token_files(tmp_path, "train")
-    else:
-        assert [path.name for path in token_files(tmp_path, "train")] == read
-
-
-def opened(folder: Path, compares: bool = True) -> Dataset:
-    data = Dataset(folder)
-    data.open(8, 0, 256, None, compares_checksums=compares)
-    return data
+    numbered = [f"web_train_00000{number}.bin" for number in (1, 2)]
+    assert read(*numbered[::-1]) == numbered
+    with raises_one_line("of one kind", "b_train_000001.bin", *numbered):
+        read("b_train_000001.bin")
+    assert read("train.bin", "train_old.bin", "train_000.bin") == ["train.bin"]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_one_flipped_bit_is_named_before_the_run_or_before_an_evaluation_shows_it(
     tmp_path, monkeypatch, split
 ):
-    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    assert opened(tmp_path).checksums.state == "checksums verified"
-    flipped = BYTES.copy()
-    flipped[3] ^= 1
-    flipped.tofile(tmp_path / f"{split}.bin")
-    with raises_one_line(tmp_path / f"{split}.bin", "prepare the data again"):
+    assert opened(bytes_data(tmp_path)).checksums.state == "checksums verified"
+    path = tmp_path / f"{split}.bin"
+    (BYTES ^ 1).tofile(path)
+    with raises_one_line(path, "prepare the data again"):
         opened(tmp_path)
 
     monkeypatch.setattr("data.dataset.AT_ONCE", 0)  # as if the data were large
     may_verify = threading.Event()
-    digest = data.dataset.file_digest
+    digest = hashlib.file_digest
 
-    def held_up(file: NumberFile) -> str:
-        assert file.path.name == "val.bin" or may_verify.wait(60)
-        return digest(file)
+    def held_up(file: Any, kind: str) -> Any:
+        assert file.name.endswith("val.bin") or may_verify.wait(60)
+        return digest(file, kind)
 
-    monkeypatch.setattr("data.dataset.file_digest", held_up)
+    monkeypatch.setattr("hashlib.file_digest", held_up)
     found = opened(tmp_path)
     assert found.checksums.state == "checksums are verified while it trains"
     if split == "train":
-        assert found.changes() == []  # an evaluation waits for val only
-        may_verify.set()
-    with raises_one_line(tmp_path / f"{split}.bin", "prepare the data again"):
-        found.changes(is_last=split == "train")
-    with raises_one_line(tmp_path / f"{split}.bin"):
-        next(Loader(found.train, BatchSplit(1), CPU).step(0))
+        found.checksums.wait(all_files=False)  # an evaluation waits for val only
     may_verify.set()
-    (tmp_path / "meta.json").write_text(
-        json.dumps({"tokenizer": {"name": "bytes"}, "vocab_size": 256})
-    )
+    with raises_one_line(path, "prepare the data again"):
+        found.checksums.wait(all_files=split == "train")
+    with raises_one_line(path):
+        next(Loader(getattr(found, split), BatchSplit(1), CPU).step(0))
+    (tmp_path / "meta.json").write_text('{"tokenizer": {"name": "bytes"}, "vocab_size": 256}')
     assert opened(tmp_path).checksums.state == "no checksums (no meta.json that lists files)"
 
 
 def test_vocabularies_must_match(tmp_path):
-    chars, other = CharTokenizer("abc").meta(), CharTokenizer("abd").meta()
-    meta = {"tokenizer": chars, "vocab_size": 3}
-    check_vocabulary(tmp_path, meta, 3, chars)
-    check_vocabulary(tmp_path, meta, 3, None)  # a nanoGPT checkpoint does not say
-    for size, tokenizer in ((65, None), (3, other)):
+    chars = CharTokenizer("abc")
+    ids = np.zeros(20, np.uint16)
+    write_dataset(tmp_path, {"train": ids, "val": ids}, chars, "test")
+    for tokenizer in (chars.meta(), None):  # a nanoGPT checkpoint does not say
+        opened(tmp_path, 3, tokenizer)
+    for size, tokenizer in ((65, None), (3, CharTokenizer("abd").meta())):
         with raises_one_line(tmp_path, 3, size, "prepare the data", "--init_from=scratch"):
-            check_vocabulary(tmp_path, meta, size, tokenizer)
-    # padded
-    check_vocabulary(
-        tmp_path, {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}, 50304, {"name": "gpt2"}
-    )
+            opened(tmp_path, size, tokenizer)
+    (tmp_path / "meta.json").unlink()  # then they are GPT-2's
+    opened(tmp_path, 50304, {"name": "gpt2"})  # padded
 
 
 # ---- meta.json -----------------------------------------------------------------------------------
@@ -207,107 +183,83 @@ META: dict[str, Any] = {
 
 
 def test_written_record_is_read_and_keeps_its_checksum_and_older_versions_are_read(tmp_path):
-    (tmp_path / "meta.json").write_text(json.dumps(META))
+    path = tmp_path / "meta.json"
+    path.write_text(json.dumps(META))
     assert read_record(tmp_path) == META
-    (tmp_path / "meta.json").write_bytes(to_json(META))
-    first = (tmp_path / "meta.json").read_bytes()
-    (tmp_path / "meta.json").write_bytes(to_json(read_record(tmp_path)))
-    assert (tmp_path / "meta.json").read_bytes() == first
-    assert {key: value for key, value in read_record(tmp_path).items() if key != "sha256"} == META
+    path.write_bytes(to_json(META))
+    first = path.read_bytes()
+    read = read_record(tmp_path)
+    assert to_json(read) == first
+    assert read == META | {"sha256": read["sha256"]}
 
 
-# A key with a wrong value, and what the error names.
-WRONG: list[tuple[str, Any, str]] = [
-    ("vocab_size", True, "vocab_size=True"),
-    ("tokenizer", {"name": "gpt2", "chars": "a"}, "describes no tokenizer"),
-    ("tokenizer", {"name": "char", "chars": "aba"}, "twice"),
-    ("tokenizer", {"name": "bpe", "merges": "h e\nhe y"}, "vocab_size=3"),  # which makes 259
-    ("tokenizer", {"name": "bpe", "merges": "h e\nthe y"}, "merge 2"),
-    (
-        "tokenizer",
-        {"name": "bpe", "merges": "\n".join(f"{'a' * 2**i} {'a' * 2**i}" for i in range(8))},
-        "merge 8",
-    ),
-    ("tokenizer", {"name": "bpe", "merges": "h" * (MOST_MERGES_BYTES + 1)}, "merges"),
-    ("end_of_text", 3, "end_of_text=3"),
-    ("files", {"train.bin": ENTRY | {"tokens": 1e300}}, "tokens=1e+300"),
-    ("files", {"train.bin": ENTRY | {"sha256": "0" * 63}}, "sha256='000"),
-    ("files", {"../../VICTIM.txt": ENTRY}, "'../../VICTIM.txt'"),
-    ("packed", 0, "packed=0"),
+def record(**changed: Any) -> bytes:
+    """Return a meta.json with these values, its checksum right."""
+    return to_json(META | changed)
+
+
+# Contents of meta.json, and what the error names.
+WRONG: list[tuple[bytes, str]] = [
+    (b"[" * 100_000, "recursion"),
+    (b"NaN", "nan is not a record"),
+    (to_json(META).replace(b"a text", b"a test"), "its checksum"),
+    (record(vocab_size=True), "vocab_size=True"),
+    (record(tokenizer={"name": "char", "chars": "aba"}), "twice"),
+    (record(tokenizer={"name": "bpe", "merges": "h e\nhe y"}), "vocab_size=3"),  # which makes 259
+    (record(tokenizer={"name": "bpe", "merges": "h e" + "\n" * 100_000}), "merge 2,"),
+    (record(tokenizer=3), "'int'"),
+    (record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}), "sha256='000"),
+    (record(files={"../../VICTIM.txt": ENTRY}), "'../../VICTIM.txt'"),
+    (record(tokenizer={"name": 5}), "describes no tokenizer"),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "named"), WRONG)
-def test_values_that_cannot_be_right_are_named_though_the_checksum_is_right(
-    tmp_path, key, value, named
+@pytest.mark.parametrize(("content", "named"), WRONG, ids=[named for _, named in WRONG])
+def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(
+    tmp_path, content, named
 ):
-    (tmp_path / "meta.json").write_bytes(to_json(META | {key: value}))
-    with pytest.raises(ValueError, match="does not describe token files") as e:
+    path = tmp_path / "meta.json"
+    path.write_bytes(content)
+    with raises_one_line(path, "does not describe token files", named):
         read_meta(tmp_path)
-    assert_one_line(e.value, named)
-    assert len(str(e.value)) < 400
-
-
-def test_odd_json_is_one_line_and_what_is_far_too_large_is_not_read(tmp_path):
-    for content in (b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN"):
-        (tmp_path / "meta.json").write_bytes(content)
-        with raises_one_line(tmp_path / "meta.json", "does not describe token files"):
-            read_meta(tmp_path)
-    os.truncate(tmp_path / "meta.json", meta_files.JSON_BYTES + 1)
-    with raises_one_line("meta.json has more than"):
+    os.truncate(path, JSON_BYTES + 1)
+    with raises_one_line("meta.json is not a file of at most"):
         read_meta(tmp_path)
 
 
 # ---- meta.pkl ------------------------------------------------------------------------------------
 
 
-def nanogpt(chars: str) -> dict[str, Any]:
-    return {
-        "vocab_size": len(chars),
-        "itos": dict(enumerate(chars)),
-        "stoi": {c: i for i, c in enumerate(chars)},
-    }
+def write_pickle(folder: Path, meta: dict[str, Any], protocol: int | None = None) -> None:
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
 
 
 def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_not_beside_meta_json_gpt2_needs_neither(
     tmp_path,
 ):
-    assert read_meta(tmp_path) == {
-        "tokenizer": {"name": "gpt2"},
-        "vocab_size": 50257,
-        "end_of_text": 50256,
-    }
+    assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
     chars = "\n !Aaéſ日🧀"
+    meta: dict[str, Any] = {"vocab_size": len(chars), "itos": dict(enumerate(chars))}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt(chars), protocol))
-        expected = {
-            "tokenizer": {"name": "char", "chars": chars},
-            "vocab_size": len(chars),
-            "end_of_text": None,
-        }
-        assert read_meta(tmp_path) == expected
-    for meta in ({"vocab_size": 3}, {"vocab_size": 3, "itos": {0: "to", 1: "be", 2: "a"}}):
-        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-        assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 3, "end_of_text": None}
-    write_dataset(tmp_path, {"train": BYTES, "val": BYTES}, BytesTokenizer(), "test")
-    assert read_meta(tmp_path) == {
-        "tokenizer": {"name": "bytes"},
-        "vocab_size": 256,
-        "end_of_text": None,
-    }
+        write_pickle(tmp_path, meta | {"stoi": dict(zip(chars, range(9), strict=True))}, protocol)
+        tokenizer = {"name": "char", "chars": chars}
+        assert read_meta(tmp_path) == {"tokenizer": tokenizer, "vocab_size": len(chars)}
+    for itos in ({}, {0: "to", 1: "be", 2: "a"}):
+        write_pickle(tmp_path, {"vocab_size": 3, "itos": itos})
+        assert read_meta(tmp_path) == {"tokenizer": {}, "vocab_size": 3}
+    assert read_meta(bytes_data(tmp_path))["tokenizer"] == {"name": "bytes"}
+
+
+WRONG_ITOS = [{0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, {0: "a", 2: "b"}, Code()]
 
 
 def test_meta_pkl_that_contradicts_itself_is_an_error_and_a_malicious_one_runs_nothing(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    wrong: list[dict[str, Any]] = [{"vocab_size": size} for size in (3, 1 << 40, None)]
-    wrong += [
-        {"itos": itos} for itos in ({0: "a", 1: "a"}, {0: "a", 1: 3}, {0: "a", 1: [["b"]]}, Code())
-    ]
-    wrong += [{"stoi": {"a": 1, "b": 0}}]
-    for change in wrong:
-        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(nanogpt("ab") | change))
+    wrong = [{"vocab_size": size, "itos": {0: "a", 1: "b"}} for size in (3, 1 << 40, None)]
+    for meta in wrong + [{"vocab_size": 2, "itos": itos} for itos in WRONG_ITOS]:
+        write_pickle(tmp_path, meta)
         with raises_one_line(tmp_path / "meta.pkl", "does not describe token files"):
             read_meta(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -325,38 +277,35 @@ def splits(draw):
     return lengths, block, draw(st.integers(0, 10**9))
 
 
-def make(folder: Path, lengths: list[int], block: int = 8, seed: int = 1) -> Split:
-    """Return a split whose token at place i of all shards together is i."""
+def make(folder: Path, lengths: list[int], block: int = 8, seed: int = 1, ids: Any = None) -> Split:
+    """Return a split of shards with these lengths. ids: their tokens, 0, 1, 2 ... unless given."""
     folder.mkdir(exist_ok=True)
-    first = 0
-    for number, n in enumerate(lengths):
-        ids = np.arange(first, first + n, dtype=np.uint16)
-        ids.tofile(folder / f"train_{number:03}.bin")
-        first += n
-    return Split(folder, "train", block, first, seed)
+    ids = np.arange(sum(lengths)) if ids is None else ids
+    for number, part in enumerate(np.split(ids, np.cumsum(lengths)[:-1])):
+        part.astype(np.uint16).tofile(folder / f"train_{number:03}.bin")
+    return Split(folder, "train", block, int(ids.max()) + 1, seed)
 
 
 @given(splits(), st.integers(1, 7), st.integers(0, 2))
 def test_every_window_once_per_epoch(tmp_path_factory, parts, global_batch, epoch):
     lengths, block, seed = parts
     split = make(tmp_path_factory.mktemp("s"), lengths, block, seed)
-    positions = np.arange(epoch * split.n_windows, (epoch + 1) * split.n_windows)
+    begin = epoch * split.n_windows
+    end = begin + split.n_windows
     seen = []
-    for step in range(positions[0] // global_batch, positions[-1] // global_batch + 1):
+    for step in range(begin // global_batch, (end - 1) // global_batch + 1):
         rows = np.arange(global_batch)
         x, y = split.train_batch(step, rows, global_batch)
         assert (y == x + 1).all()  # targets are the next tokens
-        inside = np.isin(step * global_batch + rows, positions)
-        seen += x[inside].flatten().tolist()
-    assert len(seen) == len(set(seen)) == split.n_windows * block  # nothing twice
-    ends = np.cumsum(lengths)
-    whole = sum((n - 1) // block for n in lengths)
+        position = step * global_batch + rows
+        seen += x[(position >= begin) & (position < end)].tolist()
+    tokens = np.array(seen)
+    assert np.unique(tokens).size == tokens.size == split.n_windows * block  # nothing twice
     # And nothing left out but a window's worth per shard.
+    whole = sum((n - 1) // block for n in lengths)
     assert whole - len(lengths) <= split.n_windows <= whole
-    starts = np.array(seen).reshape(-1, block)[:, 0]
-    assert (
-        np.searchsorted(ends, starts, "right") == np.searchsorted(ends, starts + block, "right")
-    ).all()
+    shard_of = np.searchsorted(np.cumsum(lengths), [tokens[:, 0], tokens[:, -1] + 1], "right")
+    assert (shard_of[0] == shard_of[1]).all()
 
 
 def test_order_is_the_one_that_earlier_versions_had(tmp_path):
@@ -365,12 +314,7 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path):
 
     Epochs and seeds have orders of their own there.
     """
-    first = 0
-    for number, n in enumerate((3000, 90, 4100)):
-        ids = (np.arange(first, first + n) * 7919 % 251).astype(np.uint16)
-        ids.tofile(tmp_path / f"train_{number:03}.bin")
-        first += n
-    split = Split(tmp_path, "train", 32, 251, 1337)
+    split = make(tmp_path, [3000, 90, 4100], 32, 1337, np.arange(7190) * 7919 % 251)
     digest = hashlib.sha256()
     for step in (0, 1, 7, 100, 12345):
         for part in split.train_batch(step, np.arange(12), 12):
@@ -384,19 +328,11 @@ def test_order_is_the_one_that_earlier_versions_had(tmp_path):
 def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
     split = make(tmp_path / "a", [400, 401])
     assert split.n_eval_windows(10**6) == 49 + 50
-    # Another seed
-    assert eval_digest(make(tmp_path / "b", [400, 401], seed=2), 10) == eval_digest(split, 10)
-    others = [make(tmp_path / "d", [801]), make(tmp_path / "e", [400, 401], 9)]
-    assert (
-        len(
-            {
-                eval_digest(split, 10),
-                eval_digest(split, 11),
-                *(eval_digest(other, 10) for other in others),
-            }
-        )
-        == 4
-    )
+    another_seed = make(tmp_path / "b", [400, 401], seed=2)
+    assert eval_digest(another_seed, 10) == eval_digest(split, 10)
+    cut_elsewhere = make(tmp_path / "c", [801])
+    digests = {eval_digest(split, 10), eval_digest(split, 11), eval_digest(cut_elsewhere, 10)}
+    assert len(digests) == 3
 
 
 @given(splits(), st.integers(1, 50), st.integers(1, 5))
@@ -408,27 +344,25 @@ def test_evaluation_windows_are_fixed_apart_and_all_counted(
     assert n == min(at_most, sum((length - 1) // split.block_size for length in parts[0]))
     seen = []
     for first in range(0, n, batch):
-        x, y = split.eval_batch(first + np.arange(batch), n)
-        kept = first + np.arange(batch) < n
-        assert (y[kept] == x[kept] + 1).all()
-        assert (y[~kept] == -1).all()
-        seen += x[kept].flatten().tolist()
+        rows = first + np.arange(batch)
+        x, y = split.eval_batch(rows, n)
+        assert (y == np.where(rows[:, None] < n, x + 1, -1)).all()
+        seen += x[rows < n].flatten().tolist()
     assert len(seen) == len(set(seen)) == n * split.block_size
 
 
 def test_any_step_of_ten_billion_tokens_is_at_hand_at_once(tmp_path):
     for n in range(10):
-        with open(tmp_path / f"train_{n:06}.bin", "wb") as f:  # with holes: they take no space
-            f.truncate(2_000_000_000)
+        (tmp_path / f"train_{n:06}.bin").touch()
+        os.truncate(tmp_path / f"train_{n:06}.bin", 2_000_000_000)  # a hole, which takes no space
     tracemalloc.start()
     split = Split(tmp_path, "train", 1024, 2)
-    assert split.tokens == 10_000_000_000
-    batches = [split.train_batch(step, np.arange(64), 512)[0] for step in (0, 5_000, 19_000, 10**9)]
+    for step in (0, 19_000, 10**9):
+        split.train_batch(step, np.arange(64), 512)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16e6  # an index of the windows would be 80 MB
     assert split.n_windows > 9_760_000
-    assert all(batch.shape == (64, 1024) for batch in batches)
 
 
 def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_trained_on(tmp_path):
@@ -447,10 +381,10 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
     may_read = threading.Event()
     read = split.train_batch
 
-    def slow(step, rows, global_batch):
+    def slow(step: int, *rest: Any) -> Any:
         may_read.wait()
         made.append(step)
-        return read(step, rows, global_batch)
+        return read(step, *rest)
 
     monkeypatch.setattr(split, "train_batch", slow)
     loader = Loader(split, BatchSplit(2), CPU, waited=waits.append)

@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.chat.dialogues import as_messages
 from data.chat.template import NAME, Message, Template
-from data.prepared import locked, named_tokenizer, write_dataset
-from data.shards import Tokens, forget, resumed
+from data.prepared import Tokens, forget, named_tokenizer, resumed, write_dataset
 from data.sources import Source, add_hub, hub_source, local_source
 from data.text.prepare import DATA, add_folder, whole_number
 from data.tokenizer import Tokenizer
 from deskgpt.errors import OneLineParser, one_line_errors
+from deskgpt.files import locked_folder
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")
 VAL_PART = 10  # the last dialogues, one of this many, are val
@@ -55,7 +55,7 @@ def prepare(source: Source, folder: Path, tokenizer: Tokenizer, block_size: int)
     saved = folder / ".dialogues.tokens"
     whole = source._replace(shards=[list(itertools.chain(*source.shards))])
     encode = functools.partial(encoded_with_mask, template)
-    with locked(folder, ".dialogues"):
+    with locked_folder(folder, ".dialogues"):
         settings = [source.name, tokenizer.meta()]
         pieces = resumed(saved, settings, whole, 0, as_messages, BATCH_MESSAGES, encode, "<u4")
         bar = tqdm(pieces, "dialogues", disable=None)

@@ -30,14 +30,13 @@ from tqdm import tqdm
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.meta_files import read_record, to_json
-from data.prepared import locked, named_tokenizer
-from data.shards import BATCH_CHARS, Entry, forget, resumed, write_shards
+from data.prepared import BATCH_CHARS, Entry, forget, named_tokenizer, resumed, write_shards
 from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
+from data.token_files import read_record, to_json
 from data.tokenizer import encoded_document
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors, shortened
-from deskgpt.files import file_sha256, remove_leftovers, write_atomically
+from deskgpt.files import file_sha256, locked_folder, remove_leftovers, write_atomically
 
 HERE = Path(__file__).resolve().parent
 ALL_TOKENS = 1 << 62
@@ -48,7 +47,7 @@ Record = dict[str, Any]  # the content of meta.json
 
 def main(args: argparse.Namespace) -> None:
     part, n_parts = args.part
-    with locked(args.out, f".part_{part}_{n_parts}"):
+    with locked_folder(args.out, f".part_{part}_{n_parts}"):
         record = make(args)
     missing = [
         number
@@ -106,7 +105,7 @@ def make(args: argparse.Namespace) -> Record:
         sizes = {train_shard(number): tokens}
         if number == 0:
             sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
-        remove_leftovers(folder, *(f"{name}." for name in sizes))
+        remove_leftovers(folder, *sizes)
         saved = folder / f".part_{part}_{n_parts}.tokens"
         text = functools.partial(text_of, args.text_column)
         encode = functools.partial(encoded_document, tokenizer)
@@ -155,7 +154,7 @@ def add_shards(
 
     Raises ValueError if the shards that it lists were made with other settings.
     """
-    with locked(folder, wait_s=WAIT_S):
+    with locked_folder(folder, wait_s=WAIT_S):
         record = read_record(folder)
         if not record.get("files"):  # settings that made no shard do not count
             record = settings | {"files": {}, "empty": []}
@@ -167,7 +166,7 @@ def add_shards(
                 )
         record["files"] = dict(sorted((record["files"] | entries).items()))
         record["empty"] = sorted({*record["empty"], *empty})
-        remove_leftovers(folder, "meta.json.")
+        remove_leftovers(folder, "meta.json")
         write_atomically(folder / "meta.json", to_json(record))
     return record
 
