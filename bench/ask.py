@@ -203,15 +203,16 @@ def answer_of(
     """Return the answer after these results of the arms: a sentence, its figures and the exit
     status of the script.
     """
-    a, b = ([result["val_loss"] for result in of_arm] for of_arm in runs)
-    e = difference(a, b)
+    a = [result["val_loss"] for result in runs[0]]
+    b = [result["val_loss"] for result in runs[1]]
+    e = difference(b, a)
     verdict = decide(e, min_effect)
     texts = {"same": f"a and b do not differ by {min_effect:g} nats", "open": "Not enough yet"}
     text = texts.get(verdict, f"b ({arms[1].text}) is {verdict}")
     limits = "too few runs for an interval"
     if e.known:
-        limits = f"95% interval {-e.high:+z.4f} to {-e.low:+z.4f}"
-    text += f": val loss of b less that of a {-e.d:+z.4f} nats ({limits}, n = {e.n}); means a "
+        limits = f"95% interval {e.low:+z.4f} to {e.high:+z.4f}"
+    text += f": val loss of b less that of a {e.d:+z.4f} nats ({limits}, n = {e.n}); means a "
     text += f"{statistics.fmean(a):.4f}, b {statistics.fmean(b):.4f}"
     for arm, of_arm in zip(arms, runs, strict=True):
         if diverged := sum(result["has_diverged"] for result in of_arm):
@@ -220,10 +221,9 @@ def answer_of(
         "verdict": verdict,  # of b: better, worse, same, or open
         "status": STATUS[verdict],
         "sentence": f"{text}.",
-        "difference": -e.d,  # val loss of b less that of a, in nats
-        "interval": [-e.high, -e.low] if e.known else None,
+        "difference": e.d,  # val loss of b less that of a, in nats
+        "interval": [e.low, e.high] if e.known else None,
         "n": e.n,
-        "arms": {"a": arms[0].text, "b": arms[1].text},
         "values": {"a": a, "b": b},
     }
 
@@ -280,9 +280,7 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
 def folder_for_worktrees(below: Path) -> Iterator[Path]:
     """Give a new folder below `below`, which is removed at the end with all worktrees in it."""
     try:
-        with tempfile.TemporaryDirectory(
-            prefix="question-", dir=below, ignore_cleanup_errors=True
-        ) as folder:
+        with tempfile.TemporaryDirectory(prefix="question-", dir=below) as folder:
             yield Path(folder).resolve()
     finally:
         git("worktree", "prune")

@@ -1,14 +1,12 @@
 """Compare training runs: what changed, what they learned and how fast they were.
 
-    python bench/compare.py out-a out-b
-    python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html compare.html
+    python bench/compare.py out-a out-b --html compare.html
     python bench/compare.py log.txt out-b --card "RTX 4070"
 
 A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed, on the card that
---card names. Runs are called A, B, C in the order given; runs that differ in nothing but their seed
-are repeats: four or more of each give a difference its 95% interval. Losses are compared on the
-same validation windows, after equal tokens, equal time and equal FLOPs, where all runs were
-evaluated. --html FILE writes a page with curves.
+--card names. Runs are called A, B, C in the order given. Losses are compared on the same validation
+windows, after equal tokens, equal time and equal FLOPs, where all runs were evaluated. --html FILE
+writes a page with curves.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.asking.statistics import ALPHA, difference
 from bench.logs import NANOGPT_PEAK, Run, read_runs
 from bench.output import markdown_table
 from deskgpt.errors import OneLineParser, clock, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.logger import STEP_FIELDS
-from deskgpt.resume import NOT_LEARNING, SET_BY_MAX_MINUTES
+from deskgpt.resume import NOT_LEARNING
 
 WHAT_RAN = ["parameters", "tokens_per_step", "device", "world_size", "dtype", "residual_dtype"]
 WHAT_RAN += ["cpu_kernels", "compiled", "versions", "git_commit", "code_digest"]
@@ -40,6 +37,7 @@ WHAT_RAN += ["tokenizer", "train_tokens", "val_sha256"]
 # Settings that a resumed run does not compare, or compares by what follows from them, and that
 # count for runs beside each other.
 COUNT_TOO = {"init_from", "max_minutes", "dataset", "batch_size", "gradient_accumulation_steps"}
+LEFT_OUT = NOT_LEARNING - COUNT_TOO
 # The kinds of equal training, and how an amount of each is written. Evaluations fall on the same
 # tokens, but hardly on the same second: two amounts whose ratio is at most CLOSE count as equal.
 AMOUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -52,13 +50,12 @@ NOT_COMPARABLE = (
     "The losses are not comparable: the runs were not evaluated on the same validation windows. "
     "Evaluate each with --eval_only=True and the same --dataset, --block_size and --eval_tokens"
 )
+NOISE = "Two seeds of one setting differ, too: bench/ask.py tells how sure a difference is"
 # A label, the figure of a run (None if it is not known), and how a figure is written.
 Figure = tuple[str, Callable[[Run], Any], Callable[[Any], str]]
 Table = list[list[str]]  # a label, and a cell for each run
-Group = list[Run]  # which differ in nothing but their seed: one run, or repeats
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
-MOST_NUMBERS = 40  # of a run's own, which have a chart each
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
 DASHES = {"loss": "dot", "train_loss": "dash"}  # the others are solid
@@ -87,11 +84,6 @@ def main() -> None:
         print(f"\n## {name}\n\n{markdown_table(head, rows, left_columns=1)}")
 
 
-def label_of(group: Group) -> str:
-    """Return the letters of a group's runs."""
-    return "+".join(run.name.partition(":")[0] for run in group)
-
-
 @dataclass
 class Comparison:
     """One run, or several side by side."""
@@ -104,19 +96,17 @@ class Comparison:
 
 def compare(runs: list[Run]) -> Comparison:
     """Compare runs; of a single one, describe what it learned."""
-    groups = groups_of(runs)
     changed: Table = []
     learning = rows_of(runs, LEARNING)
-    lines = ["The runs differ in nothing but their seed" if len(runs) > 1 else summary(runs[0])]
-    if len(groups) > 1:
+    lines = [summary(runs[0])]
+    if len(runs) > 1:
         changed = change_rows(runs)
         lines = []
         for amount in AMOUNTS:
-            line, rows = compare_after(runs, groups, amount)
+            line, rows = compare_after(runs, amount)
             lines.append(line)
             learning += rows
-        if not are_comparable(runs):
-            lines = [NOT_COMPARABLE]
+        lines = [*lines, NOISE] if are_comparable(runs) else [NOT_COMPARABLE]
         lines.append(f"Also differs: {', '.join(row[0] for row in changed) or 'nothing'}.")
     lines += [f"{run.name}: {note}." for run in runs for note in run.notes]
     rows_by_title = {"What changed": changed, "Learning": learning, "Speed": rows_of(runs, SPEED)}
@@ -133,37 +123,6 @@ def summary(run: Run) -> str:
         f"The lowest val loss is {run.best['val_loss']:.4f}, at step "
         f"{run.best['iter']:,} of {run.last['iter']:,}"
     )
-
-
-# ---- repeats -------------------------------------------------------------------------------------
-
-
-def groups_of(runs: list[Run]) -> list[Group]:
-    """Group the runs: those that are known to differ in their seeds and in nothing else are
-    repeats.
-    """
-    groups: list[Group] = []
-    for run in runs:
-        for group in groups:
-            seeds = {str(other.settings.get("seed")) for other in [*group, run]} - {"None"}
-            if len(seeds) > len(group) and repeat_key(group[0]) == repeat_key(run):
-                group.append(run)
-                break
-        else:
-            groups.append([run])
-    return groups
-
-
-def repeat_key(run: Run) -> dict[str, Any]:
-    """Return the settings that change what is learned, and what ran: repeats have them in
-    common.
-    """
-    left_out = (NOT_LEARNING | {"seed"}) - COUNT_TOO
-    if run.settings.get("max_minutes"):
-        left_out |= {*SET_BY_MAX_MINUTES}  # they follow from the machine
-    found = {name: value for name, value in run.settings.items() if name not in left_out}
-    found |= {name: run.start.get(name) for name in WHAT_RAN}
-    return {name: value for name, value in found.items() if value not in (None, "auto")}
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -183,10 +142,13 @@ def change_rows(runs: list[Run]) -> Table:
     """Return a row for each setting of learning and metadata field that differs or that not all
     logs know.
     """
-    keys = [repeat_key(run) for run in runs]
+    of_runs = []
+    for run in runs:
+        found = {name: value for name, value in run.settings.items() if name not in LEFT_OUT}
+        of_runs.append(found | {name: run.start.get(name) for name in WHAT_RAN})
     rows = []
-    for name in dict.fromkeys(name for key in keys for name in key):
-        cells = [as_text(key.get(name, "n/a")) for key in keys]
+    for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
+        cells = [as_text(of_run.get(name)) for of_run in of_runs]
         if len({*cells}) > 1:
             rows.append([name, *cells])
     return rows
@@ -194,6 +156,8 @@ def change_rows(runs: list[Run]) -> Table:
 
 def as_text(value: Any) -> str:
     """Return a setting or metadata field as a cell's text."""
+    if value is None:
+        return "n/a"
     return f"{value:,.10g}" if type(value) is float else str(value)
 
 
@@ -221,13 +185,13 @@ SPEED: list[Figure] = [
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def compare_after(runs: list[Run], groups: list[Group], amount: str) -> tuple[str, Table]:
+def compare_after(runs: list[Run], amount: str) -> tuple[str, Table]:
     """Compare the val losses after equal amounts of training, the largest after which all runs were
     evaluated.
 
-    Return how much each group's loss is above the first one's, in a sentence, whose 95% intervals
-    hold together, and a row of the losses. A loss between two evaluations is not known: a line
-    between them lies above a curve that flattens.
+    Return how much each run's loss is above the first one's, in a sentence, and a row of the
+    losses. A loss between two evaluations is not known: a line between them lies above a curve
+    that flattens.
     """
     kind, text = AMOUNTS[amount]
     refused = f"The losses after {kind} are not compared"
@@ -237,37 +201,33 @@ def compare_after(runs: list[Run], groups: list[Group], amount: str) -> tuple[st
     if not common:
         return f"{refused}: no common evaluation", []
     label = f"val loss after {kind} ({text(common)})"
-    rows = [[label, *map(LOSS, losses.values())]]
+    rows = [[label, *map(LOSS, losses)]]
     ends = [(run.schedule_end or 0) * (run.per_step(amount) or 0) for run in runs]
     known = [end for end in ends if end]
     # One rate would have decayed further after equal training, which lowers the loss at once,
     # whatever the settings.
     if known and max(known) > CLOSE * min(known):
         return f"{refused}: the learning rates do not decay until {kind}", rows
-    first, *others = [[losses[run.name] for run in group] for group in groups]
-    texts = []
-    for group, of_group in zip(groups[1:], others, strict=True):
-        n = min(len(first), len(of_group))
-        e = difference(of_group[:n], first[:n], ALPHA / len(others))  # Bonferroni
-        limits = f"{e.low:+z.4f} to {e.high:+z.4f}" if e.known else "noise not known"
-        texts.append(f"{label_of(group)} {e.d:+z.4f} ({limits})")
-    return f"The {label}, less that of {label_of(groups[0])}: {'; '.join(texts)}", rows
+    gaps = []
+    for run, loss in zip(runs[1:], losses[1:], strict=True):
+        gaps.append(f"{run.name[0]} {loss - losses[0]:+z.4f}")
+    return f"The {label}, less that of A: {', '.join(gaps)}", rows
 
 
-def common_losses(runs: list[Run], amount: str) -> tuple[float, dict[str, float]]:
+def common_losses(runs: list[Run], amount: str) -> tuple[float, list[float]]:
     """Return the largest amount of training after which all runs were evaluated, 0 without one, and
-    their val losses there by name.
+    their val losses there.
     """
     close = 1.0 if amount == "tokens" else CLOSE
     for value in [e[amount] for e in reversed(runs[0].val) if e.get(amount)]:
-        losses = {}
+        losses = []
         for run in runs:
             near = [e for e in run.val if value / close <= e.get(amount, 0) <= value * close]
             if near:
-                losses[run.name] = min(near, key=lambda e: abs(e[amount] - value))["val_loss"]
+                losses.append(min(near, key=lambda e: abs(e[amount] - value))["val_loss"])
         if len(losses) == len(runs):
             return value, losses
-    return 0.0, {}
+    return 0.0, []
 
 
 def are_comparable(runs: list[Run]) -> bool:
@@ -296,8 +256,8 @@ def page(found: Comparison) -> str:
     for run in found.runs:
         name = escape(run.name)
         for e in run.samples[::-1]:
-            for text in e["texts"]:
-                texts += f"<pre>{name}, step {e['iter']:,}: {escape(text)}</pre>"
+            for text in e.get("texts", []):
+                texts += f"<pre>{name}, step {e['iter']:,}: {escape(str(text))}</pre>"
         start = escape(json.dumps(run.start, indent=1))
         settings += f"<details><summary>Settings of {name}</summary><pre>{start}</pre></details>"
     tables = ""
@@ -324,7 +284,7 @@ def charts_html(runs: list[Run]) -> str:
     from plotly.graph_objects import Figure
 
     names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
-    own = [name for name in names if name not in STEP_FIELDS][:MOST_NUMBERS]
+    own = [name for name in names if name not in STEP_FIELDS]
     html = ""
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
         layout = {"template": "plotly_white", "xaxis_title_text": "steps"}

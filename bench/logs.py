@@ -183,7 +183,11 @@ def add_events(run: Run, events: list[Event]) -> None:
         run.has_ended = kind == "end"
         if "train_s" in found:
             found["train_s"] += earlier_s
-        kept[step, kind] = found | {k: event[k] for k in ("eval_digest", "texts") if k in event}
+        if kind == "eval":
+            found["eval_digest"] = event.get("eval_digest")
+        if kind == "sample" and isinstance(event.get("texts"), list):
+            found["texts"] = event["texts"]
+        kept[step, kind] = found
     of_kind = {"iter": run.iters, "eval": run.evals, "sample": run.samples}
     for (_, kind), found in sorted(kept.items(), key=lambda item: item[0]):
         if kind in of_kind:

@@ -71,8 +71,8 @@ def test_no_difference_is_an_equivalence_test() -> None:
         (-0.02, 0.02): "open",
         (-0.004, 0.006): "same",
         (0.002, 0.008): "same",  # real, and too small to matter
-        (0.015, 0.025): "better",
-        (-0.025, -0.015): "worse",
+        (0.015, 0.025): "worse",
+        (-0.025, -0.015): "better",
     }
     assert {k: own.decide(Estimate(0.0, *k, 50), 0.01) for k in expected} == expected
     trained = [3.21, 3.19, 3.25, 3.2, 3.22]

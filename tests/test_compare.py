@@ -97,7 +97,7 @@ def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_pa
     }
     assert rows_of(found).items() >= expected.items()
     assert_one_line(found.headline, "after equal tokens (25,600), less that of A", "B -0.1000")
-    of_time, of_flops, others = found.lines
+    of_time, of_flops, _, others = found.lines
     # Its rate would have decayed further in a run of equal time.
     assert_one_line(of_time, "after equal time are not compared", "do not decay until equal time")
     assert_one_line(of_flops, "after equal FLOPs are not compared")
@@ -159,22 +159,6 @@ def test_printed_logs_of_other_data_do_not_compare_and_the_data_are_what_changed
     found = compared(*(tmp_path / f"{name}.txt" for name in names))
     assert_one_line(found.headline, "not comparable")
     assert rows_of(found)["dataset"] == [*names]
-
-
-def seeds(folder: Path, n: int, last: float, **changed: Any) -> list[str]:
-    """Write logs of runs that differ in their seed and by 0.01 in their losses."""
-    curves = [{0: 4.0, 100: 3.0, 200: last + i / 100} for i in range(n)]
-    return [log(folder / f"{i}", val, seed=i, **changed) for i, val in enumerate(curves)]
-
-
-def test_repeats_are_compared_with_their_interval(tmp_path):
-    a = seeds(tmp_path / "a", 4, 2.5)
-    b = seeds(tmp_path / "b", 4, 1.5, n_layer=3)
-    assert compared(*a).headline == "The runs differ in nothing but their seed"
-    assert "less that of A+B+C+D: E+F+G+H -1.0000 (-1." in compared(*a, *b).headline
-    assert "B -1.0000 (noise not known)" in compared(a[0], b[0]).headline
-    other_edit = log(tmp_path / "c", CURVE, seed=9, code_digest="2")
-    assert "in nothing but their seed" not in compared(a[0], other_edit).headline
 
 
 def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):

@@ -134,8 +134,8 @@ def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
 
 
 def decide(e: Estimate, min_effect: float) -> str:
-    """Return better, worse, same or open. same: the whole interval lies within +-min_effect, an
-    equivalence test.
+    """Return better, worse, same or open, of the first arm. same: the whole interval lies within
+    +-min_effect, an equivalence test.
 
     A difference below `min_effect` does not matter, so same comes first. The interval is a
     confidence sequence, so all three may be asked at each check: one of them is wrong, ever, with
@@ -143,6 +143,6 @@ def decide(e: Estimate, min_effect: float) -> str:
     """
     if max(-e.low, e.high) < min_effect:
         return "same"
-    if e.low > 0:
+    if e.high < 0:
         return "better"
-    return "worse" if e.high < 0 else "open"
+    return "worse" if e.low > 0 else "open"
