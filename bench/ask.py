@@ -59,7 +59,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_EVAL_TOKENS = 1 << 21
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
 STATUS = {"better": 0, "worse": 1, "same": 1, "open": 3}  # of the script, by verdict
-Run = Callable[["Arm", int], dict[str, Any]]  # of an arm with a seed, to its result
 Events = list[dict[str, Any]]  # of a log.jsonl
 # Every run has these, so that it ends at its last step and sends nothing.
 TO_THE_END = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "sample_interval": 0}
@@ -167,13 +166,14 @@ def context_of(settings: dict[str, Any]) -> list[Any]:
 
 
 def run_rounds(
-    arms: list[Arm], run: Run, min_effect: float, budget_s: float
+    arms: list[Arm], run: Callable[[Arm, int], dict[str, Any]], min_effect: float, budget_s: float
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Run rounds, one run of each arm with one seed, and give after each the answer and a line
     about the budget.
 
-    min_effect: the least difference that matters, in nats. Ends when the question is decided, or
-    the next round does not fit into the budget. Raises as run_once does.
+    run: returns the result of an arm with a seed. min_effect: the least difference that matters, in
+    nats. Ends when the question is decided, or the next round does not fit into the budget. Raises
+    as run_once does.
     """
     runs: list[list[dict[str, Any]]] = [[], []]  # results of a and b in the order of seeds
     for n in itertools.count(1):
@@ -280,7 +280,7 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
 def folder_for_worktrees(below: Path) -> Iterator[Path]:
     """Give a new folder below `below`, which is removed at the end with all worktrees in it."""
     try:
-        with tempfile.TemporaryDirectory(prefix="question-", dir=below) as folder:
+        with tempfile.TemporaryDirectory(dir=below) as folder:
             yield Path(folder).resolve()
     finally:
         git("worktree", "prune")
@@ -335,9 +335,8 @@ def run_once(arm: Arm, seed: int, folder: Path, context: Any) -> dict[str, Any]:
     has saved.
     """
     settings = arm.settings | {"seed": seed}
-    all_of_it = json.dumps([arm.code, settings, context], sort_keys=True)
+    all_of_it = json.dumps([arm.code, settings, context])
     out_dir = folder.resolve() / sha256(all_of_it.encode())[:16]
-    out_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
         kept = out_dir / "result.json"
         if not kept.exists():
@@ -381,7 +380,7 @@ def train(arm: Arm, seed: int, out_dir: Path) -> str:
     if any(out_dir.glob("ckpt*")):
         settings["init_from"] = "resume"
     arguments = [f"--{name}={value}" for name, value in settings.items() if value != ""]
-    print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr, flush=True)
+    print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr)
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments],
         cwd=arm.folder,

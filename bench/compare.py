@@ -170,9 +170,8 @@ def share_of(run: Run, peak: float | None) -> float | None:
 LOSS = "{:.4f}".format
 PERCENT = "{:.2%}".format
 LEARNING: list[Figure] = [
-    ("val loss at the last evaluation", lambda r: r.last.get("val_loss"), LOSS),
-    ("train loss there", lambda r: r.last.get("train_loss"), LOSS),
     ("lowest val loss", lambda r: r.best.get("val_loss"), LOSS),
+    ("train loss there", lambda r: r.best.get("train_loss"), LOSS),
     ("bits per byte there", lambda r: r.best.get("val_bpb"), LOSS),
 ]
 SPEED: list[Figure] = [
@@ -244,7 +243,7 @@ def are_comparable(runs: list[Run]) -> bool:
 
 def write_page(path: Path, found: Comparison) -> None:
     """Write the page in one step, in place of a link of this name, too."""
-    write_atomically(path, page(found).encode("utf-8", "replace"))
+    write_atomically(path, page(found).encode(errors="replace"))
 
 
 def page(found: Comparison) -> str:
@@ -287,8 +286,12 @@ def charts_html(runs: list[Run]) -> str:
     own = [name for name in names if name not in STEP_FIELDS]
     html = ""
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
-        layout = {"template": "plotly_white", "xaxis_title_text": "steps"}
-        chart = Figure(layout=layout | {"legend": {"orientation": "h", "y": -0.25}})
+        chart = Figure()
+        chart.update_layout(
+            template="plotly_white",
+            xaxis_title_text="steps",
+            legend={"orientation": "h", "y": -0.25},
+        )
         for i, run in enumerate(runs):
             for name in numbers:
                 known = [e for e in run.iters + run.evals if name in e]

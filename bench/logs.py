@@ -9,7 +9,7 @@ import ast
 import math
 import re
 import statistics
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from deskgpt.peaks import find_card
 from deskgpt.resume import WITHOUT_CHOICE
 from train import TrainConfig
 
-DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
+DEFAULTS = asdict(TrainConfig())
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
 
 Event = dict[str, Any]
@@ -227,8 +227,6 @@ def add_printed(run: Run, text: str, card: str) -> None:
     settings: Event = {}
     if "Overriding" in text:  # the configurator prints all that it sets
         settings |= NANOGPT_DEFAULTS
-    else:
-        run.notes.append("nanoGPT did not print its settings, so most are not known")
     start: Event = {"event": "start", "iter": 0, "settings": settings}
     events = [start]
     evaluated = {0}  # steps whose time includes an evaluation and the saving, or warming up

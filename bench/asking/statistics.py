@@ -116,17 +116,16 @@ def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
         return Estimate(float(np.subtract(a, b).mean()), -math.inf, math.inf, runs)
     n, gap, *scatter = moments(a, b)
     goal = math.log(1 / alpha)
-    # Half the width of each check's interval: bisect, since E grows with the distance. It is
-    # infinite if no difference could be excluded.
+    # Half the width of each check's interval: bisect, since E grows with the distance.
     inner = np.zeros(len(n))
     outer = 1e6 * np.sqrt(scatter[0])
-    is_finite = log_e(outer, n, *scatter) > goal
     for _ in range(40):
         middle = (inner + outer) / 2
         is_excluded = log_e(middle, n, *scatter) > goal
         outer = np.where(is_excluded, middle, outer)
         inner = np.where(is_excluded, inner, middle)
-    half = np.where(is_finite, outer, np.inf)
+    # It is infinite if no difference could be excluded.
+    half = np.where(log_e(outer, n, *scatter) > goal, outer, np.inf)
     low = np.maximum.accumulate(gap - half)
     high = np.minimum.accumulate(gap + half)
     last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
