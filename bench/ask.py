@@ -1,12 +1,11 @@
 """Ask by experiment which of two ways to train is better, and how sure that is.
 
-    python bench/ask.py config/x.py --b "--learning_rate=1e-3" --min_effect=0.01 --budget=1h
+    python bench/ask.py config/x.py --b "--learning_rate=1e-3" --min_effect=0.01 --minutes=60
     python bench/ask.py config/x.py --b docs/hacks/value_embeddings.patch
-    python bench/ask.py config/x.py --b commit:HEAD~3
 
-An arm is a text with settings of train.py, patches and commit:REV; a is the config as it is, unless
---a says otherwise. Other settings are settings of both arms, which take turns on the same seeds and
-are judged on the same windows of val.bin. The same command resumes a question that was stopped.
+An arm is a text with settings of train.py and patches; a is the config as it is, unless --a says
+otherwise. Other settings are settings of both arms, which take turns on the same seeds and are
+judged on the same windows of val.bin. The same command resumes a question that was stopped.
 --json prints the answer as one line. docs/asking.md says more.
 
 Exit status: 0 if b is better than a, 1 if it is worse or not different by --min_effect, 3 if the
@@ -16,11 +15,10 @@ budget was not enough, 2 for every error.
 from __future__ import annotations
 
 import argparse
-import hashlib
+import itertools
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -47,18 +45,16 @@ from bench.asking.statistics import LEAST, decide, difference
 from data.token_files import dataset_folder
 from deskgpt.device import code_digest, device_name, resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, clock, one_line_errors
-from deskgpt.files import cache_folder, file_sha256, locked_folder, write_atomically
+from deskgpt.files import cache_folder, file_sha256, locked_folder, sha256, write_atomically
 from deskgpt.logger import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 # Of val.bin, evaluated at the end of a run if the config does not set eval_tokens.
 MAX_EVAL_TOKENS = 1 << 21
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
 STATUS = {"better": 0, "worse": 1, "same": 1, "open": 3}  # of the script, by verdict
-Run = Callable[["Arm", int], dict[str, Any]]  # of an arm with a seed, to its result
 Events = list[dict[str, Any]]  # of a log.jsonl
-# Every run has these, so that it ends at its last step and sends nothing. A commit may lack some.
+# Every run has these, so that it ends at its last step and sends nothing.
 TO_THE_END = {"max_minutes": 0.0, "max_hours": 0.0, "patience": 0, "sample_interval": 0}
 TO_THE_END |= dict.fromkeys(("eval_only", "dry_run", "wandb_log"), False)
 # The question gives these to each run, so an arm cannot have them.
@@ -70,10 +66,12 @@ GIT = f"git -c user.name=ask.py -c user.email=ask@localhost -c core.hooksPath={o
 READ_SETTINGS = """
 import json, sys
 from configurator import build, read_settings
+from deskgpt.errors import one_line_errors
 from train import TrainConfig
-settings = read_settings(TrainConfig, sys.argv[1:])
-build(TrainConfig, settings)
-print(json.dumps(settings))
+with one_line_errors():
+    settings = read_settings(TrainConfig, sys.argv[1:])
+    build(TrainConfig, settings)
+    print(json.dumps(settings))
 """
 
 
@@ -82,8 +80,9 @@ def main() -> int:
     ledger = Path(a.ledger)
     ledger.mkdir(parents=True, exist_ok=True)
     with folder_for_worktrees(ledger) as below:
-        arms, run = make_question(a, common, below)
-        for answer, budget in run_rounds(arms, run, a.min_effect, a.budget):
+        arms = make_arms(a, common, below)
+        run = partial(run_once, folder=ledger / "runs", context=context_of(arms[0].settings))
+        for answer, budget in run_rounds(arms, run, a.min_effect, 60 * a.minutes):
             if answer["verdict"] == "open":
                 line = f"round {answer['n']}: {answer['sentence']} {budget}"
                 print(line, flush=True, file=sys.stderr if a.json else sys.stdout)
@@ -112,10 +111,10 @@ def exit_status() -> int:
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (our own arguments, the arguments of train.py for both arms). Raises ConfigError."""
     parser = OneLineParser(__doc__)
-    parser.add_argument("--a", default="", help='"--name=value ...", a patch, commit:REV')
+    parser.add_argument("--a", default="", help='"--name=value ...", a patch')
     parser.add_argument("--b", required=True)
     parser.add_argument("--min_effect", type=float, default=UNSEEN, help="in nats: what matters")
-    parser.add_argument("--budget", type=seconds, default="1h", help="of all runs: 90s, 6min, 2h")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of all runs together")
     parser.add_argument("--ledger", default=cache_folder() / "ledger", help="folder of the runs")
     parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
     # argparse takes a value that begins with dashes for an option: --b "--x=1" becomes --b=--x=1.
@@ -128,74 +127,52 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(words)
 
 
-def seconds(text: str) -> float:
-    """Return the seconds of "90s", "6min" or "2h". Raises ValueError."""
-    found = re.fullmatch(r"([\d.]+)(s|min|h|d)", text)
-    if not found:
-        raise ValueError
-    return float(found[1]) * UNITS_S[found[2]]
-
-
 def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> list[Arm]:
     """Return the two arms that the command line names, their worktrees below a folder.
 
     Raises ConfigError.
     """
-    x = make_arm("a", a.a, common, below)
-    y = make_arm("b", a.b, common, below)
-    if x.identity() == y.identity():
-        raise ConfigError(f"a and b are the same training: {y.text}; change one of them")
-    return [x, y]
-
-
-def make_question(a: argparse.Namespace, common: list[str], below: Path) -> tuple[list[Arm], Run]:
-    """Return the arms that the command line names, and the function that runs one with a seed.
-
-    below: a folder for worktrees. Raises ConfigError.
-    """
-    arms = make_arms(a, common, below)
+    arms = [make_arm("a", a.a, common, below), make_arm("b", a.b, common, below)]
     first = arms[0].settings
-    data = dataset_folder(first["dataset"]).resolve()
-    device = first["device"]
     # The same for both arms, whatever their batch.
-    given = TO_THE_END | {"dataset": data, "device": device}
+    given = TO_THE_END | {"dataset": str(dataset_folder(first["dataset"]).resolve())}
+    given |= {"seed": first["seed"], "out_dir": ""}
     given["eval_tokens"] = first["eval_tokens"] or MAX_EVAL_TOKENS
     for arm in arms:
-        given["eval_interval"] = arm.settings["max_iters"]
-        # Of these, a commit has those that its code knows.
-        arm.settings |= {name: value for name, value in given.items() if name in arm.settings}
-    name = device_name(resolve_device(device))
+        arm.settings |= given | {"eval_interval": arm.settings["max_iters"]}
+    if arms[0].code == arms[1].code and first == arms[1].settings:
+        raise ConfigError(f"a and b are the same training: {arms[1].text}; change one of them")
+    return arms
+
+
+def context_of(settings: dict[str, Any]) -> list[Any]:
+    """Return what a run's result depends on beside its arm: the machine and the content of its
+    data.
+    """
+    name = device_name(resolve_device(settings["device"]))
     machine = f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    context = [data_digest(data), machine]
-    return arms, partial(run_once, folder=Path(a.ledger, "runs"), context=context)
-
-
-def data_digest(folder: Path) -> str:
-    """Return a digest of the content of all files of a folder of token files."""
+    folder = Path(settings["dataset"])
     paths = sorted([*folder.glob("*.bin"), *folder.glob("*.mask")])
-    return digest([[path.name, file_sha256(path)] for path in paths])
+    return [machine, [[path.name, file_sha256(path)] for path in paths]]
 
 
 # ---- the question --------------------------------------------------------------------------------
 
 
 def run_rounds(
-    arms: list[Arm], run: Run, min_effect: float, budget_s: float
+    arms: list[Arm], run: Callable[[Arm, int], dict[str, Any]], min_effect: float, budget_s: float
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Run rounds, one run of each arm with one seed, and give after each the answer and a line
     about the budget.
 
-    min_effect: the least difference that matters, in nats. Ends when the question is decided, or
-    the next round does not fit into the budget. Raises as run_once does.
+    run: returns the result of an arm with a seed. min_effect: the least difference that matters, in
+    nats. Ends when the question is decided, or the next round does not fit into the budget. Raises
+    as run_once does.
     """
     runs: list[list[dict[str, Any]]] = [[], []]  # results of a and b in the order of seeds
-    answer: dict[str, Any] = {"verdict": "open"}
-    n = 0
-    affordable = 1
-    while answer["verdict"] == "open" and n < affordable:
+    for n in itertools.count(1):
         for arm, of_arm in zip(arms, runs, strict=True):
-            of_arm.append(run(arm, arms[0].settings["seed"] + n))
-        n += 1
+            of_arm.append(run(arm, arms[0].settings["seed"] + n - 1))
         results = runs[0] + runs[1]
         if len({result["eval_digest"] for result in results}) > 1:
             raise ConfigError(
@@ -208,8 +185,10 @@ def run_rounds(
         budget = f"The budget, {clock(budget_s)}, pays {affordable:,} at {clock(round_s)} a round"
         if affordable < LEAST:
             budget += f", and no answer comes before {LEAST}: raise it to "
-            budget += f"--budget={math.ceil(LEAST * round_s)}s or more"
+            budget += f"--minutes={math.ceil(LEAST * round_s / 60)} or more"
         yield answer, budget
+        if answer["verdict"] != "open" or n >= affordable:
+            return
 
 
 def answer_of(
@@ -218,15 +197,16 @@ def answer_of(
     """Return the answer after these results of the arms: a sentence, its figures and the exit
     status of the script.
     """
-    a, b = ([result["val_loss"] for result in of_arm] for of_arm in runs)
-    e = difference(a, b)
+    a = [result["val_loss"] for result in runs[0]]
+    b = [result["val_loss"] for result in runs[1]]
+    e = difference(b, a)
     verdict = decide(e, min_effect)
     texts = {"same": f"a and b do not differ by {min_effect:g} nats", "open": "Not enough yet"}
     text = texts.get(verdict, f"b ({arms[1].text}) is {verdict}")
     limits = "too few runs for an interval"
     if e.known:
-        limits = f"95% interval {-e.high:+z.4f} to {-e.low:+z.4f}"
-    text += f": val loss of b less that of a {-e.d:+z.4f} nats ({limits}, n = {e.n}); means a "
+        limits = f"95% interval {e.low:+z.4f} to {e.high:+z.4f}"
+    text += f": val loss of b less that of a {e.d:+z.4f} nats ({limits}, n = {e.n}); means a "
     text += f"{statistics.fmean(a):.4f}, b {statistics.fmean(b):.4f}"
     for arm, of_arm in zip(arms, runs, strict=True):
         if diverged := sum(result["has_diverged"] for result in of_arm):
@@ -235,10 +215,9 @@ def answer_of(
         "verdict": verdict,  # of b: better, worse, same, or open
         "status": STATUS[verdict],
         "sentence": f"{text}.",
-        "difference": -e.d,  # val loss of b less that of a, in nats
-        "interval": [-e.high, -e.low] if e.known else None,
+        "difference": e.d,  # val loss of b less that of a, in nats
+        "interval": [e.low, e.high] if e.known else None,
         "n": e.n,
-        "arms": {"a": arms[0].text, "b": arms[1].text},
         "values": {"a": a, "b": b},
     }
 
@@ -258,33 +237,24 @@ class Arm:
     code: str  # digest of the code there
     settings: dict[str, Any]  # all of them, as that code reads them
 
-    def identity(self) -> list[Any]:
-        """Return code and settings: all that its results depend on, besides data, seed and
-        machine.
-        """
-        return [self.code, self.settings | {"dataset": None, "seed": None, "out_dir": None}]
-
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
-    """Return an arm from what the user wrote: settings, configs, patches, commit:REV.
+    """Return an arm from what the user wrote: settings, configs, patches.
 
     common: arguments of both arms. below: the folder for its worktree. Raises ConfigError.
     """
     what = f"--{label} {text}"
     arguments = list(common)
     patches = []
-    commit = ""
     for word in shlex.split(text):
         if word.removeprefix("--").partition("=")[0] in GIVEN:
             raise ConfigError(f"{what}: bench/ask.py sets this itself; leave {word} out")
-        if word.startswith("commit:"):
-            commit = word.removeprefix("commit:")
-        elif word.startswith("--") or word.endswith(".py"):
+        if word.startswith("--") or word.endswith(".py"):
             arguments.append(word)
         else:
             patches.append(word)
     folder = below / label
-    code = check_out(folder, commit, patches)
+    code = check_out(folder, patches)
     # Settings are read by the code in the worktree, from its own configs, or from others' by path.
     command = [sys.executable, "-c", READ_SETTINGS]
     for word in arguments:
@@ -304,29 +274,23 @@ def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
 def folder_for_worktrees(below: Path) -> Iterator[Path]:
     """Give a new folder below `below`, which is removed at the end with all worktrees in it."""
     try:
-        with tempfile.TemporaryDirectory(
-            prefix="question-", dir=below, ignore_cleanup_errors=True
-        ) as folder:
+        with tempfile.TemporaryDirectory(dir=below) as folder:
             yield Path(folder).resolve()
     finally:
         git("worktree", "prune")
 
 
-def check_out(folder: Path, commit: str, patches: list[str]) -> str:
-    """Make a worktree of a commit, or if "" of this checkout with its changes, and apply patches.
+def check_out(folder: Path, patches: list[str]) -> str:
+    """Make a worktree of this checkout with its changes, and apply patches.
 
-    Return the code's digest.
-
-    New files count from `git add` on. Raises ConfigError if git cannot do it.
+    Return the code's digest. New files count from `git add` on. Raises ConfigError if git cannot
+    do it.
     """
-    # What the user wrote is a revision or an error: git never reads it as an option.
-    sha = git("rev-parse", "--verify", "--end-of-options", f"{commit or 'HEAD'}^{{commit}}")
-    if not commit:
-        # Refreshes git's index: without, `stash create` fails if a file was only touched.
-        git("status")
-        # A commit of the changes, which stay as they are; "" without changes.
-        sha = git("stash", "create") or sha
-    git("worktree", "add", "--detach", str(folder), sha)
+    # Refreshes git's index: without, `stash create` fails if a file was only touched.
+    git("status")
+    # A commit of the changes, which stay as they are; "" without changes.
+    changes = git("stash", "create")
+    git("worktree", "add", "--detach", str(folder), changes or "HEAD")
     for patch in patches:
         git("apply", "--index", "--whitespace=nowarn", os.path.abspath(patch), cwd=folder)
     return code_digest(folder)
@@ -340,22 +304,14 @@ def git(*arguments: str, cwd: Path = ROOT) -> str:
     if done.returncode:
         raise ConfigError(
             f"git {shlex.join(arguments)}: {last_line(done.stderr)}; an arm has settings "
-            "(--name=value), paths of patches and commit:REV"
+            "(--name=value) and paths of patches"
         )
     return done.stdout.strip()
 
 
-def digest(value: Any) -> str:
-    """Return sixteen hex digits of the SHA-256 of a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def last_line(text: str) -> str:
-    """Return the last line of an output, without git's "error: " and the class of our own errors
-    before it.
-    """
-    line = text.strip().rpartition("\n")[2]
-    return line.removeprefix("error: ").removeprefix("deskgpt.errors.ConfigError: ")
+    """Return the last line of an output."""
+    return text.strip().rpartition("\n")[2]
 
 
 # ---- runs of train.py ----------------------------------------------------------------------------
@@ -372,20 +328,19 @@ def run_once(arm: Arm, seed: int, folder: Path, context: Any) -> dict[str, Any]:
     reason than a loss that has become infinite; KeyboardInterrupt if the user stops it, after it
     has saved.
     """
-    out_dir = folder.resolve() / digest([*arm.identity(), seed, context])
-    out_dir.mkdir(parents=True, exist_ok=True)
-    t0 = time.perf_counter()
+    settings = arm.settings | {"seed": seed}
+    all_of_it = json.dumps([arm.code, settings, context])
+    out_dir = folder.resolve() / sha256(all_of_it.encode())[:16]
     with FileLock(f"{out_dir}.lock"):  # another question may be at work on this run
         kept = out_dir / "result.json"
-        if kept.exists():
-            return dict(json.loads(kept.read_bytes()))
-        found = result(arm, train_to_the_end(arm, seed, out_dir))
-        # A run that began in an earlier process has trained for longer than this one took.
-        found["wall_s"] = max(time.perf_counter() - t0, found["wall_s"])
-        write_atomically(kept, json.dumps(found).encode())
-        for path in out_dir.glob("ckpt*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return found
+        if not kept.exists():
+            t0 = time.perf_counter()
+            found = result(arm, train_to_the_end(arm, seed, out_dir))
+            found["wall_s"] = time.perf_counter() - t0
+            write_atomically(kept, json.dumps(found).encode())
+            for path in out_dir.glob("ckpt*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return dict(json.loads(kept.read_bytes()))
 
 
 def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> Events:
@@ -394,28 +349,32 @@ def train_to_the_end(arm: Arm, seed: int, out_dir: Path) -> Events:
     Return the events of the log. Raises as run_once.
     """
     # A run may have outlived its question, which was killed: wait until it has ended.
-    log = out_dir / "log.jsonl"
     with locked_folder(out_dir, wait_s=1e9):
-        events = read_events(log) if log.exists() else []
-    if has_ended(arm, events):
-        return events
-    status, message = train(arm, seed, out_dir)
-    events = read_events(log) if log.exists() else []
-    if has_diverged(events) or (status == 0 and has_ended(arm, events)):
-        return events
-    raise ValueError(f"{arm.label} ({arm.text}) cannot run: {message or f'exit status {status}'}")
+        events = events_of(out_dir)
+    if not has_ended(arm, events):
+        message = train(arm, seed, out_dir)
+        events = events_of(out_dir)
+        if not has_ended(arm, events):
+            raise ValueError(f"{arm.label} ({arm.text}) cannot run: {message}")
+    return events
 
 
-def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
+def events_of(out_dir: Path) -> Events:
+    """Return the events of a run's log; none before its start."""
+    log = out_dir / "log.jsonl"
+    return read_events(log) if log.exists() else []
+
+
+def train(arm: Arm, seed: int, out_dir: Path) -> str:
     """Follow a run of train.py to its end.
 
-    Return its exit status and the last line of its stderr.
+    Return the last line of its stderr, or its exit status if there is none.
     """
     settings = arm.settings | {"seed": seed, "out_dir": out_dir}
     if any(out_dir.glob("ckpt*")):
         settings["init_from"] = "resume"
     arguments = [f"--{name}={value}" for name, value in settings.items() if value != ""]
-    print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr, flush=True)
+    print(f"{arm.label}, seed {seed}: training in {out_dir}", file=sys.stderr)
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments],
         cwd=arm.folder,
@@ -427,10 +386,10 @@ def train(arm: Arm, seed: int, out_dir: Path) -> tuple[int, str]:
     try:
         _, errors = process.communicate()
     except BaseException:
-        process.send_signal(signal.SIGTERM)  # it saves and ends
+        process.terminate()  # it saves and ends
         process.communicate()
         raise
-    return process.returncode, last_line(errors)
+    return last_line(errors) or f"exit status {process.returncode}"
 
 
 def has_diverged(events: Events) -> bool:
@@ -451,32 +410,22 @@ def has_ended(arm: Arm, events: Events) -> bool:
 
 
 def result(arm: Arm, events: Events) -> dict[str, Any]:
-    """Return what is kept of a finished run: its last val loss, and a digest of the windows that it
-    read.
+    """Return the last val loss of a run that has ended, and a digest of the windows that it read.
 
     A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or
-    its last if higher. Raises ValueError if the loss or the gradients were never finite: that is a
-    defect of the arm, not a loss.
+    its last if higher. Raises ValueError if the loss was never finite: that is a defect of the
+    arm.
     """
-    diverged = has_diverged(events)
     evaluations = [e for e in events if e["event"] == "eval" and e["val_loss"] is not None]
-    learned = any(e["event"] == "iter" and e["grad_norm"] is not None for e in events)
-    if not evaluations or (diverged and not learned):
-        raise ValueError(
-            f"{arm.label} ({arm.text}) is broken: its val loss is not finite before the first "
-            "step, or its gradients at all steps"
-        )
-    last = evaluations[-1]
-    loss = last["val_loss"]
+    if not evaluations:
+        raise ValueError(f"{arm.label} ({arm.text}) is broken: its val loss is never finite")
+    diverged = has_diverged(events)
+    loss = evaluations[-1]["val_loss"]
     if diverged:
         start = next(e for e in events if e["event"] == "start")
         loss = max(loss, math.log(start["model_args"]["vocab_size"]))
-    return {
-        "has_diverged": diverged,
-        "val_loss": loss,
-        "eval_digest": last["eval_digest"],
-        "wall_s": last.get("train_s") or 0.0,
-    }
+    digest_of_windows = evaluations[-1]["eval_digest"]
+    return {"has_diverged": diverged, "val_loss": loss, "eval_digest": digest_of_windows}
 
 
 if __name__ == "__main__":

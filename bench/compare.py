@@ -1,14 +1,12 @@
 """Compare training runs: what changed, what they learned and how fast they were.
 
-    python bench/compare.py out-a out-b
-    python bench/compare.py out-a-seed1 out-a-seed2 out-b-seed1 out-b-seed2 --html compare.html
+    python bench/compare.py out-a out-b --html compare.html
     python bench/compare.py log.txt out-b --card "RTX 4070"
 
 A run is an out_dir with its log.jsonl, or a text file with what nanoGPT printed, on the card that
---card names. Runs are called A, B, C in the order given; runs that differ in nothing but their seed
-are repeats. ± is a 95% interval over repeats, and "± ?" means that the noise between seeds is not
-known. Losses are compared on the same validation windows, after equal tokens, equal time and equal
-FLOPs, where all runs were evaluated. --html FILE writes a page with curves.
+--card names. Runs are called A, B, C in the order given. Losses are compared on the same validation
+windows, after equal tokens, equal time and equal FLOPs, where all runs were evaluated. --html FILE
+writes a page with curves.
 """
 
 from __future__ import annotations
@@ -26,19 +24,20 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.asking.statistics import ALPHA, welch
 from bench.logs import NANOGPT_PEAK, Run, read_runs
 from bench.output import markdown_table
 from deskgpt.errors import OneLineParser, clock, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.logger import STEP_FIELDS
-from deskgpt.resume import NOT_LEARNING, SET_BY_MAX_MINUTES
+from deskgpt.resume import NOT_LEARNING
 
-WHAT_RAN = ["device", "world_size", "dtype", "residual_dtype", "cpu_kernels", "compiled"]
-WHAT_RAN += ["versions", "git_commit", "code_digest", "tokenizer", "train_tokens", "val_sha256"]
+WHAT_RAN = ["parameters", "tokens_per_step", "device", "world_size", "dtype", "residual_dtype"]
+WHAT_RAN += ["cpu_kernels", "compiled", "versions", "git_commit", "code_digest"]
+WHAT_RAN += ["tokenizer", "train_tokens", "val_sha256"]
 # Settings that a resumed run does not compare, or compares by what follows from them, and that
 # count for runs beside each other.
-COUNT_TOO = {"init_from", "max_minutes", "batch_size", "gradient_accumulation_steps"}
+COUNT_TOO = {"init_from", "max_minutes", "dataset", "batch_size", "gradient_accumulation_steps"}
+LEFT_OUT = NOT_LEARNING - COUNT_TOO
 # The kinds of equal training, and how an amount of each is written. Evaluations fall on the same
 # tokens, but hardly on the same second: two amounts whose ratio is at most CLOSE count as equal.
 AMOUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -47,18 +46,16 @@ AMOUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "flops": ("equal FLOPs", "{:.4g}".format),
 }
 CLOSE = 1.02
-ALIKE = (
-    "To compare the models, evaluate each with --eval_only=True and the same "
-    "--dataset, --block_size and --eval_tokens."
+NOT_COMPARABLE = (
+    "The losses are not comparable: the runs were not evaluated on the same validation windows. "
+    "Evaluate each with --eval_only=True and the same --dataset, --block_size and --eval_tokens"
 )
+NOISE = "Two seeds of one setting differ, too: bench/ask.py tells how sure a difference is"
 # A label, the figure of a run (None if it is not known), and how a figure is written.
 Figure = tuple[str, Callable[[Run], Any], Callable[[Any], str]]
 Table = list[list[str]]  # a label, and a cell for each run
-Group = list[Run]  # which differ in nothing but their seed: one run, or repeats
 
 POINTS = 500  # of a curve; of more steps every nth is drawn
-MOST_NUMBERS = 40  # of a run's own, which have a chart each
-MOST_TEXTS = 10  # evaluations of a run whose texts are shown, the last ones first
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008, made darker).
 COLOURS = ("#0072B2", "#D55E00", "#00866A", "#B5508B", "#555555")
 DASHES = {"loss": "dot", "train_loss": "dash"}  # the others are solid
@@ -87,11 +84,6 @@ def main() -> None:
         print(f"\n## {name}\n\n{markdown_table(head, rows, left_columns=1)}")
 
 
-def label_of(group: Group) -> str:
-    """Return the letters of a group's runs."""
-    return "+".join(run.name.partition(":")[0] for run in group)
-
-
 @dataclass
 class Comparison:
     """One run, or several side by side."""
@@ -104,29 +96,23 @@ class Comparison:
 
 def compare(runs: list[Run]) -> Comparison:
     """Compare runs; of a single one, describe what it learned."""
-    groups = groups_of(runs)
     changed: Table = []
     learning = rows_of(runs, LEARNING)
-    lines = [f"{run.name}: {note}." for run in runs for note in run.notes]
-    headline = summary(runs[0])
+    lines = [summary(runs[0])]
     if len(runs) > 1:
-        headline = "The runs differ in nothing but their seed"
-    if len(groups) > 1:
         changed = change_rows(runs)
-        sentences = []
+        lines = []
         for amount in AMOUNTS:
-            sentence, of_losses = compare_after(groups, amount)
-            sentences.append(sentence)
-            learning += of_losses
-        if reason := not_comparable(runs):
-            sentences = [f"The losses are not comparable: {reason}", ALIKE]
-        differing = [name for name, *cells in changed if len({*cells}) > 1]
-        headline, *others = sentences
-        lines = [*others, f"Also differs: {', '.join(differing) or 'nothing'}.", *lines]
-    rows = {"What changed": changed, "Learning": learning, "Speed": rows_of(runs, SPEED)}
+            line, rows = compare_after(runs, amount)
+            lines.append(line)
+            learning += rows
+        lines = [*lines, NOISE] if are_comparable(runs) else [NOT_COMPARABLE]
+        lines.append(f"Also differs: {', '.join(row[0] for row in changed) or 'nothing'}.")
+    lines += [f"{run.name}: {note}." for run in runs for note in run.notes]
+    rows_by_title = {"What changed": changed, "Learning": learning, "Speed": rows_of(runs, SPEED)}
     head = ["", *(run.name for run in runs)]
-    tables = {title: [head, *of_title] for title, of_title in rows.items() if of_title}
-    return Comparison(runs, headline, lines, tables)
+    tables = {title: [head, *rows] for title, rows in rows_by_title.items() if rows}
+    return Comparison(runs, lines[0], lines[1:], tables)
 
 
 def summary(run: Run) -> str:
@@ -137,42 +123,6 @@ def summary(run: Run) -> str:
         f"The lowest val loss is {run.best['val_loss']:.4f}, at step "
         f"{run.best['iter']:,} of {run.last['iter']:,}"
     )
-
-
-# ---- repeats -------------------------------------------------------------------------------------
-
-
-def groups_of(runs: list[Run]) -> list[Group]:
-    """Group the runs: those that are known to differ in their seeds and in nothing else are
-    repeats.
-    """
-    groups: list[Group] = []
-    for run in runs:
-        # The commit does not tell two edits apart that are not committed; the code's digest does.
-        is_known = "code_digest" in run.start or "+changes" not in str(run.start.get("git_commit"))
-        for group in groups:
-            seeds = {other.settings.get("seed") for other in [*group, run]} - {None}
-            is_same = repeat_key(group[0]) == repeat_key(run)
-            if is_known and is_same and len(seeds) > len(group):
-                group.append(run)
-                break
-        else:
-            groups.append([run])
-    return groups
-
-
-def repeat_key(run: Run) -> dict[str, Any]:
-    """Return the settings that change what is learned, and what ran: repeats have them in
-    common.
-    """
-    left_out = (NOT_LEARNING | {"seed"}) - COUNT_TOO
-    if run.settings.get("max_minutes"):
-        left_out |= {*SET_BY_MAX_MINUTES}  # they follow from the machine
-    if "val_sha256" not in run.start:
-        left_out -= {"dataset"}  # which else counts by what is in it
-    found = {name: value for name, value in run.settings.items() if name not in left_out}
-    found |= {name: run.start.get(name) for name in WHAT_RAN}
-    return {name: value for name, value in found.items() if value not in (None, "auto")}
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -190,131 +140,102 @@ def rows_of(runs: list[Run], figures: list[Figure]) -> Table:
 
 def change_rows(runs: list[Run]) -> Table:
     """Return a row for each setting of learning and metadata field that differs or that not all
-    logs know, and one for the tokens of a step.
+    logs know.
     """
     of_runs = []
     for run in runs:
-        start = run.start
-        found = {
-            "parameters": start.get("parameters"),
-            "tokens per step": start.get("tokens_per_step"),
-        }
-        of_runs.append(found | repeat_key(run))
+        found = {name: value for name, value in run.settings.items() if name not in LEFT_OUT}
+        of_runs.append(found | {name: run.start.get(name) for name in WHAT_RAN})
     rows = []
     for name in dict.fromkeys(name for of_run in of_runs for name in of_run):
         cells = [as_text(of_run.get(name)) for of_run in of_runs]
-        if len({*cells}) > 1 or name == "tokens per step":
+        if len({*cells}) > 1:
             rows.append([name, *cells])
     return rows
 
 
 def as_text(value: Any) -> str:
     """Return a setting or metadata field as a cell's text."""
-    if type(value) in (int, float):
-        return f"{value:,.10g}"
-    return "n/a" if value is None else str(value)
+    if value is None:
+        return "n/a"
+    return f"{value:,.10g}" if type(value) is float else str(value)
 
 
 def share_of(run: Run, peak: float | None) -> float | None:
-    """Return the model's FLOP/s over a peak's; None if one of them is not known."""
-    flops_per_s = run.per_s("flops")
+    """Return the FLOP/s of a GPU over a peak's; None if one of them is not known."""
+    flops_per_s = run.per_s("gpu_flops")
     return flops_per_s / peak if flops_per_s and peak else None
 
 
 LOSS = "{:.4f}".format
 PERCENT = "{:.2%}".format
 LEARNING: list[Figure] = [
-    ("val loss at the last evaluation", lambda r: r.last.get("val_loss"), LOSS),
-    ("train loss there", lambda r: r.last.get("train_loss"), LOSS),
     ("lowest val loss", lambda r: r.best.get("val_loss"), LOSS),
+    ("train loss there", lambda r: r.best.get("train_loss"), LOSS),
     ("bits per byte there", lambda r: r.best.get("val_bpb"), LOSS),
 ]
 SPEED: list[Figure] = [
     ("ms per step, median", lambda r: r.step_s and r.step_s * 1e3, "{:,.4g}".format),
     ("tokens/s", lambda r: r.per_s("tokens"), "{:,.0f}".format),
-    ("MFU", lambda r: share_of(r, r.start.get("peak_flops")), PERCENT),
-    (
-        "MFU as nanoGPT prints it, of an A100",
-        lambda r: share_of(r, NANOGPT_PEAK * r.start.get("world_size", 1)),
-        PERCENT,
-    ),
+    ("MFU", lambda r: share_of(r, r.number("gpu_peak_flops")), PERCENT),
+    ("MFU as nanoGPT prints it, of an A100", lambda r: share_of(r, NANOGPT_PEAK), PERCENT),
 ]
 
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def compare_after(groups: list[Group], amount: str) -> tuple[str, Table]:
+def compare_after(runs: list[Run], amount: str) -> tuple[str, Table]:
     """Compare the val losses after equal amounts of training, the largest after which all runs were
     evaluated.
 
-    Return how much each group's loss is above the first one's, in a sentence, whose 95% intervals
-    hold together, and a row of the losses. A loss between two evaluations is not known: a line
-    between them lies above a curve that flattens.
+    Return how much each run's loss is above the first one's, in a sentence, and a row of the
+    losses. A loss between two evaluations is not known: a line between them lies above a curve
+    that flattens.
     """
     kind, text = AMOUNTS[amount]
-    runs = [run for group in groups for run in group]
     refused = f"The losses after {kind} are not compared"
     if any(not run.evals or "val_loss" not in run.evals[-1] for run in runs):
         return f"{refused}: a run has none at its end", []
-    common = common_amount(runs, amount)
+    common, losses = common_losses(runs, amount)
     if not common:
         return f"{refused}: no common evaluation", []
     label = f"val loss after {kind} ({text(common)})"
-
-    def loss(run: Run) -> Any:
-        return loss_after(run, amount, common)
-
-    rows = rows_of(runs, [(label, loss, LOSS)])
+    rows = [[label, *map(LOSS, losses)]]
     ends = [(run.schedule_end or 0) * (run.per_step(amount) or 0) for run in runs]
     known = [end for end in ends if end]
     # One rate would have decayed further after equal training, which lowers the loss at once,
     # whatever the settings.
     if known and max(known) > CLOSE * min(known):
         return f"{refused}: the learning rates do not decay until {kind}", rows
-    first, *others = groups
-    texts = []
-    for group in others:
-        # Bonferroni
-        gap, half = welch([*map(loss, first)], [*map(loss, group)], ALPHA / len(others))
-        texts.append(f"{label_of(group)} {gap:+z.4f} ± {'?' if half is None else LOSS(half)}")
-    return f"The {label}, less that of {label_of(first)}: {'; '.join(texts)}", rows
+    gaps = []
+    for run, loss in zip(runs[1:], losses[1:], strict=True):
+        gaps.append(f"{run.name[0]} {loss - losses[0]:+z.4f}")
+    return f"The {label}, less that of A: {', '.join(gaps)}", rows
 
 
-def common_amount(runs: list[Run], amount: str) -> float:
-    """Return the largest amount of training after which all runs were evaluated; 0 without one."""
-    for e in reversed(runs[0].val):
-        value = e.get(amount, 0)
-        if value and None not in [loss_after(run, amount, value) for run in runs]:
-            return float(value)
-    return 0.0
-
-
-def loss_after(run: Run, amount: str, value: float) -> Any:
-    """Return the run's val loss after this much training; None if it was not evaluated there."""
-    close = 1.0 if amount == "tokens" else CLOSE
-    known = [e for e in run.val if value / close <= e.get(amount, 0) <= value * close]
-    return min(known, key=lambda e: abs(e[amount] - value))["val_loss"] if known else None
-
-
-def not_comparable(runs: list[Run]) -> str:
-    """Return why the losses of runs cannot be compared, "" if they can: all evaluations must be of
-    the same windows of text.
-
-    What nanoGPT evaluated is known by the name of its dataset, if it is known.
+def common_losses(runs: list[Run], amount: str) -> tuple[float, list[float]]:
+    """Return the largest amount of training after which all runs were evaluated, 0 without one, and
+    their val losses there.
     """
-    data = "val_sha256" if all("val_sha256" in run.start for run in runs) else "dataset"
-    facts: dict[str, Callable[[Run], list[Any]]] = {
-        "tokenizers": lambda run: [run.start.get("tokenizer")],
-        "validation data": lambda run: [Path(str((run.settings | run.start).get(data) or "")).name],
-        "validation windows": lambda run: [e.get("eval_digest", "not known") for e in run.val],
-    }
-    for what, fact in facts.items():
-        of_runs = [dict.fromkeys(str(value) for value in fact(run) if value) for run in runs]
-        if len({value for values in of_runs for value in values}) > 1:
-            texts = [", then ".join(values) or "not known" for values in of_runs]
-            shown = [f"{label_of([run])} {text}" for run, text in zip(runs, texts, strict=True)]
-            return f"different {what}: {'; '.join(shown)}"
-    return ""
+    close = 1.0 if amount == "tokens" else CLOSE
+    for value in [e[amount] for e in reversed(runs[0].val) if e.get(amount)]:
+        losses = []
+        for run in runs:
+            near = [e for e in run.val if value / close <= e.get(amount, 0) <= value * close]
+            if near:
+                losses.append(min(near, key=lambda e: abs(e[amount] - value))["val_loss"])
+        if len(losses) == len(runs):
+            return value, losses
+    return 0.0, []
+
+
+def are_comparable(runs: list[Run]) -> bool:
+    """Return True if all evaluations read the same windows of text, as far as the logs say: what
+    nanoGPT evaluated is known by the name of its dataset.
+    """
+    windows = {str(e.get("eval_digest")) for run in runs for e in run.val}
+    datasets = {str(run.settings.get("dataset")) for run in runs} - {"None"}
+    return len(windows) < 2 and ("None" not in windows or len(datasets) < 2)
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -322,7 +243,7 @@ def not_comparable(runs: list[Run]) -> str:
 
 def write_page(path: Path, found: Comparison) -> None:
     """Write the page in one step, in place of a link of this name, too."""
-    write_atomically(path, page(found).encode("utf-8", "replace"))
+    write_atomically(path, page(found).encode(errors="replace"))
 
 
 def page(found: Comparison) -> str:
@@ -333,13 +254,11 @@ def page(found: Comparison) -> str:
     settings = ""
     for run in found.runs:
         name = escape(run.name)
-        for e in run.samples[::-1][:MOST_TEXTS]:
-            for text in e["texts"]:
-                texts += f"<pre>{name}, step {e['iter']:,}: {escape(text)}</pre>"
-        rows = [[k, json.dumps(v, default=str)] for k, v in (run.settings | run.start).items()]
-        settings += (
-            f"<details><summary>Settings of {name}</summary>{table_html([], *rows)}</details>"
-        )
+        for e in run.samples[::-1]:
+            for text in e.get("texts", []):
+                texts += f"<pre>{name}, step {e['iter']:,}: {escape(str(text))}</pre>"
+        start = escape(json.dumps(run.start, indent=1))
+        settings += f"<details><summary>Settings of {name}</summary><pre>{start}</pre></details>"
     tables = ""
     for title, of_cells in found.tables.items():
         tables += f"<h2>{title}</h2>{table_html(*of_cells)}"
@@ -364,11 +283,15 @@ def charts_html(runs: list[Run]) -> str:
     from plotly.graph_objects import Figure
 
     names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
-    own = [name for name in names if name not in STEP_FIELDS][:MOST_NUMBERS]
+    own = [name for name in names if name not in STEP_FIELDS]
     html = ""
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
-        layout = {"template": "plotly_white", "xaxis_title_text": "steps"}
-        chart = Figure(layout=layout | {"legend": {"orientation": "h", "y": -0.25}})
+        chart = Figure()
+        chart.update_layout(
+            template="plotly_white",
+            xaxis_title_text="steps",
+            legend={"orientation": "h", "y": -0.25},
+        )
         for i, run in enumerate(runs):
             for name in numbers:
                 known = [e for e in run.iters + run.evals if name in e]
@@ -376,7 +299,7 @@ def charts_html(runs: list[Run]) -> str:
                 if known:
                     chart.add_scatter(
                         x=[e["iter"] for e in known],
-                        y=[float(e[name]) for e in known],
+                        y=[e[name] for e in known],
                         name=escape(f"{run.name} {name}"),
                         line={"color": COLOURS[i % len(COLOURS)], "dash": DASHES.get(name)},
                     )
@@ -389,9 +312,7 @@ def charts_html(runs: list[Run]) -> str:
 
 
 def table_html(head: list[str], *rows: list[str]) -> str:
-    """Return a table. head: headings, of which there may be none; the first cell of a row is its
-    label.
-    """
+    """Return a table. head: headings; the first cell of a row is its label."""
     heads = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = ""
     for label, *cells in rows:

@@ -9,7 +9,7 @@ import ast
 import math
 import re
 import statistics
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,7 @@ from deskgpt.peaks import find_card
 from deskgpt.resume import WITHOUT_CHOICE
 from train import TrainConfig
 
-DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
-# Fields of the first event that are numbers, or unknown.
-COUNTS = {"parameters", "tokens_per_step", "flops_per_token", "peak_flops", "world_size"}
-AMOUNTS = ("tokens", "train_s", "flops")  # of training, that evaluations have
-MOST_STEPS = 10**15
+DEFAULTS = asdict(TrainConfig())
 LARGEST = 1e24  # a number that is larger, or nearer to 0 than 1 / LARGEST, is a mistake of the log
 
 Event = dict[str, Any]
@@ -38,13 +34,12 @@ class Run:
     """
 
     name: str
-    settings: Event = field(default_factory=dict)
-    # metadata: parameters, tokens_per_step, peak_flops, device ...
-    start: Event = field(default_factory=dict)
+    settings: Event = field(default_factory=dict)  # as its log has them
+    start: Event = field(default_factory=dict)  # the first event: parameters, device ...
     iters: list[Event] = field(default_factory=list)  # numbers of steps, each step once
     evals: list[Event] = field(default_factory=list)  # numbers of evaluations, and eval_digest
     samples: list[Event] = field(default_factory=list)  # texts that the model wrote
-    end: Event = field(default_factory=dict)  # empty if the run was killed or is still running
+    has_ended: bool = False  # or it was killed, or is still running
     notes: list[str] = field(default_factory=list)  # what a reader of its figures should know
 
     @property
@@ -71,7 +66,7 @@ class Run:
         if end == 0:
             end = self.settings.get("max_iters")
         if self.settings.get("max_minutes"):  # the other settings are the first plan
-            end = self.last.get("iter") if self.end else None
+            end = self.last.get("iter") if self.has_ended else None
         is_constant = self.settings.get("decay_lr") is False
         return end if type(end) is int and not is_constant else None
 
@@ -81,12 +76,16 @@ class Run:
         known = [e["time_ms"] for e in self.iters if e.get("time_ms") and e["iter"] > 0]
         return statistics.median(known) / 1e3 if known else None
 
+    def number(self, name: str) -> float | None:
+        """Return a number of the first event; None if it is not known."""
+        return numbers(self.start).get(name)
+
     def per_step(self, amount: str) -> float | None:
-        """Return one of AMOUNTS of a step; None if it is not known."""
-        return self.step_s if amount == "train_s" else self.start.get(f"{amount}_per_step")
+        """Return the tokens, train_s, flops or gpu_flops of a step; None if they are not known."""
+        return self.step_s if amount == "train_s" else self.number(f"{amount}_per_step")
 
     def per_s(self, amount: str) -> float | None:
-        """Return the tokens or flops per second, without the time of evaluations."""
+        """Return an amount per second, without the time of evaluations."""
         of_a_step = self.per_step(amount)
         return of_a_step / self.step_s if of_a_step and self.step_s else None
 
@@ -113,13 +112,9 @@ def read_run(path: str, card: str = "") -> Run:
     run, or no such card.
     """
     file = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
-    raw = read_small(file, MOST_BYTES)
-    # PowerShell writes UTF-16
-    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
-    text = raw.decode(encoding, errors="replace")
-    name = file.resolve().parent.name if file.name == "log.jsonl" else file.stem
-    run = Run(name.encode("utf-8", "replace").decode())  # Linux allows names that are not text
-    if file.name == "log.jsonl" or text.lstrip("\ufeff \n").startswith("{"):
+    text = read_small(file, MOST_BYTES).decode("utf-8", errors="replace")
+    run = Run(file.resolve().parent.name if file.name == "log.jsonl" else file.stem)
+    if text.startswith("{"):
         add_logged(run, text)
     else:
         add_printed(run, text, card)
@@ -128,25 +123,25 @@ def read_run(path: str, card: str = "") -> Run:
             f"{file} has no line of a training run (step N: train loss ..., iter N: loss ...)"
         )
     add_amounts(run)
-    lost = [e["iter"] for e in run.iters if "loss" not in e]
-    lost += [e["iter"] for e in run.evals if "val_loss" not in e]
-    if lost:
-        run.notes.append(f"its loss is not a number at step {min(lost):,}")
     return run
 
 
 def add_amounts(run: Run) -> None:
     """Add to each evaluation the tokens, seconds and FLOPs of training that its log leaves out."""
-    flops_per_token = run.start.get("flops_per_token")
-    tokens_per_step = run.per_step("tokens")
+    flops_per_token = run.number("flops_per_token")
+    tokens_per_step = run.number("tokens_per_step")
     if flops_per_token and tokens_per_step:
-        run.start["flops_per_step"] = flops_per_token * tokens_per_step
+        flops = flops_per_token * tokens_per_step
+        run.start["flops_per_step"] = flops
+        if gpus := run.number("world_size"):
+            run.start["gpu_flops_per_step"] = flops / gpus
+            run.start["gpu_peak_flops"] = (run.number("peak_flops") or 0) / gpus
     for e in run.evals:
-        if flops_per_token and "tokens" in e:  # the batch of a resumed run may have changed
-            e["flops"] = e["tokens"] * flops_per_token
-        for amount in AMOUNTS:
+        for amount in ("tokens", "train_s"):
             if of_a_step := run.per_step(amount):
                 e.setdefault(amount, e["iter"] * of_a_step)
+        if flops_per_token and "tokens" in e:
+            e["flops"] = e["tokens"] * flops_per_token
 
 
 def numbers(record: Event) -> Event:
@@ -157,21 +152,13 @@ def numbers(record: Event) -> Event:
     return {k: v for k, v in found.items() if v == 0 or 1 / LARGEST <= abs(v) <= LARGEST}
 
 
-def plain(record: Any) -> Event:
-    """Return the texts, truth values and numbers of a record; {} for what is no record."""
-    if not isinstance(record, dict):
-        return {}
-    texts = {name: value for name, value in record.items() if isinstance(value, str | bool | None)}
-    return {k: v for k, v in texts.items() if k not in COUNTS} | numbers(record)
-
-
 def add_logged(run: Run, text: str) -> None:
     """Fill a run from its log.jsonl."""
     lines = [line for line in text.splitlines() if line.strip()]
     events = [{"iter": 0} | event for event in map(event_of, lines) if event]
-    events = [e for e in events if type(e["iter"]) is int and 0 <= e["iter"] < MOST_STEPS]
+    events = [e for e in events if numbers(e).get("iter", -1) >= 0]
     add_events(run, events)
-    if not run.end:
+    if not run.has_ended:
         run.notes.append("its log has no end: the run was stopped, failed or is still running")
     if len(lines) > len(events):
         run.notes.append(f"{len(lines) - len(events)} unreadable lines of its log are left out")
@@ -193,14 +180,13 @@ def add_events(run: Run, events: list[Event]) -> None:
             kept = {key: e for key, e in kept.items() if key[0] < step + (key[1] != "iter")}
             earlier_s = max((e.get("train_s", 0.0) for e in kept.values()), default=0.0)
             add_start(run, event)
-        if kind == "end":
-            run.end = found
+        run.has_ended = kind == "end"
         if "train_s" in found:
             found["train_s"] += earlier_s
-        if event.get("eval_digest"):
-            found["eval_digest"] = str(event["eval_digest"])
-        if isinstance(event.get("texts"), list):
-            found["texts"] = [str(text) for text in event["texts"]]
+        if kind == "eval":
+            found["eval_digest"] = event.get("eval_digest")
+        if kind == "sample" and isinstance(event.get("texts"), list):
+            found["texts"] = event["texts"]
         kept[step, kind] = found
     of_kind = {"iter": run.iters, "eval": run.evals, "sample": run.samples}
     for (_, kind), found in sorted(kept.items(), key=lambda item: item[0]):
@@ -212,14 +198,12 @@ def add_start(run: Run, event: Event) -> None:
     """Take over the settings and the metadata of a start event, of which a resumed run has
     several.
     """
-    settings = plain(event.get("settings"))
+    settings = event.get("settings")
+    settings = dict(settings) if isinstance(settings, dict) else {}
     if settings.get("init_from") in ("resume", "auto"):  # the run began earlier
         settings["init_from"] = run.settings.get("init_from")
     run.settings = settings
-    run.start = plain(event)
-    run.end = {}
-    if isinstance(event.get("versions"), dict):
-        run.start["versions"] = str(event["versions"])
+    run.start = event
 
 
 # ---- printed logs --------------------------------------------------------------------------------
@@ -231,10 +215,8 @@ LABELS |= {"tokens per iteration will be": "tokens_per_step", "number of paramet
 FIGURE = re.compile(rf"\b({'|'.join(LABELS)}):? (-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|-?inf|nan)")
 # Of the command line, or of a config file.
 SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
-# What nanoGPT always has, and what it has for the settings that it does not print: as ours, but
-# for two.
-NANOGPT = WITHOUT_CHOICE | {"max_minutes": 0.0, "momentum": DEFAULTS["momentum"]}
-NANOGPT_DEFAULTS = DEFAULTS | NANOGPT | {"lr_decay_iters": 600_000, "min_lr": 6e-5}
+# nanoGPT's value of each setting that it does not print: as ours, but for these.
+NANOGPT_DEFAULTS = DEFAULTS | WITHOUT_CHOICE | {"lr_decay_iters": 600_000, "min_lr": 6e-5}
 NANOGPT_PEAK = 312e12  # FLOP/s of its MFU, whatever the card: an A100 in bfloat16
 
 
@@ -242,11 +224,9 @@ def add_printed(run: Run, text: str, card: str) -> None:
     """Fill a run from what nanoGPT printed, whatever other lines there are before, between and
     after its own.
     """
-    settings: Event = dict(NANOGPT)
+    settings: Event = {}
     if "Overriding" in text:  # the configurator prints all that it sets
-        settings = dict(NANOGPT_DEFAULTS)
-    else:
-        run.notes.append("nanoGPT did not print its settings, so most are not known")
+        settings |= NANOGPT_DEFAULTS
     start: Event = {"event": "start", "iter": 0, "settings": settings}
     events = [start]
     evaluated = {0}  # steps whose time includes an evaluation and the saving, or warming up
@@ -256,53 +236,41 @@ def add_printed(run: Run, text: str, card: str) -> None:
         for label, number in FIGURE.findall(line):
             found[LABELS[label]] = float(number.replace(",", ""))
         setting = SETTING.search(line)
-        if 0 <= found.get("iter", -1) < MOST_STEPS and found.keys() & {"time_ms", "val_loss"}:
+        if 0 <= found.get("iter", -1) < LARGEST and found.keys() & {"time_ms", "val_loss"}:
             step = found["iter"] = int(found["iter"])
             # The first MFU that is one is the step's own, later ones are running means. Our own
             # lines go on after the MFU, which is of another peak.
             if found.get("mfu", 0) > 0 and line.endswith("%"):
                 flops = found["mfu"] / 100 * NANOGPT_PEAK * found.get("time_ms", 0) / 1e3
-                start.setdefault("flops_per_step", flops)
+                start.setdefault("gpu_flops_per_step", flops)
             if "val_loss" in found:
                 evaluated.add(step)
             if step in evaluated:
                 found["time_ms"] = 0
             events.append({"event": "eval" if "val_loss" in found else "iter"} | found)
-        elif found.keys() & COUNTS:
-            start |= numbers(found)
         elif setting and setting[1] in DEFAULTS and len(events) == 1:
-            # nanoGPT prints its settings before its first step
+            # nanoGPT prints its settings before its first step.
             try:
                 settings[setting[1]] = ast.literal_eval(setting[2].strip())
-            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                # An expression such as 5 * 8, or another program's line: not the default
+            except Exception:  # an expression such as 5 * 8, or another program's line
                 settings[setting[1]] = None
+        else:
+            for name, value in numbers(found).items():
+                start.setdefault(name, value)
+    add_flops(start, card)
+    add_events(run, events)
+    run.has_ended = True
+
+
+def add_flops(start: Event, card: str) -> None:
+    """Add to the first event the FLOPs of a token, by nanoGPT's formula, and the card's peak."""
+    settings = numbers(start["settings"])
+    sizes = [settings[name] for name in ("n_layer", "n_embd", "block_size") if name in settings]
     if "parameters" in start:
         start["parameters"] = round(start["parameters"] * 1e6)
-    add_events(run, [*events, {"event": "end", "iter": 0}])
-    add_flops(run)
+        if len(sizes) == 3:
+            start["flops_per_token"] = 6 * start["parameters"] + 12 * math.prod(sizes)
     if card:
         of_card = find_card(card)
         peak = of_card.peak(of_card.default_dtype())  # the dtype that nanoGPT takes there, too
-        run.start["peak_flops"] = peak and peak[0] * run.start.get("world_size", 1)
-
-
-def add_flops(run: Run) -> None:
-    """Add the FLOPs of a token of nanoGPT, by its formula, and the number of GPUs.
-
-    The MFU that it prints is of one GPU. Without the model's size the FLOPs are those of a run on
-    one, unless they are too few for its parameters.
-    """
-    of_one_gpu = run.per_step("flops") or 0
-    dense = 6 * run.start.get("parameters", 0) * (run.per_step("tokens") or 0)
-    settings = numbers(run.settings)
-    sizes = [settings[name] for name in ("n_layer", "n_embd", "block_size") if name in settings]
-    if dense and len(sizes) == 3:
-        flops_per_token = 6 * run.start["parameters"] + 12 * math.prod(sizes)
-        run.start["flops_per_token"] = flops_per_token
-        gpus = flops_per_token * run.start["tokens_per_step"] / (of_one_gpu or math.inf)
-        run.start["world_size"] = max(1, round(gpus))
-    elif of_one_gpu < dense:
-        run.start.pop("flops_per_step", None)
-    elif of_one_gpu:
-        run.notes.append("its FLOPs are worked out from its MFU, as those of one GPU")
+        start["gpu_peak_flops"] = peak and peak[0]

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ from conftest import ROOT, copy_of_repository, needs_bpe
 from scipy import stats
 
 from bench.asking.statistics import ALPHA, difference
-from train import TrainConfig
 
 # In this order: commands of later pages use the data and the checkpoints of earlier ones.
 PAGES = [ROOT / "README.md"]
 PAGES += [ROOT / "docs" / f"{name}.md" for name in ("data", "training", "sampling")]
 PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
 RESULTS = ROOT / "bench" / "results"
+CODE = [*ROOT.glob("*.py"), *ROOT.glob("deskgpt/*.py"), *ROOT.glob("bench/*.py")]
+CODE += ROOT.glob("data/**/*.py")
 
 
 def read(path: str | Path) -> str:
@@ -189,23 +189,21 @@ def test_commands_of_the_pages_run(clone):
     run(clone, "python block.py")
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *sorted((ROOT / "bench").glob("*/*.md"))], ids=lambda page: page.name
-)
-def test_links_and_files_that_a_page_names_exist_and_its_python_is_python(page):
-    text = read(page)
-    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
-        target = page.parent / name if name else page
-        assert target.exists(), f"{page.name} links to {name}"
-        if anchor:  # of a heading, as GitHub makes them
-            headings = re.findall(r"^#+ (.+)$", read(target).lower(), re.M)
-            anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
-            assert anchor in anchors, f"{page.name} links to {name}#{anchor}"
-    named = r"`((?:deskgpt|data|bench|tests|config)/[\w/]+\.(?:py|md|cpp))`"
-    for name in re.findall(named, text) if page in PAGES else []:
-        assert (ROOT / name).exists(), f"{page.name} names {name}"
-    for block in blocks_of(page, "python"):
-        compile(block, page.name, "exec")
+def test_links_lead_to_files_that_exist():
+    for page in [*PAGES, *RESULTS.glob("*.md")]:
+        for name in re.findall(r"\]\((?!https?:)([^)#]+)", read(page)):
+            assert (page.parent / name).exists(), f"{page.name} links to {name}"
+
+
+def test_scripts_and_options_of_commands_exist_or_are_history():
+    # Of arguments, and of settings
+    options = {*re.findall(r'(?m)(?:"--|^    )(\w+)(?="|: )', "".join(map(read, CODE)))}
+    for page in [*PAGES, *RESULTS.glob("2*.md")]:
+        commands = [] if "\nHistory: " in read(page) else commands_of(page)
+        for command in commands:
+            if script := re.match(r"python ([\w/]+\.py)", command):
+                assert (ROOT / script[1]).exists(), command
+                assert {*re.findall(r"--(\w+)", command)} <= options, command
 
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
@@ -215,98 +213,50 @@ MEASURED = rf"(?<![\w.,/^=-])(?:{NUMBER}{UNIT}|\d[\d,]*\.\d+(?:e-?\d+)?(?![\d.])
 OF_OTHERS = """
 2302.06675 2305.13245 2204.02311 12.6 2.11 2.14 2.15 4.57 2026.10 8.9
 7.5 12.1 13.0 1.4697 1.47 9.3 0.3256 0.0065 10.8
+9.34 4.385 3.596 3.358 3.9 4.459 3.657 4.17 1.5 5.7 25 123.6 9.83 0.999 2.6 10.65 134 0.67 22.6
 """
+TABLES = r"(?s)<!-- (?:false answers|beliefs|recipes) -->.*?\n\n"  # other tests measure them again
 
 
 def numbers_in(text: str) -> set[float]:
-    return {float(number.replace(",", "")) for number in re.findall(NUMBER, text)}
+    """Return the numbers of a text, and what they round to."""
+    found = {float(number.replace(",", "")) for number in re.findall(NUMBER, text)}
+    return found | {round(x, decimals) for x in found for decimals in range(4)}
 
 
-def is_in(figure: str, known: set[float], rounded: bool) -> bool:
-    """Return whether a number is known, or rounds to this figure."""
-    value = float(figure.replace(",", ""))
-    decimals = len(figure.partition(".")[2]) if rounded and "e" not in figure else 9
-    return any(value in (x, round(x, decimals)) for x in known)
-
-
-def parts_of(text: str) -> list[str]:
-    """Return the paragraphs, items and rows of a page, without blocks of code."""
+def parts_of(path: Path) -> list[str]:
+    """Return the paragraphs, items and rows of a page, a notebook or a file's comments, without
+    code, tables that are measured again and cards' figures, whose commands are on their page.
+    """
+    text = read(path)
+    if path.suffix == ".ipynb":
+        text = "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    elif path.suffix == ".py":
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+        docstrings = [ast.get_docstring(node) or "" for node in nodes]
+        comments = [line.partition("# ")[2] for line in text.splitlines()]
+        text = "\n\n".join(["\n".join(comments), *docstrings])
+    text = re.sub(TABLES, "", text.partition("## A new card")[0])
     return re.split(r"\n\n|\n(?=[-|*])", re.sub(r"(?ms)^```.*?^```", "", text))
 
 
-def test_figures_are_in_the_results_that_they_cite_or_all_in_one_place_there():
-    """Other tests measure the tables again. Cards' figures have their commands on their page."""
-    tables = r"(?s)<!-- (?:false answers|beliefs|recipes) -->.*?\n\n"
-    texts = {page.name: read(page).partition("## A new card")[0] for page in PAGES}
-    all_tables = re.findall(tables, "\n\n".join(texts.values()))
-    measured_again = numbers_in("".join(all_tables))
-    results = {path.name: read(path) for path in RESULTS.glob("*.md")}
-    parts = parts_of("\n\n".join(results.values()))
-    places = [numbers_in(part) | measured_again for part in parts]
-    for name, text in texts.items():
-        for part in parts_of(re.sub(tables, "", text)):
-            cited = re.findall(r"results/([\w-]+\.md)", part)
-            in_cited = measured_again.union(*(numbers_in(results[page]) for page in cited))
+def test_figures_are_on_the_pages_that_they_cite_or_all_in_one_place_of_the_results():
+    """Code that cites no page may have figures of its own."""
+    tables = [table for page in PAGES for table in re.findall(TABLES, read(page))]
+    measured_again = numbers_in("".join(tables))
+    places = [numbers_in(part) for page in RESULTS.glob("*.md") for part in parts_of(page)]
+    others = [ROOT / "notebook.ipynb", *(ROOT / "config").glob("*.py")]
+    for path in [*PAGES, *others, *CODE]:
+        folders = "bench/results" if path in PAGES else "(?:bench/results|docs)"
+        for part in parts_of(path):
+            cited = re.findall(rf"{folders}/[\w-]+\.md", part)
             figures = {*re.findall(MEASURED, re.sub(r"`[^`]*`|\]\([^)]*\)", "", part))}
             figures -= {*OF_OTHERS.split()}
-            found = (
-                all(is_in(x, place, bool(cited)) for x in figures)
-                for place in ([in_cited] if cited else places)
-            )
-            assert any(found), f"{name}: {figures} in {part[:80]!r}"
-
-
-# What known runs of others took, and arithmetic, in comments and in the notebook.
-OF_COMMENTS = """
-9.34 4.385 3.596 3.358 3.9 4.459 3.657 4.17 1.5 5.7 25 123.6 9.83 0.999 2.6 10.65 134 0.67 22.6
-"""
-
-
-def prose_of(path: Path) -> str:
-    """Return the docstrings and comments of a Python file, or a notebook's cells, in paragraphs."""
-    source = read(path)
-    if path.suffix == ".ipynb":
-        return "\n\n".join("".join(cell["source"]) for cell in json.loads(source)["cells"])
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
-    comments = "\n".join(line.partition("# ")[2] for line in source.splitlines())
-    return "\n\n".join([comments, *(ast.get_docstring(node) or "" for node in nodes)])
-
-
-def test_figures_in_configs_notebook_and_docstrings_are_on_the_pages_that_they_cite():
-    """Without a page, a figure in a config or in the notebook is in some result; code may count."""
-    plain = [*sorted((ROOT / "config").glob("*.py")), ROOT / "notebook.ipynb"]
-    code = [p for folder in ("", "deskgpt", "data", "bench") for p in (ROOT / folder).glob("*.py")]
-    everywhere = "".join(read(path) for path in RESULTS.glob("*.md"))
-    n_cited = 0
-    for path in [*plain, *code]:
-        for part in parts_of(prose_of(path)):
-            cited = re.findall(r"(?:bench/results|docs)/[\w-]+\.md", part)
-            if not cited and path not in plain:
-                continue
-            pages = "".join(read(page) for page in cited)
-            figures = {*re.findall(MEASURED, part)} - {*OF_OTHERS.split(), *OF_COMMENTS.split()}
-            known = numbers_in(pages or everywhere)
-            missing = [figure for figure in figures if not is_in(figure, known, True)]
-            assert not missing, f"{path.name}: {missing} in {part[:80]!r}"
-            n_cited += len(cited)
-    assert n_cited > 10
-
-
-@pytest.mark.parametrize("page", sorted(RESULTS.glob("2*.md")), ids=lambda page: page.name)
-def test_commands_of_results_run_at_this_commit_or_are_history(page):
-    scripts = [*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("data/*/prepare.py")]
-    code = "".join(read(path) for path in scripts)
-    options = (
-        {f.name for f in fields(TrainConfig)}
-        | {*TrainConfig.retired}
-        | {*re.findall(r'add_argument\(\s*"--(\w+)"', code)}
-    )
-    commands = "".join([*blocks_of(page, "sh"), *blocks_of(page, "python")])
-    if "\nHistory: " not in read(page):
-        assert commands
-        assert all((ROOT / name).exists() for name in re.findall(r"python ([\w/]+\.py)", commands))
-        assert {*re.findall(r"--(\w+)", commands)} <= options
+            new = {float(figure.replace(",", "")) for figure in figures} - measured_again
+            known = [numbers_in("".join(map(read, cited)))] if cited else places
+            if cited or path not in CODE:
+                assert any(new <= place for place in known), f"{path.name}: {new} in {part[:80]!r}"
 
 
 def assert_line_with(page: str, *values: Any) -> None:
@@ -389,32 +339,18 @@ def test_answers_are_those_of_the_stored_runs():
 # ---- the notebook --------------------------------------------------------------------------------
 
 
-def notebook() -> tuple[Any, dict[str, Any]]:
-    """Return (the notebook, its cells of code by their ids)."""
-    nbformat = pytest.importorskip("nbformat")
-    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
-    nbformat.validate(book)
-    return book, {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
-
-
-def test_notebook_is_valid_holds_no_results_names_what_exists_and_never_installs_torch():
-    book, cells = notebook()
-    assert not any(cell.outputs or cell.execution_count for cell in cells.values())
-    named = re.findall(r"[\w/-]+\.(?:py|md)\b", "\n".join(cell.source for cell in book.cells))
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-    (packages,) = re.findall(r"for name in \((.*?)\)", cells["packages"].source)
-    assert "torch" not in packages
-
-
 @pytest.mark.nightly
 def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path, monkeypatch):
+    import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     folder = copy_of_repository(tmp_path)
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("MPLBACKEND", raising=False)
-    book, cells = notebook()
+    book = nbformat.read(folder / "notebook.ipynb", as_version=4)
+    cells = {cell.id: cell for cell in book.cells if cell.cell_type == "code"}
+    assert not any(cell.outputs or cell.execution_count for cell in cells.values())
     settings = "--n_layer=1 --n_head=1 --n_embd=16 --batch_size=4 --eval_tokens=512 --compile=False"
     (parameters,) = [cell for cell in cells.values() if cell.metadata.get("tags") == ["parameters"]]
     parameters.source += f"\nMINUTES = 0.05\nSETTINGS = {settings!r}"

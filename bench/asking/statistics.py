@@ -26,8 +26,6 @@ that happen to lie close together hide how much their arm scatters. So the large
 variances stands for both in the unpaired factor, and E is divided by the cube of the ratio of the
 arms' standard deviations, which only ever lowers E. docs/asking.md has the rates that simulations
 measure.
-
-`welch` is an ordinary 95% interval, for programs that do not know how often their user has looked.
 """
 
 from __future__ import annotations
@@ -118,17 +116,16 @@ def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
         return Estimate(float(np.subtract(a, b).mean()), -math.inf, math.inf, runs)
     n, gap, *scatter = moments(a, b)
     goal = math.log(1 / alpha)
-    # Half the width of each check's interval: bisect, since E grows with the distance. It is
-    # infinite if no difference could be excluded.
+    # Half the width of each check's interval: bisect, since E grows with the distance.
     inner = np.zeros(len(n))
-    outer = 1e6 * np.sqrt(scatter[0]) + np.sqrt(TINY)
-    is_finite = log_e(outer, n, *scatter) > goal
+    outer = 1e6 * np.sqrt(scatter[0])
     for _ in range(40):
         middle = (inner + outer) / 2
         is_excluded = log_e(middle, n, *scatter) > goal
         outer = np.where(is_excluded, middle, outer)
         inner = np.where(is_excluded, inner, middle)
-    half = np.where(is_finite, outer, np.inf)
+    # It is infinite if no difference could be excluded.
+    half = np.where(log_e(outer, n, *scatter) > goal, outer, np.inf)
     low = np.maximum.accumulate(gap - half)
     high = np.minimum.accumulate(gap + half)
     last = np.flatnonzero(low <= high)[-1]  # they cross with probability alpha at most
@@ -136,8 +133,8 @@ def difference(a: Values, b: Values, alpha: float = ALPHA) -> Estimate:
 
 
 def decide(e: Estimate, min_effect: float) -> str:
-    """Return better, worse, same or open. same: the whole interval lies within +-min_effect, an
-    equivalence test.
+    """Return better, worse, same or open, of the first arm. same: the whole interval lies within
+    +-min_effect, an equivalence test.
 
     A difference below `min_effect` does not matter, so same comes first. The interval is a
     confidence sequence, so all three may be asked at each check: one of them is wrong, ever, with
@@ -145,30 +142,6 @@ def decide(e: Estimate, min_effect: float) -> str:
     """
     if max(-e.low, e.high) < min_effect:
         return "same"
-    if e.low > 0:
+    if e.high < 0:
         return "better"
-    return "worse" if e.high < 0 else "open"
-
-
-# ---- an ordinary interval ------------------------------------------------------------------------
-
-
-def welch(a: Values, b: Values, error: float = ALPHA) -> tuple[float, float | None]:
-    """Return (mean of b - mean of a, half the width of its 1 - error interval), of arms whose
-    variances may differ.
-
-    The half width is None if an arm has a single run. Welch, Biometrika 34 (1947); a fraction of a
-    degree of freedom does not count.
-    """
-    from scipy import stats
-
-    gap = float(np.mean(b) - np.mean(a))
-    if min(len(a), len(b)) < 2:
-        return gap, None
-    var_a = stats.sem(a) ** 2  # of a's mean
-    var_b = stats.sem(b) ** 2
-    var = var_a + var_b
-    if var == 0:
-        return gap, 0.0
-    freedom = var**2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
-    return gap, float(stats.t.isf(error / 2, max(1, int(freedom))) * math.sqrt(var))
+    return "worse" if e.low > 0 else "open"
