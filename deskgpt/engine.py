@@ -24,12 +24,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from data.chat import template
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.check_model import TOLERANCE, distance
+from deskgpt.check_model import TOLERANCE, distance, in_float32
 from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint
 from deskgpt.compute import ComputeMode, autocast
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext
-from deskgpt.errors import is_out_of_memory, message_for_user, reason, shortened
+from deskgpt.errors import is_out_of_memory, reason, shortened
 from deskgpt.files import is_local
 from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.kv_cache import GraphedKVCache, KVCache
@@ -121,8 +121,7 @@ class InferenceEngine:
 
         They are computed in float32, whatever the dtype: whether a cache is right is a fact of the
         code, and 16 bits would hide small differences. The text is in parts, the last ones single
-        tokens. Print a line on stderr for each kind that differs. With weights that give NaN
-        nothing can be compared.
+        tokens. Print a line on stderr for each kind that differs.
         """
         T = text.size(1)
         ends = sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0})
@@ -140,7 +139,7 @@ class InferenceEngine:
                 else:
                     error = distance(found, expected, dim=-1)
                     limit = TOLERANCE["float32"].logits
-                    if error <= limit or not expected.isfinite().all():
+                    if error <= limit:
                         return kind
                     why = (
                         f"logits with a cache have a relative error of {error:.2g}, at most "
@@ -149,22 +148,6 @@ class InferenceEngine:
                 line = f"{why}: sampling without {kind.__name__}, which is slower"
                 print(line, file=sys.stderr)
         return None
-
-
-@contextmanager
-def in_float32(model: GPT) -> Iterator[None]:
-    """Within the block, nothing of the model is rounded to fewer bits: no TF32, and the residual
-    stream of a model in training is float32.
-    """
-    precision = torch.get_float32_matmul_precision()
-    residual_dtype = model.transformer.residual_dtype
-    torch.set_float32_matmul_precision("highest")
-    model.transformer.residual_dtype = None
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        model.transformer.residual_dtype = residual_dtype
 
 
 @torch.inference_mode()
@@ -177,17 +160,16 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     head stays float32, which is what is read of it.
     """
     cast: set[nn.Module] = set()
-    kept: set[nn.Module] = set()
 
     def note(layer: nn.Module, args: Any) -> None:
-        if type(layer) is nn.Linear:  # a class of the user's own may compute in float32
-            is_cast = torch.is_autocast_enabled(text.device.type)
-            (cast if is_cast else kept).add(layer)
+        # A class of the user's own may compute in float32.
+        if type(layer) is nn.Linear and torch.is_autocast_enabled(text.device.type):
+            cast.add(layer)
 
     hook = register_module_forward_pre_hook(note)
     model.next_logits(text)
     hook.remove()
-    for layer in cast - kept:
+    for layer in cast:
         for name, p in list(layer.named_parameters(recurse=False)):
             setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
 
@@ -301,9 +283,8 @@ class Sample:
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.text = prompt
-        self.shown = self.prompt_end = len(
-            prompt
-        )  # characters that cannot become a stop text any more
+        self.prompt_end = len(prompt)
+        self.shown = len(prompt)  # characters that cannot become a stop text any more
         self.done = False
         self.tokens: list[int] = []  # added so far
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -323,16 +304,16 @@ class Sample:
         if self.done:
             return ""
         self.text += self._decoder.decode(content, is_last)
-        found = [self.text.find(stop, self.shown) for stop in self.stops]
-        end = min((at for at in found if at >= 0), default=None)
+        for stop in self.stops:
+            end = self.text.find(stop, self.shown)
+            if end >= 0:
+                self.text = self.text[:end]
+                self.done = True
         held = 0
-        if end is not None:
-            self.text = self.text[:end]
-            self.done = True
-        elif not is_last:
+        if not self.done and not is_last:
             held = max((self._begun(stop) for stop in self.stops), default=0)
         before = self.shown
-        self.shown = max(before, len(self.text) - held)
+        self.shown = len(self.text) - held
         return self.text[before : self.shown]
 
     def _begun(self, stop: str) -> int:
@@ -444,21 +425,17 @@ def sampler_for(
     then.
 
     It does so at every `every`-th evaluation and at the last one, and returns [] at others and
-    after a signal. With 0, and on ranks that only wait meanwhile, it returns [] always. It draws
-    from random streams of its own, and leaves the model in training mode.
+    after a signal. It draws from random streams of its own, and leaves the model in training mode.
 
     tokenizer_meta: as in meta.json. If there can be no samples, one line says why: the run does not
     need them.
     """
-    if not every or not dist.is_first:
-        return lambda evaluation, is_last: []
     device = next(model.parameters()).device
     try:
         tokenizer = from_meta(tokenizer_meta)
         prompts = encode_prompt(PROMPT, tokenizer).to(device).repeat(TEXTS, 1)
     except (ValueError, ModuleNotFoundError) as e:
-        why = message_for_user(e, "") or e
-        dist.print0(f"sample_interval={every}: no samples, since {why}")
+        dist.print0(f"sample_interval={every}: no samples, since {reason(e)}")
         return lambda evaluation, is_last: []
 
     @functools.cache
