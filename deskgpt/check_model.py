@@ -154,8 +154,8 @@ def check_model(
     found_loss, found = loss_and_gradients(forward_backward, computed, mode, idx, targets)
     is_tf32 = mode.dtype == "float32" and idx.device.type == "cuda"
     limit = TOLERANCE["tf32" if is_tf32 else mode.dtype]
-    error = abs(found_loss - loss) / max(abs(loss), 1e-30)
-    if not error <= limit.loss:
+    error = distance(found_loss, loss)
+    if error > limit.loss:
         problems.append(
             f"{mode}: the loss differs from eager float32's by {error:.2g}, at most {limit.loss:g}"
         )
@@ -194,9 +194,9 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
 
     model = copy.deepcopy(source)
     logits = model(idx)[0]  # (B, T, V)
-    loss = forward_result(model(idx, targets))[1].item()
+    loss = forward_result(model(idx, targets))[1]
     expected = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-    if not abs(loss - expected.item()) <= limit.loss * max(1.0, abs(expected.item())):
+    if distance(loss, expected, least=1.0) > limit.loss:
         problems.append(
             f"the loss {loss:.6g} is not the cross-entropy of the logits, {expected:.6g}"
         )
@@ -212,7 +212,7 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
 
 def loss_and_gradients(
     forward_backward: ForwardBackward, model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor
-) -> tuple[float, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of the losses of a pass, and the gradients of the trained parameters by name,
     zeros if there is none.
     """
@@ -222,7 +222,7 @@ def loss_and_gradients(
         if p.requires_grad:
             found[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
-    return sum(loss.item() for loss in losses.values()), found
+    return torch.stack([*losses.values()]).sum(), found
 
 
 def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

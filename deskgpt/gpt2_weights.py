@@ -47,9 +47,8 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    # A pipe would make it wait
     for file in ("config.json", WEIGHTS):
-        if not (folder / file).is_file():
+        if not (folder / file).is_file():  # a pipe would make it wait
             raise ValueError(
                 f"init_from={name}: {folder} has no {file}; name one of {', '.join(GPT2_NAMES)}, a "
                 f"checkpoint (ckpt.pt or its folder), or a folder with config.json and {WEIGHTS}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 import socket
 import time
@@ -171,7 +170,6 @@ async def models(request: Request) -> Response:
     """Return the only model, with its facts and the settings with which the page begins."""
     writer = writer_for(request)
     saved = writer.trained.checkpoint
-    loss = saved.best_val_loss if saved else math.nan
     # Without copies in 16 bits
     n_params = GPT.without_storage(writer.trained.model.config).num_params()
     defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
@@ -179,7 +177,6 @@ async def models(request: Request) -> Response:
         "id": writer.trained.name,
         "object": "model",
         "iter_num": saved and saved.iter_num,
-        "best_val_loss": loss if math.isfinite(loss) else None,
         "n_params": n_params,
         "block_size": writer.block_size,
         "settings": {"prompt": writer.prompt} | defaults,

@@ -200,15 +200,15 @@ def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at
         raise KeyboardInterrupt
 
     monkeypatch.setattr(InferenceEngine, "write", pressed)
-    refused = (b"x" * 200, 2, "no message was answered")
-    for typed, lines, named in (
+    for typed, code, named in (
         (b"\xff\xfe\n", 1, "UTF-8"),
-        refused,
+        (b"x" * 200, 1, "no message was answered"),
         (b"hi\nnobody hears this", 0, ""),
     ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         done = script("sample.py", "--chat", f"--out_dir={run}", "--device=cpu")
-        assert (done.code, done.err.count("\n"), named in done.err) == (min(1, lines), lines, True)
+        assert (done.code, named in done.err) == (code, True)
+    assert done.err == ""
 
 
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
@@ -343,7 +343,7 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_pat
     assert f"base_url=http://127.0.0.1:{port}/v1 api_key={token}\n" in printed
     client = Served(None, int(port), token).client()
     (page,) = client.models.list()
-    facts = {"iter_num": 6, "best_val_loss": 4.5, "block_size": 96, "system": ""}
+    facts = {"iter_num": 6, "block_size": 96, "system": ""}
     assert facts.items() <= page.to_dict().items()
     pieces = client.completions.create(model="any", prompt="a", stream=True)
     next(pieces)
