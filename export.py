@@ -141,13 +141,12 @@ def plain(model: GPT) -> GPT:
     """
     c = model.config
     weights = model.state_dict()
-    bias = c.bias or c.norm == "layer"  # new ones are zeros
-    tie_weights = c.tie_weights
+    config = replace(c, bias=c.bias or c.norm == "layer")  # new biases are zeros
     if c.embedding_norm:
-        tie_weights = False
+        config = replace(config, embedding_norm=False, tie_weights=False)
         embedding = weights["transformer.wte.weight"]
         weights["transformer.wte.weight"] = F.rms_norm(embedding, (c.n_embd,), eps=1e-5)
-    found = GPT(replace(c, bias=bias, embedding_norm=False, tie_weights=tie_weights))
+    found = GPT(config)
     found.load_state_dict(weights, strict=False)
     return found
 

@@ -97,7 +97,7 @@ def main(c: SampleConfig) -> list[str]:
             file=sys.stderr,
         )
     print(samples[0].text, end="", flush=True)
-    for shown in writer.engine.write(ids.repeat(c.num_samples, 1), samples, c):
+    for shown, _ in writer.engine.write(ids.repeat(c.num_samples, 1), samples, c):
         print(shown[0], end="", flush=True)
     print(DASHES)
     for sample in samples[1:]:

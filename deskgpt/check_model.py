@@ -128,7 +128,9 @@ def check_model(
     """
     source = copy.deepcopy(model).eval()
     seed_all(0, idx.device)
-    fill_zeros(source)
+    for p in source.parameters():
+        if not p.any():  # zeros would hide the gradients of all parameters before them
+            nn.init.normal_(p, std=0.02)
     cpu_kernels.unload()  # the reference is plain torch
     with in_float32(source):
         problems = check_logits(source, idx, targets)
@@ -221,7 +223,6 @@ def loss_and_gradients(
     for name, p in model.named_parameters():
         if p.requires_grad:
             found[name] = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = None
     return torch.stack([*losses.values()]).sum(), found
 
 
@@ -236,12 +237,3 @@ def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
         is_rounding = gradient.norm().item() <= 1e-5 * total
         errors[name] = distance(found[name], gradient, total if is_rounding else 1e-30)
     return errors
-
-
-def fill_zeros(model: GPT) -> None:
-    """Give parameters that are all zeros small random numbers: zeros would hide the gradients of
-    all before them.
-    """
-    for p in model.parameters():
-        if not p.any():
-            nn.init.normal_(p, std=0.02)

@@ -81,27 +81,25 @@ class InferenceEngine:
                 hold_weights(model, DTYPES[dtype], text)
 
     def write(
-        self,
-        prompts: Tensor,
-        samples: list[Sample],
-        config: GenerationConfig,
-        on_logits: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[list[str]]:
+        self, prompts: Tensor, samples: list[Sample], config: GenerationConfig
+    ) -> Iterator[tuple[list[str], Tensor | None]]:
         """Continue prompts (B, T), one for each sample, until all have ended; yield what each can
-        show, token by token.
+        show, token by token, and the logits (B, V) that the tokens were drawn from.
 
-        on_logits: as `generate` takes it.
+        At the end come what was held back, and None.
         """
         cache = self.cache_type(self.model.config.block_size) if self.has_cache else None
         vocab_size = samples[0].tokenizer.vocab_size
-        tokens = generate(self.model, prompts, config, vocab_size, cache, on_logits)
+        tokens = generate(self.model, prompts, config, vocab_size, cache)
         while not all(sample.done for sample in samples):
             with self.mode():  # of this thread; a server has another for each token
-                new = next(tokens, None)  # (B,)
-            if new is None:
+                drawn = next(tokens, None)
+            if drawn is None:
                 break
-            yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
-        yield [sample.finish() for sample in samples]
+            new, logits = drawn
+            shown = [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
+            yield shown, logits
+        yield [sample.finish() for sample in samples], None
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -178,29 +176,24 @@ def generate(
     config: GenerationConfig,
     vocab_size: int | None = None,
     cache: KVCache | None = None,
-    on_logits: Callable[[Tensor], None] | None = None,
-) -> Iterator[Tensor]:
-    """Yield the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >=
-    1.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the next token ids (B,), and the logits (B, vocab_size) in float32 that they were drawn
+    from, max_new_tokens times, continuing the prompts idx (B, T), T >= 1. The logits last until the
+    next token.
 
     Row i draws from a random stream of its own, seeded with seed + i: its text does not depend on
     how many others are generated with it. Ids from vocab_size on are padding and are never drawn.
     Without a cache each token costs a whole forward pass; so it does beyond block_size tokens.
-
-    on_logits is called before each draw with the logits (B, vocab_size) in float32, which it must
-    leave as they are.
     """
     streams = [torch.Generator().manual_seed(config.seed + i) for i in range(idx.size(0))]
     for _ in range(config.max_new_tokens):
         logits = model.next_logits(idx, cache).float()[:, :vocab_size]
-        if on_logits is not None:
-            on_logits(logits)
         u = [torch.rand(1, 1, generator=stream, dtype=torch.float64) for stream in streams]
         new = sample_tokens(
             logits, torch.cat(u), config.temperature, config.top_k, config.top_p
         )  # (B, 1)
         idx = torch.cat((idx, new), 1)
-        yield new[:, 0]
+        yield new[:, 0], logits
 
 
 def sample_tokens(

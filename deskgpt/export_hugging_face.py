@@ -59,7 +59,6 @@ def configs(
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             "activation_function": ACTIVATIONS[c.activation],
-            "layer_norm_epsilon": 1e-5,
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
         }
     else:

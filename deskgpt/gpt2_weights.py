@@ -59,7 +59,7 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Not mapped into memory: a file that is cut later, as by a download that begins again,
         # would end the process.
         weights = load((folder / WEIGHTS).read_bytes())
-    except (SafetensorError, KeyError) as e:  # KeyError: a dtype that torch lacks
+    except SafetensorError as e:
         raise ValueError(
             f"init_from={name}: {folder / WEIGHTS} is damaged ({reason(e)}); fetch it again"
         ) from None
@@ -160,5 +160,7 @@ def download_gpt2(name: str) -> Path:
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=files))
     except Exception as e:
         # Errors of the hub, of its HTTP client and of the network share no class.
-        remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"
-        raise ValueError(f"init_from={name}: {reason(e)}; {remedy}") from None
+        raise ValueError(
+            f"init_from={name}: {reason(e)}; connect once, or give a local folder with config.json "
+            f"and {WEIGHTS}"
+        ) from None

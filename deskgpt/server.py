@@ -41,7 +41,7 @@ from model import GPT
 HOST = "127.0.0.1"
 LAST_TOKEN_S = 5  # Ctrl+C waits this long for streams to end
 # The token is part of the page's address: no other page gets it, and no file on the disk.
-HEADERS = {"Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+HEADERS = [("Referrer-Policy", "no-referrer"), ("Cache-Control", "no-store")]
 PAGE = Path(__file__).with_name("page")
 CHAT = "/v1/chat/completions"
 SETTINGS = settings_of(GenerationConfig)
@@ -76,16 +76,18 @@ def run_app(app: Starlette, port: int) -> None:
     listener = socket.create_server((HOST, port))
     config = uvicorn.Config(
         app,
-        headers=list(HEADERS.items()),
+        headers=HEADERS,
         access_log=False,
         log_level="error",
         timeout_graceful_shutdown=LAST_TOKEN_S,
     )
     app.state.server = uvicorn.Server(config)
     address = f"http://{HOST}:{listener.getsockname()[1]}"
-    token = app.state.token
-    print(f"{address}/{token}/ (Ctrl+C ends it)")
-    print(f"for programs, as OpenAI's API: base_url={address}/v1 api_key={token}", flush=True)
+    print(f"{address}/{app.state.token}/ (Ctrl+C ends it)")
+    print(
+        f"for programs, as OpenAI's API: base_url={address}/v1 api_key={app.state.token}",
+        flush=True,
+    )
     app.state.server.run(sockets=[listener])
 
 
@@ -137,17 +139,16 @@ async def server_sent(events: AsyncIterator[Any]) -> AsyncIterator[str]:
 
 def error_of(line: str) -> dict[str, Any]:
     """Return an error as OpenAI's API writes it."""
-    return {"error": {"message": line, "type": "error", "param": None, "code": None}}
+    return {"error": {"message": line, "type": "error"}}
 
 
 async def error_reply(request: Request, e: Exception) -> Response:
     if isinstance(e, HTTPException):
-        return JSONResponse(error_of(e.detail), e.status_code, e.headers)
+        return JSONResponse(error_of(e.detail), e.status_code)
     if not raised_in_our_code(e):
         raise e
     # A request has no command line, and another name for this setting.
-    line = str(e).replace("write it like --", "write it like ")
-    line = line.replace("max_new_tokens", "max_tokens")
+    line = str(e).replace("--", "").replace("max_new_tokens", "max_tokens")
     return JSONResponse(error_of(line), 400)
 
 
@@ -197,7 +198,8 @@ async def complete(request: Request) -> Response:
             return JSONResponse(chunk, 500)
         if await request.is_disconnected():
             break
-    return JSONResponse(reply.full())
+    new = reply.text.text[reply.text.prompt_end :]
+    return JSONResponse(reply.part(new, reply.logprobs, is_last=True))
 
 
 OPENAI_SETTINGS = ("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens")
@@ -259,9 +261,6 @@ class Reply:
         }
         self.logprobs: list[dict[str, Any]] = []  # of the tokens so far
 
-    def full(self) -> dict[str, Any]:
-        return self.part(self.text.text[self.text.prompt_end :], self.logprobs, is_last=True)
-
     def chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the text as it grows, a part for each token, and one for what was held back.
 
@@ -269,14 +268,12 @@ class Reply:
         a later one decides.
         """
         yield self.part("", [])
-        on_logits = None if self.n_top is False else self.keep
         n = 0
-        for (new,) in self.writer.engine.write(self.ids, [self.text], self.config, on_logits):
-            is_last = len(self.text.tokens) == n
-            if on_logits and not is_last:
-                self.logprobs.append(self.drawn(self.text.tokens[n]))
-            yield self.part(new, self.logprobs[n:], is_last)
-            n = len(self.text.tokens)
+        for (new,), logits in self.writer.engine.write(self.ids, [self.text], self.config):
+            if logits is not None and self.n_top is not False:
+                self.logprobs.append(self.drawn(self.text.tokens[-1], logits[0]))
+            yield self.part(new, self.logprobs[n:], is_last=logits is None)
+            n = len(self.logprobs)
 
     def part(self, new: str, logprobs: list[Any], is_last: bool = False) -> dict[str, Any]:
         n_prompt = self.ids.size(1)
@@ -299,25 +296,24 @@ class Reply:
             choice["text"] = new
         return self.fields | {"choices": [choice], "usage": usage if is_last else None}
 
-    def keep(self, logits: Tensor) -> None:
-        """Keep the logarithms of the next token's probabilities (V,)."""
-        self.next = logits[0].cpu().double().log_softmax(0)
-        if self.next.isnan().any():
+    def drawn(self, token: int, logits: Tensor) -> dict[str, Any]:
+        """Return the drawn token and the likeliest ones in its place, with their probabilities by
+        the logits (V,).
+        """
+        p = logits.cpu().double().log_softmax(0)
+        if p.isnan().any():
             raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
-
-    def drawn(self, token: int) -> dict[str, Any]:
-        """Return the drawn token and the likeliest ones in its place, with their probabilities."""
-        likeliest = self.next.topk(min(self.n_top, len(self.next))).indices.tolist()
-        return self.entry(token) | {
-            "rank": int((self.next > self.next[token]).sum()) + 1,
-            "top_logprobs": [self.entry(other) for other in likeliest],
+        likeliest = p.topk(min(self.n_top, len(p))).indices.tolist()
+        return self.entry(token, p) | {
+            "rank": int((p > p[token]).sum()) + 1,
+            "top_logprobs": [self.entry(other, p) for other in likeliest],
         }
 
-    def entry(self, token: int) -> dict[str, Any]:
+    def entry(self, token: int, p: Tensor) -> dict[str, Any]:
         content = self.text.tokenizer.decode_bytes([token])
         return {
             "id": token,
             "token": content.decode("utf-8", "replace"),
             "bytes": list(content),
-            "logprob": max(self.next[token].item(), -9999.0),  # JSON has no infinity
+            "logprob": max(p[token].item(), -9999.0),  # JSON has no infinity
         }

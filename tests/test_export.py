@@ -56,7 +56,7 @@ COMBINATIONS = [
     CHOICES,
 ]
 # A norm that goes into the embedding.
-COMBINATIONS += [{"embedding_norm": True}, CHOICES | {"embedding_norm": True}]
+COMBINATIONS += [{"embedding_norm": True}]
 
 # What transformers copies from folders is remembered by their names: kept out of the user's own
 # cache.
@@ -184,8 +184,8 @@ def test_padding_changes_no_logits_and_none_of_the_vocabularys_padding_is_drawn(
     together = theirs.generate(rows, attention_mask=mask, **greedy)[:, 9:]
     config = GenerationConfig(max_new_tokens=20, temperature=0)
     for row, new, n in zip(rows, together, lengths, strict=True):
-        alone = list(generate(model, row[None, -n:], config, vocab_size=65))
-        assert new.tolist() == torch.cat(alone).tolist()
+        alone = generate(model, row[None, -n:], config, vocab_size=65)
+        assert new.tolist() == [int(token) for token, _ in alone]
 
 
 @pytest.mark.slow
@@ -233,8 +233,8 @@ with torch.inference_mode():
     assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
 greedy = {"max_new_tokens": 9, "do_sample": False}
 config = GenerationConfig(max_new_tokens=9, temperature=0)
-expected = torch.cat(list(generate(model, x[:1], config, vocab_size=65)))
-assert theirs.generate(x[:1], **greedy)[0, 150:].tolist() == expected.tolist()
+expected = [int(new) for new, _ in generate(model, x[:1], config, vocab_size=65)]
+assert theirs.generate(x[:1], **greedy)[0, 150:].tolist() == expected
 files = [path.stem for path in folder.glob("*.py")]
 print(json.dumps([type(theirs).__name__, files]))
 """

@@ -19,7 +19,6 @@ from conftest import (
     assert_one_line,
     assert_same_run,
     events,
-    raises_one_line,
     tiny,
 )
 from hypothesis import given
@@ -48,12 +47,17 @@ from sample import SampleConfig, main
 from train import main as train
 
 
-def text_of(engine: InferenceEngine, idx: Tensor, n: int, on_logits: Any = None) -> list[str]:
-    """Return what the engine writes after each row of idx."""
+def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Tensor]:
+    """Return what the engine writes after each row of idx, and its first logits."""
     samples = [Sample(BytesTokenizer(), "") for _ in idx]
-    for _ in engine.write(idx, samples, GenerationConfig(max_new_tokens=n), on_logits):
-        pass
-    return [sample.text for sample in samples]
+    (_, logits), *_ = engine.write(idx, samples, GenerationConfig(max_new_tokens=n))
+    assert logits is not None
+    return [sample.text for sample in samples], logits
+
+
+def drawn(*args: Any) -> Tensor:
+    """Return the tokens (B, n) that `generate` yields."""
+    return torch.stack([new for new, _ in generate(*args)], 1)
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -66,8 +70,8 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
     n = max(6, 38 - prompt)  # past block_size=32
     for temperature in (5.0, 0.0):
         settings = GenerationConfig(max_new_tokens=n, temperature=temperature)
-        found = torch.stack(list(generate(model, idx, settings, 7, KVCache(32))), 1)  # (B, n)
-        full = torch.stack(list(generate(model, idx, settings, 7)), 1)
+        found = drawn(model, idx, settings, 7, KVCache(32))
+        full = drawn(model, idx, settings, 7)
         assert torch.equal(found, full)
         assert found.max() < 7  # the rest is padding
     assert torch.equal(full[:, 0], model(idx[:, -32:])[0][:, -1, :7].argmax(1))
@@ -130,7 +134,7 @@ def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(
     engine = InferenceEngine(model, idx, dtype, end_of_text=END)
     assert not engine.has_cache
     assert_one_line(capsys.readouterr().err, "cache", "slower", named)
-    assert all(text_of(engine, idx, 5))
+    assert all(text_of(engine, idx, 5)[0])
 
 
 def test_each_token_is_one_pass_over_itself_in_training_too():
@@ -163,9 +167,8 @@ def test_weights_are_held_in_16_bits_where_autocast_casts_them_and_logits_are_it
     model, idx = make().eval(), tokens(2, 9)
     with torch.inference_mode(), autocast(CPU, "bfloat16"):
         expected = model.next_logits(idx)
-    found: list[Tensor] = []
-    text_of(InferenceEngine(model, idx, "bfloat16"), idx, 10, on_logits=found.append)
-    assert torch.equal(found[0], expected.float())
+    _, found = text_of(InferenceEngine(model, idx, "bfloat16"), idx, 10)
+    assert torch.equal(found, expected.float())
     block: Any = model.transformer.h[0]
     assert block.attn.c_attn.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
     assert model.transformer.wte.weight.dtype == torch.float32
@@ -183,14 +186,12 @@ def test_cache_serves_only_a_text_that_continues_its_own():
             torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
 
 
-@pytest.mark.parametrize("T", [30, 1])
-def test_attention_of_apple_gpus_is_torchs(T):
+def test_attention_of_apple_gpus_is_torchs():
     """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
     q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(30, 30, dtype=torch.bool).tril()[-T:]
-    q = q[:, :, -T:]
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(matmul_attention(q, k, v, mask if T > 1 else None, 0.0), expected)
+    torch.testing.assert_close(matmul_attention(q, k, v, mask, 0.0), expected)
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -300,19 +301,15 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
 
 def test_prompt_is_read_from_a_file_and_typed_line_breaks_are_line_breaks(tmp_path):
     saved(tmp_path, SMALL, {"name": "char", "chars": "\n\t\\na"})
-    settings: dict[str, Any] = {"num_samples": 1, "max_new_tokens": 200}
+    settings: dict[str, Any] = {"num_samples": 1, "max_new_tokens": 100}
     typed = r"\n\t\\na"
     [text] = samples(tmp_path, start=typed, **settings)
     assert text.startswith("\n\t\\na")
-    for stop, meant in ((r"\n\n", "\n\n"), (r"\\", "\\")):
-        end = text.index(meant, 5)
-        assert samples(tmp_path, start=typed, stop=stop, **settings) == [text[:end]]
+    end = text.index("\n", 5)
+    assert samples(tmp_path, start=typed, stop=r"\n", **settings) == [text[:end]]
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(codecs.BOM_UTF8 + b"\n\t\\na")  # a file is read as it is
     assert samples(tmp_path, start=f"FILE:{prompt}", **settings) == [text]
-    prompt.write_bytes(b"caf\xe9")
-    with raises_one_line("UTF-8", prompt, "line 1"):
-        samples(tmp_path, start=f"FILE:{prompt}")
 
 
 def test_prompt_beyond_the_context_is_said_in_a_line(run, capfd):
@@ -328,10 +325,8 @@ def test_prompt_beyond_the_context_is_said_in_a_line(run, capfd):
         ("--start=thé ☃", "'é', '☃'"),
         ("--start=", "start=''"),
         ("--start=FILE:/no/such.txt", "/no/such.txt"),
-        ("--top_p=0", "top_p=0.0"),
         ("--out_dir=/no/such", "/no/such/ckpt.pt"),
         ("--init_from=no-such-model", "init_from=no-such-model"),
-        ("--device=cuda:99999999999999", "device='cuda:99999999999999'"),
         ("--device=cuda:200", "device='cuda:200'"),  # to torch it is -56
     ],
 )

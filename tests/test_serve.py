@@ -300,10 +300,10 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 def test_reader_that_reads_nothing_or_leaves_keeps_nobody_waiting(chat, stream, monkeypatch, capfd):
     written: list[int] = []
 
-    def endless(*_: Any) -> Iterator[list[str]]:
+    def endless(*_: Any) -> Iterator[Any]:
         while True:
             written.append(1)
-            yield ["x" * 10_000]  # more than the system's buffers hold
+            yield ["x" * 10_000], torch.zeros(1, 9)  # more than the system's buffers hold
 
     def has_ended() -> bool:
         n = len(written)
