@@ -162,7 +162,7 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     model.next_logits(text)
     hook.remove()
     for layer in cast:
-        for name, p in list(layer.named_parameters(recurse=False)):
+        for name, p in list(layer.named_parameters()):
             setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
 
 
