@@ -13,9 +13,11 @@ exported. Without that package the exit status is 3: exported, and not compared.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,43 +62,38 @@ def main(c: ExportConfig) -> bool:
     check_unused(to)
     trained = load_model(c.init_from, c.out_dir, torch.device("cpu"))
     trained.model.eval()
-    write = write_gguf if to.suffix.lower() == ".gguf" else write_folder
-    loaded_by, compared = write(trained, to)
+    is_gguf = to.suffix.lower() == ".gguf"
+    package = "xllamacpp" if is_gguf else "transformers"
+    is_compared = importlib.util.find_spec(package) is not None
+    write = write_gguf if is_gguf else write_folder
+    loaded_by = write(trained, to, is_compared)
     size = millions(sum(p.numel() for p in trained.model.parameters()))
     print(f"{to}: {size} parameters, tokenizer {trained.tokenizer.meta()['name']}, {loaded_by}")
-    program = "llama.cpp (xllamacpp)" if write is write_gguf else "transformers"
-    same = "computes the same logits as model.py after each token of a text"
-    print(program, same if compared else "is not installed: nothing was compared with model.py")
-    return compared
+    same = "computes the same logits as model.py after a text"
+    print(package, same if is_compared else "is not installed: nothing was compared with model.py")
+    return is_compared
 
 
-def write_folder(trained: LoadedModel, to: Path) -> tuple[str, bool]:
-    """Write the folder; return what computes it, and whether that was compared.
-
-    Raises ValueError and OSError; then nothing is left.
+def write_folder(trained: LoadedModel, to: Path, is_compared: bool) -> str:
+    """Write the folder; return what computes it. Raises ValueError and OSError; then nothing is
+    left.
     """
-    ways = [(False, True), (False, False)]  # for GPT-2's class or ours, with a cache or without
     if export_hugging_face.is_gpt2(trained.model.config):
-        ways.insert(0, (True, True))
-    for gpt2, use_cache in ways:  # the first that computes what model.py does
-        try:
-            return write_folder_for(gpt2, use_cache, trained, to)
-        except export_hugging_face.Differs as e:
-            error = e
-    raise error
+        with suppress(export_hugging_face.Differs):  # model.py was changed
+            return write_folder_for(True, trained, to, is_compared)
+    return write_folder_for(False, trained, to, is_compared)
 
 
-def write_folder_for(
-    gpt2: bool, use_cache: bool, trained: LoadedModel, to: Path
-) -> tuple[str, bool]:
-    model = without_embedding_norm(trained.model) if gpt2 else trained.model
-    config = model.config
+def write_folder_for(gpt2: bool, trained: LoadedModel, to: Path, is_compared: bool) -> str:
+    """Write the folder for GPT-2's class in transformers, or for ours."""
+    model = plain(trained.model) if gpt2 else trained.model
+    config = replace(model.config, bias=trained.model.config.bias)
     tokenizer = trained.tokenizer
     computed_by = "GPT2LMHeadModel" if gpt2 else "DeskGPTForCausalLM with model.py"
     prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
     chat_template = template.JINJA if trained.is_chat_model else None
     records = export_hugging_face.configs(
-        config, tokenizer.vocab_size, tokenizer.end_of_text, gpt2, use_cache
+        config, tokenizer.vocab_size, tokenizer.end_of_text, gpt2
     ) | {
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": tokenizer_config_json(tokenizer, config.block_size, chat_template),
@@ -115,57 +112,53 @@ def write_folder_for(
         export_hugging_face.write_weights(
             folder / "model.safetensors", config, model.state_dict(), gpt2
         )
-        return computed_by, export_hugging_face.compare(
-            folder, trained.model, text_to_compare(trained)
-        )
+        if is_compared:
+            export_hugging_face.compare(folder, trained.model, text_to_compare(trained))
+    return computed_by
 
 
-def write_gguf(trained: LoadedModel, to: Path) -> tuple[str, bool]:
-    """Write the GGUF file; return the architecture that computes it, and whether that was compared.
-
-    Raises ValueError and OSError; then nothing is left.
+def write_gguf(trained: LoadedModel, to: Path, is_compared: bool) -> str:
+    """Write the GGUF file; return the architecture that computes it. Raises ValueError and OSError;
+    then nothing is left.
     """
-    model = without_embedding_norm(trained.model)
+    model = plain(trained.model)
     chat_template = template.JINJA if trained.is_chat_model else None
     tokenizer = tokenizer_json(trained.tokenizer)
     try:
         with replacing(to) as file:
             path = Path(file.name)
             export_gguf.write(path, model.config, model.state_dict(), tokenizer, chat_template)
-            compared = export_gguf.compare(path, trained.model, text_to_compare(trained))
+            if is_compared:
+                export_gguf.compare(path, trained.model, text_to_compare(trained))
     except OSError as e:
         raise cannot_write(to, e) from None
-    return f"llama.cpp's {export_gguf.architecture_of(model.config)}", compared
+    return f"llama.cpp's {export_gguf.architecture_of(model.config)}"
 
 
-def without_embedding_norm(model: GPT) -> GPT:
-    """Return a model that computes the same without this norm, which other programs lack: its
-    embeddings have it.
+def plain(model: GPT) -> GPT:
+    """Return a model that computes the same with what other programs have: LayerNorms and their
+    layers with biases, and no norm of the embedding.
     """
     c = model.config
-    if not c.embedding_norm:
-        return model
     weights = model.state_dict()
-    weights["transformer.wte.weight"] = F.rms_norm(
-        weights["transformer.wte.weight"], (c.n_embd,), eps=1e-5
-    )
-    without = GPT(replace(c, embedding_norm=False, tie_weights=False))
-    without.load_state_dict(weights)
-    return without
+    config = replace(c, bias=c.bias or c.norm == "layer")  # new biases are zeros
+    if c.embedding_norm:
+        config = replace(config, embedding_norm=False, tie_weights=False)
+        embedding = weights["transformer.wte.weight"]
+        weights["transformer.wte.weight"] = F.rms_norm(embedding, (c.n_embd,), eps=1e-5)
+    found = GPT(config)
+    found.load_state_dict(weights, strict=False)
+    return found
 
 
 def text_to_compare(trained: LoadedModel) -> Tensor:
-    """Return token ids (1, T) of real text, this file's, that leave room for one more in the
-    context.
+    """Return token ids (1, T) that leave room for one more in the context: of this file's text, or
+    of all characters if the tokenizer has characters.
     """
-    text = Path(__file__).read_text(encoding="utf-8")
-    chars = trained.tokenizer.meta().get("chars")
-    if chars:
-        text = "".join(char for char in text if char in chars) or chars
-    ids = np.resize(
-        trained.tokenizer.encode(text).astype("int64"), max(1, trained.model.config.block_size - 1)
-    )
-    return torch.from_numpy(ids)[None]
+    tokenizer = trained.tokenizer
+    text = tokenizer.meta().get("chars") or Path(__file__).read_text(encoding="utf-8")
+    n = max(1, trained.model.config.block_size - 1)
+    return torch.from_numpy(np.resize(tokenizer.encode(text).astype("int64"), (1, n)))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def main(c: SampleConfig) -> list[str]:
             file=sys.stderr,
         )
     print(samples[0].text, end="", flush=True)
-    for shown in writer.engine.write(ids.repeat(c.num_samples, 1), samples, c):
+    for shown, _ in writer.engine.write(ids.repeat(c.num_samples, 1), samples, c):
         print(shown[0], end="", flush=True)
     print(DASHES)
     for sample in samples[1:]:
@@ -117,16 +117,11 @@ def unescaped(typed: str) -> str:
 
 
 def prompt_of(c: SampleConfig) -> str:
-    """Return the prompt that c asks for. Raises ValueError if it is empty or is not UTF-8."""
+    """Return the prompt that c asks for. Raises ValueError if it is empty."""
     if c.start.startswith("FILE:"):
         prompt = read_text(Path(c.start[5:]).expanduser())
     else:
         prompt = unescaped(c.start)
-    # What Python makes of other bytes than UTF-8.
-    if any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise ValueError(
-            f"start={c.start!r} is not UTF-8 text; convert it first, for instance with iconv"
-        )
     if not prompt:
         raise ValueError(f"start={c.start!r} holds no text to continue; try --start='\\n'")
     return prompt

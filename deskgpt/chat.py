@@ -128,7 +128,7 @@ def talk(writer: Writer) -> None:
                 print(f"error: {e}", file=sys.stderr)
                 refused = True
                 continue
-            for (shown,) in writer.engine.write(ids, [text], replace(c, seed=c.seed + n)):
+            for (shown,), _ in writer.engine.write(ids, [text], replace(c, seed=c.seed + n)):
                 print(shown, end="", flush=True)
             print()
             messages += [question, Message("assistant", text.text)]

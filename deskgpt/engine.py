@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,12 +25,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from data.chat import template
 from data.token_files import read_meta
 from data.tokenizer import Tokenizer, from_meta
-from deskgpt.check_model import TOLERANCE, distance
+from deskgpt.check_model import TOLERANCE, distance, in_float32
 from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint
 from deskgpt.compute import ComputeMode, autocast
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext
-from deskgpt.errors import is_out_of_memory, message_for_user, reason, shortened
+from deskgpt.errors import is_out_of_memory, reason, shortened
 from deskgpt.files import is_local
 from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from deskgpt.kv_cache import GraphedKVCache, KVCache
@@ -72,36 +73,33 @@ class InferenceEngine:
         if end_of_text is not None:
             drawn[0, -SINGLE - 2] = end_of_text
         text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, -model.config.block_size :]
-        kinds: list[type[KVCache]] = [KVCache]
-        if self.device.type == "cuda" and not is_trained:
-            kinds.insert(0, GraphedKVCache)
-        self.cache_type = self._first_that_agrees(kinds, text)  # None: nothing is cached
+        replays = self.device.type == "cuda" and not is_trained
+        self.cache_type = GraphedKVCache if replays else KVCache
+        self.has_cache = self._cache_agrees(text)  # else each token is a pass over the text
         if dtype != "float32" and not is_trained:
             with self.mode():
                 hold_weights(model, DTYPES[dtype], text)
 
     def write(
-        self,
-        prompts: Tensor,
-        samples: list[Sample],
-        config: GenerationConfig,
-        on_logits: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[list[str]]:
+        self, prompts: Tensor, samples: list[Sample], config: GenerationConfig
+    ) -> Iterator[tuple[list[str], Tensor | None]]:
         """Continue prompts (B, T), one for each sample, until all have ended; yield what each can
-        show, token by token.
+        show, token by token, and the logits (B, V) that the tokens were drawn from.
 
-        on_logits: as `generate` takes it.
+        At the end come what was held back, and None.
         """
-        cache = self.cache_type(self.model.config.block_size) if self.cache_type else None
+        cache = self.cache_type(self.model.config.block_size) if self.has_cache else None
         vocab_size = samples[0].tokenizer.vocab_size
-        tokens = generate(self.model, prompts, config, vocab_size, cache, on_logits)
+        tokens = generate(self.model, prompts, config, vocab_size, cache)
         while not all(sample.done for sample in samples):
             with self.mode():  # of this thread; a server has another for each token
-                new = next(tokens, None)  # (B,)
-            if new is None:
+                drawn = next(tokens, None)
+            if drawn is None:
                 break
-            yield [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
-        yield [sample.finish() for sample in samples]
+            new, logits = drawn
+            shown = [sample.add(token) for sample, token in zip(samples, new.tolist(), strict=True)]
+            yield shown, logits
+        yield [sample.finish() for sample in samples], None
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -115,56 +113,33 @@ class InferenceEngine:
             yield
 
     @torch.inference_mode()
-    def _first_that_agrees(self, kinds: list[type[KVCache]], text: Tensor) -> type[KVCache] | None:
-        """Return the first kind of cache with which logits are those of the whole forward pass;
-        None if none is.
+    def _cache_agrees(self, text: Tensor) -> bool:
+        """Return whether logits with the cache are those of the whole forward pass; print a line on
+        stderr if not.
 
         They are computed in float32, whatever the dtype: whether a cache is right is a fact of the
         code, and 16 bits would hide small differences. The text is in parts, the last ones single
-        tokens. Print a line on stderr for each kind that differs. With weights that give NaN
-        nothing can be compared.
+        tokens.
         """
         T = text.size(1)
         ends = sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0})
+        limit = TOLERANCE["float32"].logits
         with in_float32(self.model):
             expected = self.model.next_logits(text)
-            for kind in kinds:
-                try:
-                    cache = kind(self.model.config.block_size)
-                    for end in ends:
-                        found = self.model.next_logits(text[:, :end], cache)
-                except Exception as e:
-                    if is_out_of_memory(e):
-                        raise
-                    why = f"the model fails with a cache ({reason(e)})"
-                else:
-                    error = distance(found, expected, dim=-1)
-                    limit = TOLERANCE["float32"].logits
-                    if error <= limit or not expected.isfinite().all():
-                        return kind
-                    why = (
-                        f"logits with a cache have a relative error of {error:.2g}, at most "
-                        f"{limit:g} is rounding"
-                    )
-                line = f"{why}: sampling without {kind.__name__}, which is slower"
-                print(line, file=sys.stderr)
-        return None
-
-
-@contextmanager
-def in_float32(model: GPT) -> Iterator[None]:
-    """Within the block, nothing of the model is rounded to fewer bits: no TF32, and the residual
-    stream of a model in training is float32.
-    """
-    precision = torch.get_float32_matmul_precision()
-    residual_dtype = model.transformer.residual_dtype
-    torch.set_float32_matmul_precision("highest")
-    model.transformer.residual_dtype = None
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        model.transformer.residual_dtype = residual_dtype
+            cache = self.cache_type(self.model.config.block_size)
+            try:
+                for end in ends:
+                    found = self.model.next_logits(text[:, :end], cache)
+                error = distance(found, expected, dim=-1)
+                why = f"logits with a cache have a relative error of {error:.2g}, above {limit:g}"
+            except Exception as e:
+                if is_out_of_memory(e):
+                    raise
+                error = math.inf
+                why = f"the model fails with a cache ({reason(e)})"
+        if error > limit:
+            print(f"{why}: sampling without it, which is slower", file=sys.stderr)
+        return error <= limit
 
 
 @torch.inference_mode()
@@ -177,18 +152,17 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     head stays float32, which is what is read of it.
     """
     cast: set[nn.Module] = set()
-    kept: set[nn.Module] = set()
 
     def note(layer: nn.Module, args: Any) -> None:
-        if type(layer) is nn.Linear:  # a class of the user's own may compute in float32
-            is_cast = torch.is_autocast_enabled(text.device.type)
-            (cast if is_cast else kept).add(layer)
+        # A class of the user's own may compute in float32.
+        if type(layer) is nn.Linear and torch.is_autocast_enabled(text.device.type):
+            cast.add(layer)
 
     hook = register_module_forward_pre_hook(note)
     model.next_logits(text)
     hook.remove()
-    for layer in cast - kept:
-        for name, p in list(layer.named_parameters(recurse=False)):
+    for layer in cast:
+        for name, p in list(layer.named_parameters()):
             setattr(layer, name, nn.Parameter(p.to(dtype), requires_grad=False))
 
 
@@ -202,29 +176,24 @@ def generate(
     config: GenerationConfig,
     vocab_size: int | None = None,
     cache: KVCache | None = None,
-    on_logits: Callable[[Tensor], None] | None = None,
-) -> Iterator[Tensor]:
-    """Yield the next token ids (B,), max_new_tokens times, continuing the prompts idx (B, T), T >=
-    1.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the next token ids (B,), and the logits (B, vocab_size) in float32 that they were drawn
+    from, max_new_tokens times, continuing the prompts idx (B, T), T >= 1. The logits last until the
+    next token.
 
     Row i draws from a random stream of its own, seeded with seed + i: its text does not depend on
     how many others are generated with it. Ids from vocab_size on are padding and are never drawn.
     Without a cache each token costs a whole forward pass; so it does beyond block_size tokens.
-
-    on_logits is called before each draw with the logits (B, vocab_size) in float32, which it must
-    leave as they are.
     """
     streams = [torch.Generator().manual_seed(config.seed + i) for i in range(idx.size(0))]
     for _ in range(config.max_new_tokens):
         logits = model.next_logits(idx, cache).float()[:, :vocab_size]
-        if on_logits is not None:
-            on_logits(logits)
         u = [torch.rand(1, 1, generator=stream, dtype=torch.float64) for stream in streams]
         new = sample_tokens(
             logits, torch.cat(u), config.temperature, config.top_k, config.top_p
         )  # (B, 1)
         idx = torch.cat((idx, new), 1)
-        yield new[:, 0]
+        yield new[:, 0], logits
 
 
 def sample_tokens(
@@ -301,9 +270,8 @@ class Sample:
         self.tokenizer = tokenizer
         self.stops = [stop for stop in stops if stop]
         self.text = prompt
-        self.shown = self.prompt_end = len(
-            prompt
-        )  # characters that cannot become a stop text any more
+        self.prompt_end = len(prompt)
+        self.shown = len(prompt)  # characters that cannot become a stop text any more
         self.done = False
         self.tokens: list[int] = []  # added so far
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -323,16 +291,16 @@ class Sample:
         if self.done:
             return ""
         self.text += self._decoder.decode(content, is_last)
-        found = [self.text.find(stop, self.shown) for stop in self.stops]
-        end = min((at for at in found if at >= 0), default=None)
+        for stop in self.stops:
+            end = self.text.find(stop, self.shown)
+            if end >= 0:
+                self.text = self.text[:end]
+                self.done = True
         held = 0
-        if end is not None:
-            self.text = self.text[:end]
-            self.done = True
-        elif not is_last:
+        if not self.done and not is_last:
             held = max((self._begun(stop) for stop in self.stops), default=0)
         before = self.shown
-        self.shown = max(before, len(self.text) - held)
+        self.shown = len(self.text) - held
         return self.text[before : self.shown]
 
     def _begun(self, stop: str) -> int:
@@ -388,11 +356,6 @@ def load_model(init_from: str, out_dir: str, device: torch.device) -> LoadedMode
     config = GPTConfig.from_args(model_args, source)
     check_model_fits(config, device)
     model = GPT.from_state(config, weights, source)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError(
-            f"{source}: the weights hold NaN or infinity, which give no text; take another "
-            "checkpoint"
-        )
     tokenizer = from_meta(meta)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
@@ -444,21 +407,17 @@ def sampler_for(
     then.
 
     It does so at every `every`-th evaluation and at the last one, and returns [] at others and
-    after a signal. With 0, and on ranks that only wait meanwhile, it returns [] always. It draws
-    from random streams of its own, and leaves the model in training mode.
+    after a signal. It draws from random streams of its own, and leaves the model in training mode.
 
     tokenizer_meta: as in meta.json. If there can be no samples, one line says why: the run does not
     need them.
     """
-    if not every or not dist.is_first:
-        return lambda evaluation, is_last: []
     device = next(model.parameters()).device
     try:
         tokenizer = from_meta(tokenizer_meta)
         prompts = encode_prompt(PROMPT, tokenizer).to(device).repeat(TEXTS, 1)
     except (ValueError, ModuleNotFoundError) as e:
-        why = message_for_user(e, "") or e
-        dist.print0(f"sample_interval={every}: no samples, since {why}")
+        dist.print0(f"sample_interval={every}: no samples, since {reason(e)}")
         return lambda evaluation, is_last: []
 
     @functools.cache

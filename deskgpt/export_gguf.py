@@ -8,11 +8,7 @@ Shape legend: C channels (n_embd), H heads, D = C // H, V vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
-import secrets
-import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,18 +17,26 @@ import torch
 from torch import Tensor
 
 from deskgpt.check_model import TOLERANCE
-from deskgpt.export_hugging_face import check_same, lacks_bias, of_two_lengths
+from deskgpt.errors import reason
+from deskgpt.export_hugging_face import check_same, of_two_lengths
 from model import GPT, GPTConfig
 
-# The settings that each architecture computes, all without token shift: GPT-2's, and those of the
+# The settings that each architecture computes: GPT-2's, and those of the
 # fast recipes.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "gpt2": {"position": "learned", "norm": "layer", "qk_norm": False, "activation": "gelu_tanh"},
+    "gpt2": {
+        "position": "learned",
+        "norm": "layer",
+        "qk_norm": False,
+        "activation": "gelu_tanh",
+        "token_shift": False,
+    },
     "apertus": {
         "position": "rope",
         "norm": "rms",
         "qk_norm": True,
         "activation": "relu2",
+        "token_shift": False,
         "bias": False,
     },
 }
@@ -54,11 +58,7 @@ def architecture_of(c: GPTConfig) -> str:
         # llama.cpp has one GELU, from a table: it rounds more than these two differ
         ours["activation"] = "gelu_tanh"
     lacking = {
-        name: [
-            f"{k}={ours[k]} (--{k}={v})"
-            for k, v in (wanted | {"token_shift": False}).items()
-            if ours[k] != v
-        ]
+        name: [f"{k}={ours[k]} (--{k}={v})" for k, v in wanted.items() if ours[k] != v]
         for name, wanted in ARCHITECTURES.items()
     }
     nearest = min(lacking, key=lambda name: len(lacking[name]))
@@ -113,12 +113,10 @@ def write(
 
     for name, w in tensors_of(c, weights, len(tokenizer["model"]["vocab"])).items():
         writer.add_tensor(name, w.contiguous().numpy())
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
@@ -173,8 +171,6 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
                     f"llama.cpp has no {key}, which model.py has; nothing was exported"
                 )
             found[name] = tensor
-            if lacks_bias(c, key):
-                found[name.replace("weight", "bias")] = torch.zeros(len(tensor))
     if c.qk_norm:
         for i in range(c.n_layer):
             for name in ("attn_q_norm", "attn_k_norm"):
@@ -185,86 +181,43 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
 # ---- what llama.cpp computes ---------------------------------------------------------------------
 
 
-class Llama:
-    """llama.cpp with a model, silent; asked over its server's own interface.
+def loaded(path: Path, block_size: int) -> Any:
+    """Return llama.cpp's server with a model, silent. Raises ValueError if it cannot load it."""
+    import xllamacpp
 
-    Raises ValueError if it cannot load it.
-    """
-
-    def __init__(self, path: str, block_size: int) -> None:
-        import xllamacpp
-
-        self.key = secrets.token_urlsafe()
-        params = xllamacpp.CommonParams()
-        params.model.path = path
-        params.n_ctx = params.n_batch = params.n_ubatch = block_size
-        params.n_parallel = 1
-        params.n_gpu_layers = 0
-        params.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32
-        params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.embedding = True
-        # Hidden states of each token
-        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
-        # Not mapped: Windows renames no open file.
-        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
-        params.fit_params = False
-        params.warmup = False
-        params.verbosity = -1
-        params.api_keys = [self.key]
-        try:
-            self.server = xllamacpp.Server(params)
-        except RuntimeError as e:
-            raise ValueError(
-                f"llama.cpp cannot load the file: {str(e)[:160]}; nothing was exported"
-            ) from None
-
-    def ask(self, what: str, **request: Any) -> Any:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        address = f"{self.server.listening_address}/{what}"
-        asked = urllib.request.Request(address, json.dumps(request).encode(), headers)
-        directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with directly.open(asked) as reply:  # no proxy reaches this machine
-                return json.load(reply)
-        except OSError as e:
-            raise ValueError(
-                f"llama.cpp does not run the file: {e}; nothing was exported"
-            ) from None
-
-    def next_tokens(self, tokens: list[int]) -> dict[int, float]:
-        """Return log-probabilities of the likeliest tokens after the last one, by their ids."""
-        # Token 33 is drawn, a letter or a sign: llama.cpp answers with whole characters only.
-        request = {
-            "prompt": tokens,
-            "max_tokens": 1,
-            "logprobs": COMPARED,
-            "logit_bias": [[33, 1e9]],
-        }
-        drawn = self.server.handle_completions(request)["choices"][0]["logprobs"]["content"][0]
-        return {entry["id"]: entry["logprob"] for entry in drawn["top_logprobs"]}
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path.resolve())
+    params.n_ctx = params.n_batch = params.n_ubatch = block_size
+    params.n_parallel = 1
+    params.n_gpu_layers = 0
+    params.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.fit_params = False
+    params.verbosity = -1
+    try:
+        return xllamacpp.Server(params)
+    except RuntimeError as e:
+        raise ValueError(
+            f"llama.cpp cannot load the file: {reason(e)}; nothing was exported"
+        ) from None
 
 
 @torch.inference_mode()
-def compare(path: Path, ours: GPT, tokens: Tensor) -> bool:
-    """Compare llama.cpp's logits after each of the tokens (1, T) with model.py's.
+def compare(path: Path, ours: GPT, tokens: Tensor) -> None:
+    """Compare llama.cpp's logits of the likeliest tokens after a text (1, T) and after half of it
+    with model.py's.
 
     Raises ValueError if they differ.
-
-    Return False if llama.cpp (the package xllamacpp) is missing.
     """
-    if importlib.util.find_spec("xllamacpp") is None:
-        return False
-    llama = Llama(str(path.resolve()), ours.config.block_size)
-    logits = ours(tokens)[0]
-    assert logits is not None
+    server = loaded(path, ours.config.block_size)
     limit = TOLERANCE["float32"].logits if ours.config.activation == "relu2" else SAME_WITH_GELU
+    # Token 33 is drawn, a letter or a sign: llama.cpp answers with whole characters only.
+    request = {"max_tokens": 1, "logprobs": COMPARED, "logit_bias": [[33, 1e9]]}
     for text in of_two_lengths(tokens):
-        (reply,) = llama.ask("embedding", content=text[0].tolist(), embd_normalize=-1)
-        hidden_states = torch.tensor([reply["embedding"]])  # (1, T, C), which follow the final norm
-        check_same("llama.cpp", ours.logits(hidden_states), ours(text)[0], limit)
-    found = llama.next_tokens(tokens[0].tolist())
-    likeliest = torch.tensor(list(found.values()))
-    expected = logits[0, -1, list(found)]
-    check_same("llama.cpp", likeliest - likeliest.mean(), expected - expected.mean(), limit)
-    return True
+        reply = server.handle_completions(request | {"prompt": text[0].tolist()})
+        entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        logits = ours.next_logits(text)[0]  # (V,)
+        expected = logits[[entry["id"] for entry in entries]]
+        found = torch.tensor([entry["logprob"] for entry in entries])  # logits but for a constant
+        check_same("llama.cpp", found - found.mean(), expected - expected.mean(), limit)

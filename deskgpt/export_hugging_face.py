@@ -7,7 +7,6 @@ model_args, from which gpt2_weights.py knows the way back.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from dataclasses import asdict
@@ -33,7 +32,7 @@ def is_gpt2(c: GPTConfig) -> bool:
 
 
 def configs(
-    c: GPTConfig, vocab_size: int, end_of_text: int | None, gpt2: bool, use_cache: bool
+    c: GPTConfig, vocab_size: int, end_of_text: int | None, gpt2: bool
 ) -> dict[str, dict[str, Any]]:
     """Return config.json and generation_config.json of a model that GPT-2's class computes, or
     ours.
@@ -50,30 +49,29 @@ def configs(
         "n_head": c.n_head,
         "n_embd": c.n_embd,
         "n_positions": c.block_size,
-        "n_ctx": c.block_size,  # the same, for llama.cpp
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tie_weights,
         "dtype": "float32",
-        OUR_KEY: {"model_args": asdict(c), "use_cache": use_cache},
+        OUR_KEY: {"model_args": asdict(c)},
     }
     if gpt2:
         config |= {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             "activation_function": ACTIVATIONS[c.activation],
-            "layer_norm_epsilon": 1e-5,
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), c.dropout),
         }
     else:
         config |= {
             "model_type": "deskgpt",
             "architectures": ["DeskGPTForCausalLM"],
+            "use_cache": False,
             "auto_map": {
                 "AutoConfig": "modeling_deskgpt.DeskGPTConfig",
                 "AutoModelForCausalLM": "modeling_deskgpt.DeskGPTForCausalLM",
             },
         }
-    generation = ids | {"use_cache": use_cache}
+    generation = ids | {"use_cache": gpt2}
     padding = list(range(vocab_size, c.vocab_size))
     if padding:
         generation["suppress_tokens"] = padding
@@ -83,12 +81,6 @@ def configs(
 def is_conv1d(key: str, w: Tensor) -> bool:
     """Return whether GPT-2's class keeps this matrix as (in, out); nn.Linear has (out, in)."""
     return w.dim() == 2 and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-
-
-def lacks_bias(c: GPTConfig, key: str) -> bool:
-    """Return whether GPT-2 has a bias beside this weight, and a GPT of c has none."""
-    is_in_block = key.startswith(("transformer.h.", "transformer.ln_f."))
-    return is_in_block and key.endswith(".weight") and c.norm == "layer" and not c.bias
 
 
 def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool) -> None:
@@ -103,8 +95,6 @@ def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool
         # A copy: blocks may share weights, and safetensors takes no memory of two names.
         copy = (w.t() if transposed else w).clone(memory_format=torch.contiguous_format)
         found[key if gpt2 else f"gpt.{key}"] = copy
-        if gpt2 and lacks_bias(c, key):
-            found[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(0))
     path.write_bytes(save(found, metadata={"format": "pt"}))
 
 
@@ -116,14 +106,10 @@ class Differs(ValueError):
 
 
 @torch.inference_mode()
-def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool:
-    """Compare transformers' logits after each of the tokens (1, T) with model.py's, of our class
-    with its cache.
-
-    Raises Differs. Return False if transformers is missing.
+def compare(folder: Path, ours: GPT, tokens: Tensor) -> None:
+    """Compare transformers' logits after each of the tokens (1, T) with model.py's. Raises
+    Differs.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return False
     with tempfile.TemporaryDirectory() as copies:
         # Of the folder's Python files, which transformers makes.
         os.environ.setdefault("HF_MODULES_CACHE", copies)
@@ -139,20 +125,8 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> bool:
             "trust_remote_code": True,
         }
         theirs = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    if theirs.config.model_type == "gpt2":
-        for text in of_two_lengths(tokens):
-            check_same("GPT2LMHeadModel", theirs(text).logits, ours(text)[0])
-        return True
-
-    T = tokens.size(1)
-    end = max(1, T - 1) if theirs.config.deskgpt["use_cache"] else T
-    out = theirs(tokens[:, :end])
-    found = out.logits
-    if end < T:
-        last = theirs(tokens[:, end:], past_key_values=out.past_key_values)
-        found = torch.cat((found, last.logits), 1)
-    check_same("transformers with this model.py", found, ours(tokens)[0])
-    return True
+    for text in of_two_lengths(tokens):
+        check_same("transformers", theirs(text).logits, ours(text)[0])
 
 
 def of_two_lengths(tokens: Tensor) -> list[Tensor]:
@@ -161,12 +135,11 @@ def of_two_lengths(tokens: Tensor) -> list[Tensor]:
 
 
 def check_same(
-    program: str, found: Tensor, expected: Tensor | None, limit: float = TOLERANCE["float32"].logits
+    program: str, found: Tensor, expected: Tensor, limit: float = TOLERANCE["float32"].logits
 ) -> None:
     """Raise Differs if logits (..., V) of another program are further from model.py's than rounding
     anywhere.
     """
-    assert expected is not None
     error = distance(found, expected, dim=-1)
     if error > limit:
         raise Differs(

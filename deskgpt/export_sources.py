@@ -50,15 +50,9 @@ def carried(module: str, modules: list[str]) -> str:
         node = statements[statement]
         lines = []
         for alias in node.names:
-            source = (
-                alias.name
-                if isinstance(node, ast.Import)
-                else "." * node.level + (node.module or "")
-            )
-            if (
-                source[0] != "."
-                and not file_of(source).exists()
-                and not file_of(f"{source}.__init__").exists()
+            source = node.module if isinstance(node, ast.ImportFrom) else alias.name
+            if not source or not (
+                file_of(source).exists() or file_of(f"{source}.__init__").exists()
             ):
                 continue  # of Python or another project
             if source.startswith("deskgpt.") and hasattr(deskgpt_ops, alias.name):

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskgpt import export_hugging_face
 from deskgpt.device import DTYPES
 from deskgpt.errors import reason, shortened
-from deskgpt.export_hugging_face import OUR_KEY, is_conv1d
+from deskgpt.export_hugging_face import OUR_KEY, is_conv1d, is_gpt2
 from deskgpt.files import read_small
 from model import GPTConfig
 
@@ -22,16 +21,15 @@ JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
 WEIGHTS = "model.safetensors"
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
-# What our GPT cannot have otherwise. An absent key has this value.
+# What a GPT-2 of others must have. An absent key has this value.
 PLAIN_GPT2 = {
     "model_type": "gpt2",
+    "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
-}
-ACTIVATIONS = {name: ours for ours, name in export_hugging_face.ACTIVATIONS.items()} | {
-    "gelu_pytorch_tanh": "gelu_tanh"
+    "tie_word_embeddings": True,
 }
 
 
@@ -49,21 +47,19 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     folder = Path(name)
     if name in GPT2_NAMES and not folder.is_dir():
         folder = download_gpt2(name)
-    # A pipe would make it wait
-    lacking = [file for file in ("config.json", WEIGHTS) if not (folder / file).is_file()]
-    if lacking:
-        raise ValueError(
-            f"init_from={name}: {folder} has no {' and no '.join(lacking)}; name one of "
-            f"{', '.join(GPT2_NAMES)}, a checkpoint (ckpt.pt or its folder), or a folder "
-            f"with config.json and {WEIGHTS}"
-        )
+    for file in ("config.json", WEIGHTS):
+        if not (folder / file).is_file():  # a pipe would make it wait
+            raise ValueError(
+                f"init_from={name}: {folder} has no {file}; name one of {', '.join(GPT2_NAMES)}, a "
+                f"checkpoint (ckpt.pt or its folder), or a folder with config.json and {WEIGHTS}"
+            )
     args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
     try:
         # Not mapped into memory: a file that is cut later, as by a download that begins again,
         # would end the process.
         weights = load((folder / WEIGHTS).read_bytes())
-    except (SafetensorError, KeyError) as e:  # KeyError: a dtype that torch lacks
+    except SafetensorError as e:
         raise ValueError(
             f"init_from={name}: {folder / WEIGHTS} is damaged ({reason(e)}); fetch it again"
         ) from None
@@ -81,17 +77,17 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         if key.endswith(".bias") and not config.bias and not w.any():
             continue  # it was exported as zeros
+        if is_gpt2(config) and is_conv1d(key, w):
+            w = w.t().contiguous()
         ours = key if key == "lm_head.weight" else "transformer." + key.removeprefix("transformer.")
-        state[ours] = (
-            w.t().contiguous() if export_hugging_face.is_gpt2(config) and is_conv1d(key, w) else w
-        )
+        state[ours] = w
     embedding = state.get("transformer.wte.weight")
     if config.tie_weights and embedding is not None:
         head = state.setdefault("lm_head.weight", embedding)
         if not torch.equal(head, embedding):
             raise ValueError(
-                f"init_from={name}: config.json ties the head to the embedding, but there are two; "
-                'if they were trained so, write "tie_word_embeddings": false there'
+                f"init_from={name}: config.json ties the head to the embedding, but {WEIGHTS} has "
+                "two; such a model cannot be read"
             )
     return args, state
 
@@ -103,59 +99,39 @@ def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:
     refused by GPT.from_state.
     """
     config = read_json(folder / "config.json", name)
-    activation = str(config.get("activation_function", "gelu_new"))
     try:
         args = {key: config[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
         args |= {"block_size": config["n_positions"], "bias": True, "dropout": 0.0}
     except KeyError as e:
         raise ValueError(f"init_from={name}: config.json has no {e}; it is not a GPT-2's") from None
-    wanted = dict(PLAIN_GPT2)
-    if activation not in ACTIVATIONS:
-        wanted["activation_function"] = "gelu_new"
-    odd = {key: config[key] for key, value in wanted.items() if config.get(key, value) != value}
+    odd = {key: config[key] for key, value in PLAIN_GPT2.items() if config.get(key, value) != value}
     if odd:
-        ours = {key: wanted[key] for key in odd}
         raise ValueError(
-            f"init_from={name}: config.json has {shortened(odd)}, and a plain GPT-2 has {ours}"
+            f"init_from={name}: config.json has {shortened(odd)}, and a plain GPT-2 has "
+            f"{PLAIN_GPT2}"
         )
-    return args | {
-        "activation": ACTIVATIONS[activation],
-        "tie_weights": config.get("tie_word_embeddings", True),
-    }
+    return args
 
 
 def exported_model_args(name: str) -> dict[str, Any] | None:
     """Return the model_args of a folder that export.py wrote; None if `name` is something else.
     Raises ValueError.
     """
-    config = read_json(Path(name) / "config.json", name)
-    if OUR_KEY not in config:
+    ours = read_json(Path(name) / "config.json", name).get(OUR_KEY)
+    if ours is None:
         return None
-    try:
-        model_args = dict(config[OUR_KEY]["model_args"])
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(
-            f"init_from={name}: config.json has no model_args under {OUR_KEY!r}; export "
-            "the model again"
-        ) from None
+    model_args: Any = ours.get("model_args") if isinstance(ours, dict) else ours
     return GPTConfig.from_args(model_args, name).as_args()
 
 
 def tokenizer_of(name: str) -> dict[str, Any]:
     """Return the description of the tokenizer of load_gpt2's weights: GPT-2's unless export.py
     wrote them.
-
-    Raises ValueError if that one is missing.
     """
     if exported_model_args(name) is None:
         return {"name": "gpt2"}
     meta = read_json(Path(name) / "tokenizer_config.json", name).get(OUR_KEY)
-    if not isinstance(meta, dict):
-        raise ValueError(
-            f"init_from={name}: tokenizer_config.json is missing or has no {OUR_KEY!r}; "
-            "export it again"
-        )
-    return meta
+    return meta if isinstance(meta, dict) else {}  # which describes no tokenizer
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -184,5 +160,7 @@ def download_gpt2(name: str) -> Path:
         return Path(snapshot_download(f"openai-community/{name}", allow_patterns=files))
     except Exception as e:
         # Errors of the hub, of its HTTP client and of the network share no class.
-        remedy = f"connect once, or give a local folder with config.json and {WEIGHTS}"
-        raise ValueError(f"init_from={name}: {reason(e)}; {remedy}") from None
+        raise ValueError(
+            f"init_from={name}: {reason(e)}; connect once, or give a local folder with config.json "
+            f"and {WEIGHTS}"
+        ) from None

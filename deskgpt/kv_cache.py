@@ -7,6 +7,7 @@ Shape legend: B batch, T time, S time with what is cached, H heads, D head width
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -41,7 +42,7 @@ class KVCache:
         if not 0 < n < idx.size(1) or not torch.equal(idx[:, :n], self._tokens):
             self.clear()
         self._tokens = idx
-        out = self._pass(forward, idx[:, self.length :])
+        out = forward(idx[:, self.length :])
         self.length = idx.size(1)
         return out
 
@@ -79,9 +80,6 @@ class KVCache:
         last.copy_(x)
         return before
 
-    def _pass(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
-        return forward(new)
-
 
 class GraphedKVCache(KVCache):
     """A KVCache on CUDA that records the pass over one token as a CUDA graph, and replays it for
@@ -104,7 +102,11 @@ class GraphedKVCache(KVCache):
         self._positions = self._length + self._span[:T]
         return self._positions, self._span
 
-    def _pass(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
+    def run(self, forward: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
+        return super().run(functools.partial(self._replay, forward), idx)
+
+    def _replay(self, forward: Callable[[Tensor], Tensor], new: Tensor) -> Tensor:
+        """Return forward of new tokens (B, T), by the graph if they are one."""
         if self.length == 0:
             self._span = torch.arange(self.block_size, device=new.device)
             self._length = new.new_zeros(1)  # of what is held; the graph reads it

@@ -6,17 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, GPT2Config, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import GenerationMixin, GPT2Config, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
-from deskgpt.deskgpt_ops import hidden_states
 from model import GPT, GPTConfig
 
 
 class DeskGPTConfig(GPT2Config):
-    """GPT-2's names for sizes, and `deskgpt`: model.py's settings, and whether it generates with a
-    cache.
-    """
+    """GPT-2's names for sizes, and `deskgpt`: model.py's settings."""
 
     model_type = "deskgpt"
 
@@ -24,7 +21,6 @@ class DeskGPTConfig(GPT2Config):
 class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = DeskGPTConfig
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class has these)
-    _supports_sdpa = True
     _tied_weights_keys = {"gpt.lm_head.weight": "gpt.transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: DeskGPTConfig) -> None:
@@ -33,9 +29,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
         # Of tables such as RoPE's; 16 bits would round the positions.
         torch.set_default_dtype(torch.float32)
         with torch.device("cpu"):  # in transformers' own context such tables have no numbers
-            self.gpt = GPT(
-                GPTConfig(**config.deskgpt["model_args"] | {"vocab_size": config.vocab_size})
-            )
+            self.gpt = GPT(GPTConfig(**config.deskgpt["model_args"]))
         torch.set_default_dtype(dtype)
         self.tables = {
             name: x.clone()
@@ -53,43 +47,37 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.transformer.wte
 
-    def set_input_embeddings(self, value: Any) -> None:
-        self.gpt.transformer.wte = value
-
     def get_output_embeddings(self) -> nn.Module:
         return self.gpt.lm_head
-
-    def set_output_embeddings(self, value: Any) -> None:
-        self.gpt.lm_head = value
 
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor | None = None,  # (B, S), S with what is cached: 0 for padding
-        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,  # (B, T): 0 for padding
         labels: Tensor | None = None,  # (B, T), -100 is left out of the loss
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,  # 0: all
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        if use_cache is None:
-            use_cache = self.config.deskgpt["use_cache"] and not self.training
-        if use_cache and not self.config.deskgpt["use_cache"]:
-            raise ValueError("this model computes something else with a cache: use_cache=False")
-        if kwargs.pop("position_ids", None) is not None:
-            raise ValueError(
-                "this model counts positions by attention_mask: leave position_ids out"
-            )
-        cache = (
-            (past_key_values if past_key_values is not None else DynamicCache())
-            if use_cache
-            else None
-        )
-        x = hidden_states(self.gpt, input_ids, attention_mask, cache)
-        logits = self.gpt.logits(x[:, -logits_to_keep:])  # (B, T, V)
+    ) -> CausalLMOutput:
+        """Return logits (B, T, V), and the loss if there are labels.
+
+        The tokens of a row are put together first: the model sees none of the padding, whatever it
+        computes. Raises ValueError for what would be ignored.
+        """
+        for name in ("past_key_values", "position_ids"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    "this model keeps no cache, and counts positions by attention_mask: leave "
+                    f"{name} out (use_cache=False)"
+                )
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        # Padding last: no token looks at later ones.
+        order = (attention_mask == 0).int().argsort(dim=1, stable=True)
+        x = self.gpt.transformer(input_ids.gather(1, order))  # (B, T, C)
+        x = torch.zeros_like(x).scatter(1, order[:, :, None].expand_as(x), x)
+        logits = self.gpt.logits(x)
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutput(loss=loss, logits=logits)

@@ -12,15 +12,10 @@ What fields mean: https://platform.openai.com/docs/api-reference
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-import logging
-import math
 import secrets
 import socket
-import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,17 +23,13 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from torch import Tensor
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from data.chat.template import messages_in
 from deskgpt.chat import Writer
@@ -48,22 +39,9 @@ from deskgpt.settings import settings_of
 from model import GPT
 
 HOST = "127.0.0.1"
-TRUSTED_HOSTS = [HOST, "localhost"]  # in a request's Host header
-MOST_BODY_BYTES = 2_000_000
-ARRIVAL_S = 10.0  # the head of a request, and its body, may take this long to arrive
-SEND_S = 10.0  # a client that reads nothing for so long is cut off: others wait for their turn
 LAST_TOKEN_S = 5  # Ctrl+C waits this long for streams to end
-
-# What the page itself may load, its own HTML says.
-HEADERS = {
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-
-
+# The token is part of the page's address: no other page gets it, and no file on the disk.
+HEADERS = [("Referrer-Policy", "no-referrer"), ("Cache-Control", "no-store")]
 PAGE = Path(__file__).with_name("page")
 CHAT = "/v1/chat/completions"
 SETTINGS = settings_of(GenerationConfig)
@@ -82,15 +60,11 @@ def make_app(writer: Writer) -> Starlette:
             Route(CHAT, complete, methods=["POST"]),
             Mount(f"/{token}", StaticFiles(directory=PAGE, html=True)),
         ],
-        middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=TRUSTED_HOSTS, www_redirect=False),
-            Middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES),
-        ],
         exception_handlers={HTTPException: error_reply, ValueError: error_reply},
     )
     app.state.writer = writer
     app.state.token = token
-    app.state.turn = asyncio.Lock()  # held while a text is written
+    app.state.turn = asyncio.Lock()  # held while a token is computed
     return app
 
 
@@ -99,84 +73,34 @@ def run_app(app: Starlette, port: int) -> None:
 
     port: 0 takes a free one. Raises OSError, one line, if the port is taken.
     """
-    try:
-        listener = socket.create_server((HOST, port))
-    except OSError as e:
-        raise OSError(
-            f"cannot listen on {HOST}, port {port}: {e.strerror}; choose another --port"
-        ) from None
+    listener = socket.create_server((HOST, port))
     config = uvicorn.Config(
         app,
-        http=Protocol,
-        backlog=16,  # asyncio tries to accept this many at once, also if no file is left for them
-        headers=list(HEADERS.items()),
-        server_header=False,
+        headers=HEADERS,
         access_log=False,
-        proxy_headers=False,
         log_level="error",
         timeout_graceful_shutdown=LAST_TOKEN_S,
     )
-    # A traceback for each connection beyond the open files.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     app.state.server = uvicorn.Server(config)
     address = f"http://{HOST}:{listener.getsockname()[1]}"
-    token = app.state.token
-    print(f"{address}/{token}/ (Ctrl+C ends it)")
-    print(f"for programs, as OpenAI's API: base_url={address}/v1 api_key={token}", flush=True)
-    try:
-        app.state.server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        print("no longer served", file=sys.stderr)
+    print(f"{address}/{app.state.token}/ (Ctrl+C ends it)")
+    print(
+        f"for programs, as OpenAI's API: base_url={address}/v1 api_key={app.state.token}",
+        flush=True,
+    )
+    app.state.server.run(sockets=[listener])
 
 
 # ---- requests ------------------------------------------------------------------------------------
 
 
-class Protocol(H11Protocol):
-    """HTTP, without clients that hold a connection and send no request, or half of one, or read no
-    answer.
-    """
-
-    answered: Any = None  # the last request at the check before this one
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.loop.call_later(ARRIVAL_S, self.drop_if_silent)
-
-    def drop_if_silent(self) -> None:
-        """Close the connection if no request has come since the last check, and none is being
-        answered.
-        """
-        if self.transport.is_closing():
-            return
-        if self.cycle is self.answered and (self.cycle is None or self.cycle.response_complete):
-            self.transport.close()
-            return
-        self.answered = self.cycle
-        self.loop.call_later(ARRIVAL_S, self.drop_if_silent)
-
-    def pause_writing(self) -> None:
-        """Give the client SEND_S to read: the system's buffers and ours are full."""
-        super().pause_writing()
-        self.cut_off = self.loop.call_later(SEND_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.cut_off.cancel()
-
-
 async def json_object(request: Request) -> dict[str, Any]:
-    """Return the JSON object in a request's body, without its nulls.
-
-    Raises ValueError and HTTPException, one line.
+    """Return the JSON object in a request's body, without its nulls. Raises ValueError, one
+    line.
     """
     try:
-        async with asyncio.timeout(ARRIVAL_S):
-            body = await request.body()
-        found = json.loads(body)
-    except (TimeoutError, ClientDisconnect):
-        raise HTTPException(408, "the request did not arrive in time") from None
-    except (ValueError, RecursionError):
+        found = await request.json()
+    except (ValueError, RecursionError, ClientDisconnect):
         found = None
     if not isinstance(found, dict):
         raise ValueError("the request is not a JSON object")
@@ -184,24 +108,26 @@ async def json_object(request: Request) -> dict[str, Any]:
 
 
 async def in_turn(request: Request, events: Iterator[Any]) -> AsyncIterator[Any]:
-    """Yield the events of a text when no other one is written, each computed in a thread, so that
-    the server answers others meanwhile.
+    """Yield the events of a text, each computed in a thread, so that the server answers others
+    meanwhile.
 
-    An error becomes the last event, as error_of has it; so does Ctrl+C.
+    Texts take turns, an event each: no reader that is slow, or gone, keeps another one waiting. An
+    error becomes the last event, as error_of has it; so does Ctrl+C.
     """
     state = request.app.state
     try:
-        async with state.turn:
-            async for event in iterate_in_threadpool(events):
-                if state.server.should_exit:
-                    yield error_of(503, "the server was stopped")
-                    return
-                yield event
+        while not state.server.should_exit:
+            async with state.turn:
+                event = await run_in_threadpool(next, events, None)
+            if event is None:
+                return
+            yield event
+        yield error_of("the server was stopped")
     except (ValueError, RuntimeError, MemoryError) as e:
         message = message_for_user(e, "ask for fewer tokens or a shorter prompt")
         if message is None:
-            traceback.print_exception(e)
-        yield error_of(500, message or "a defect; the terminal shows its traceback")
+            raise
+        yield error_of(message)
 
 
 async def server_sent(events: AsyncIterator[Any]) -> AsyncIterator[str]:
@@ -211,21 +137,19 @@ async def server_sent(events: AsyncIterator[Any]) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def error_of(status: int, line: str) -> dict[str, Any]:
+def error_of(line: str) -> dict[str, Any]:
     """Return an error as OpenAI's API writes it."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": line, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": line, "type": "error"}}
 
 
 async def error_reply(request: Request, e: Exception) -> Response:
     if isinstance(e, HTTPException):
-        return JSONResponse(error_of(e.status_code, e.detail), e.status_code, e.headers)
+        return JSONResponse(error_of(e.detail), e.status_code)
     if not raised_in_our_code(e):
         raise e
     # A request has no command line, and another name for this setting.
-    line = str(e).replace("write it like --", "write it like ")
-    line = line.replace("max_new_tokens", "max_tokens")
-    return JSONResponse(error_of(400, line), 400)
+    line = str(e).replace("--", "").replace("max_new_tokens", "max_tokens")
+    return JSONResponse(error_of(line), 400)
 
 
 # ---- OpenAI's API --------------------------------------------------------------------------------
@@ -235,7 +159,7 @@ def writer_for(request: Request) -> Writer:
     """Return the writer if the request has the token. Raises HTTPException."""
     state = request.app.state
     given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {state.token}".encode()):
+    if not secrets.compare_digest(given.encode(), f"Bearer {state.token}".encode()):
         raise HTTPException(
             401, "this is not the API key of this server; it printed the key when it started"
         )
@@ -247,17 +171,13 @@ async def models(request: Request) -> Response:
     """Return the only model, with its facts and the settings with which the page begins."""
     writer = writer_for(request)
     saved = writer.trained.checkpoint
-    loss = saved.best_val_loss if saved else math.nan
     # Without copies in 16 bits
     n_params = GPT.without_storage(writer.trained.model.config).num_params()
     defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
     model = {
         "id": writer.trained.name,
         "object": "model",
-        "created": 0,
-        "owned_by": "deskgpt",
         "iter_num": saved and saved.iter_num,
-        "best_val_loss": loss if math.isfinite(loss) else None,
         "n_params": n_params,
         "block_size": writer.block_size,
         "settings": {"prompt": writer.prompt} | defaults,
@@ -278,16 +198,22 @@ async def complete(request: Request) -> Response:
             return JSONResponse(chunk, 500)
         if await request.is_disconnected():
             break
-    return JSONResponse(reply.full())
+    new = reply.text.text[reply.text.prompt_end :]
+    return JSONResponse(reply.part(new, reply.logprobs, is_last=True))
 
 
 OPENAI_SETTINGS = ("temperature", "top_p", "top_k", "seed", "max_tokens", "max_completion_tokens")
-MOST_STOPS = 16  # texts that end an answer: each is looked for after each token
 MOST_ALTERNATIVES = 20  # likeliest tokens of which a reply has the probabilities
 # Fields that ask for more than one text, which we do not give, and the value with which each asks
 # for nothing. Others, such as a user's name, change no answer's form, and are ignored.
-NOT_GIVEN: dict[str, Any] = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "tools": []}
-NOT_GIVEN |= {"response_format": {"type": "text"}}
+NOT_GIVEN: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "response_format": {"type": "text"},
+}
 
 
 class Reply:
@@ -296,18 +222,15 @@ class Reply:
     def __init__(self, writer: Writer, asked: dict[str, Any], is_chat: bool) -> None:
         """Raises ValueError, one line."""
         for name, nothing in NOT_GIVEN.items():
-            if repr(asked.get(name, nothing)) != repr(nothing):
+            if asked.get(name, nothing) != nothing:
                 raise ValueError(f"{name}={shortened(asked[name])} is not supported; leave it out")
         stops = asked.get("stop", writer.defaults.stop)
         stops = stops if isinstance(stops, list) else [stops]
-        if len(stops) > MOST_STOPS or not all(isinstance(stop, str) for stop in stops):
-            raise ValueError(
-                f"stop={shortened(stops)} must be a text or a list of at most {MOST_STOPS} texts"
-            )
+        if not all(isinstance(stop, str) for stop in stops):
+            raise ValueError(f"stop={shortened(stops)} must be a text or a list of texts")
         # A chat's logprobs is true, and top_logprobs a number; otherwise logprobs is the number.
-        # True alone counts as 1.
-        self.has_logprobs = asked.get("logprobs", False) is not False
-        self.n_top = asked.get("top_logprobs", asked.get("logprobs", 0))
+        # True alone counts as 1; False asks for none.
+        self.n_top = asked.get("top_logprobs", asked.get("logprobs", False))
         if not isinstance(self.n_top, int) or not 0 <= self.n_top <= MOST_ALTERNATIVES:
             raise ValueError(
                 f"logprobs={shortened(self.n_top)} must be true or 0 to {MOST_ALTERNATIVES}"
@@ -338,9 +261,6 @@ class Reply:
         }
         self.logprobs: list[dict[str, Any]] = []  # of the tokens so far
 
-    def full(self) -> dict[str, Any]:
-        return self.part(self.text.text[self.text.prompt_end :], self.logprobs, is_last=True)
-
     def chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the text as it grows, a part for each token, and one for what was held back.
 
@@ -348,14 +268,12 @@ class Reply:
         a later one decides.
         """
         yield self.part("", [])
-        on_logits = self.keep if self.has_logprobs else None
         n = 0
-        for (new,) in self.writer.engine.write(self.ids, [self.text], self.config, on_logits):
-            is_last = len(self.text.tokens) == n
-            if self.has_logprobs and not is_last:
-                self.logprobs.append(self.drawn(self.text.tokens[n]))
-            yield self.part(new, self.logprobs[n:], is_last)
-            n = len(self.text.tokens)
+        for (new,), logits in self.writer.engine.write(self.ids, [self.text], self.config):
+            if logits is not None and self.n_top is not False:
+                self.logprobs.append(self.drawn(self.text.tokens[-1], logits[0]))
+            yield self.part(new, self.logprobs[n:], is_last=logits is None)
+            n = len(self.logprobs)
 
     def part(self, new: str, logprobs: list[Any], is_last: bool = False) -> dict[str, Any]:
         n_prompt = self.ids.size(1)
@@ -378,25 +296,24 @@ class Reply:
             choice["text"] = new
         return self.fields | {"choices": [choice], "usage": usage if is_last else None}
 
-    def keep(self, logits: Tensor) -> None:
-        """Keep the logarithms of the next token's probabilities (V,)."""
-        self.next = logits[0].cpu().double().log_softmax(0)
-        if self.next.isnan().any():
+    def drawn(self, token: int, logits: Tensor) -> dict[str, Any]:
+        """Return the drawn token and the likeliest ones in its place, with their probabilities by
+        the logits (V,).
+        """
+        p = logits.cpu().double().log_softmax(0)
+        if p.isnan().any():
             raise ValueError("the model's output is NaN, which gives no text; try --dtype=float32")
-
-    def drawn(self, token: int) -> dict[str, Any]:
-        """Return the drawn token and the likeliest ones in its place, with their probabilities."""
-        likeliest = self.next.topk(min(self.n_top, len(self.next))).indices.tolist()
-        return self.entry(token) | {
-            "rank": int((self.next > self.next[token]).sum()) + 1,
-            "top_logprobs": [self.entry(other) for other in likeliest],
+        likeliest = p.topk(min(self.n_top, len(p))).indices.tolist()
+        return self.entry(token, p) | {
+            "rank": int((p > p[token]).sum()) + 1,
+            "top_logprobs": [self.entry(other, p) for other in likeliest],
         }
 
-    def entry(self, token: int) -> dict[str, Any]:
+    def entry(self, token: int, p: Tensor) -> dict[str, Any]:
         content = self.text.tokenizer.decode_bytes([token])
         return {
             "id": token,
             "token": content.decode("utf-8", "replace"),
             "bytes": list(content),
-            "logprob": max(self.next[token].item(), -9999.0),  # JSON has no infinity
+            "logprob": max(p[token].item(), -9999.0),  # JSON has no infinity
         }

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,33 +59,27 @@ def browser(scheme: str, address: str) -> Iterator[Any]:
         driver.quit()
 
 
-@pytest.fixture(scope="module")
-def runs(chars, tmp_path_factory) -> tuple[Path, Path]:
-    """Two runs, the second one while it trains."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name in ("done", "training"):
-        train.main(tiny(chars, folder / name, max_iters=30, eval_interval=10, sample_interval=1))
-    log = folder / "training" / "log.jsonl"
-    log.write_text("".join(log.read_text().splitlines(True)[:8]))
-    return folder / "done", folder / "training"
+def wait_for(driver: Any, selector: str) -> None:
+    until(lambda: bool(driver.find_elements("css selector", selector)))
 
 
 @each_screen
-@pytest.mark.parametrize("name", ["done", "training", "both"])
-def test_page_about_runs_draws_its_charts_in_the_window(runs, name, scheme, script):
-    done, training = runs
-    page = done.parent / name / "report.html"
-    words = ["bench/report.py", page.parent]
-    if name == "both":
-        page = done.parent / "compare.html"
-        words = ["bench/compare.py", done, training, "--html", page]
-    assert script(*words).code == 0
-    with browser(scheme, page.as_uri()) as driver:
-        until(lambda: bool(driver.find_elements("css selector", ".main-svg")))
-        charts = driver.find_elements("css selector", ".plotly-graph-div")
-        assert charts
-        for chart in charts:
-            assert chart.find_elements("css selector", "path.js-line, g.point path, .trace path")
+def test_pages_about_runs_draw_their_charts_in_the_window(chars, tmp_path, scheme, script):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for out_dir in (one, other):
+        train.main(tiny(chars, out_dir, max_iters=30, eval_interval=10))
+    compared = tmp_path / "compare.html"
+    assert script("bench/report.py", one).code == 0
+    assert script("bench/compare.py", one, other, "--html", compared).code == 0
+    for page in (one / "report.html", compared):
+        with browser(scheme, page.as_uri()) as driver:
+            wait_for(driver, ".main-svg")
+            charts = driver.find_elements("css selector", ".plotly-graph-div")
+            assert charts
+            for chart in charts:
+                assert chart.find_elements(
+                    "css selector", "path.js-line, g.point path, .trace path"
+                )
 
 
 # ---- the playground ------------------------------------------------------------------------------
@@ -125,18 +118,9 @@ def test_playground_writes_stops_and_repeats_a_text(tmp_path, scheme):
         assert driver.find_element("id", "tip").is_displayed()
         set_fields(driver, max_new_tokens=100_000)
         button.click()
-        until(lambda: bool(driver.find_elements("css selector", ".token")))
+        wait_for(driver, ".token")
         driver.find_element("css selector", "body").send_keys(Keys.ESCAPE)
         wait_for_status(driver, "stopped after")
-        button.click()
-        wait_for_status(driver, "writing")
-        driver.get("about:blank")  # the reader leaves while a text is written
-        driver.get(served.address)
-        button = driver.find_element("id", "generate")
-        until(button.is_enabled)
-        set_fields(driver, max_new_tokens=5)
-        button.click()
-        wait_for_status(driver, "5 of 5 tokens")
 
 
 @each_screen

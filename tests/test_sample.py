@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gloo
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,6 @@ from conftest import (
     assert_one_line,
     assert_same_run,
     events,
-    needs_bpe,
-    raises_one_line,
     tiny,
 )
 from hypothesis import given
@@ -50,22 +47,20 @@ from sample import SampleConfig, main
 from train import main as train
 
 
-def text_of(engine: InferenceEngine, idx: Tensor, n: int, on_logits: Any = None) -> list[str]:
-    """Return what the engine writes after each row of idx."""
+def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Tensor]:
+    """Return what the engine writes after each row of idx, and its first logits."""
     samples = [Sample(BytesTokenizer(), "") for _ in idx]
-    for _ in engine.write(idx, samples, GenerationConfig(max_new_tokens=n), on_logits):
-        pass
-    return [sample.text for sample in samples]
+    (_, logits), *_ = engine.write(idx, samples, GenerationConfig(max_new_tokens=n))
+    assert logits is not None
+    return [sample.text for sample in samples], logits
+
+
+def drawn(*args: Any) -> Tensor:
+    """Return the tokens (B, n) that `generate` yields."""
+    return torch.stack([new for new, _ in generate(*args)], 1)
 
 
 # ---- the cache -----------------------------------------------------------------------------------
-
-
-def test_tokens_on_cuda_are_not_computed_by_cudnns_attention():
-    with InferenceEngine(make().eval(), tokens(1, 4), "float32").mode():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.flash_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("config", [SMALL, MODERN])
@@ -75,14 +70,11 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
     n = max(6, 38 - prompt)  # past block_size=32
     for temperature in (5.0, 0.0):
         settings = GenerationConfig(max_new_tokens=n, temperature=temperature)
-        found = torch.stack(list(generate(model, idx, settings, 7, KVCache(32))), 1)  # (B, n)
-        full = torch.stack(list(generate(model, idx, settings, 7)), 1)
+        found = drawn(model, idx, settings, 7, KVCache(32))
+        full = drawn(model, idx, settings, 7)
         assert torch.equal(found, full)
         assert found.max() < 7  # the rest is padding
-    text = torch.cat((idx, found), 1)
-    for t in range(prompt, prompt + n):
-        logits = model(text[:, max(0, t - 32) : t])[0][:, -1, :7]
-        assert torch.equal(logits.argmax(1), text[:, t])
+    assert torch.equal(full[:, 0], model(idx[:, -32:])[0][:, -1, :7].argmax(1))
 
 
 usual_mlp = MLP.forward
@@ -140,9 +132,9 @@ def test_cache_that_computes_something_else_is_left_out_and_one_line_names_it(
     model = make(replace(SMALL, block_size=300, vocab_size=END + 1)).eval()
     idx = tokens(2, prompt)
     engine = InferenceEngine(model, idx, dtype, end_of_text=END)
-    assert engine.cache_type is None
+    assert not engine.has_cache
     assert_one_line(capsys.readouterr().err, "cache", "slower", named)
-    assert all(text_of(engine, idx, 5))
+    assert all(text_of(engine, idx, 5)[0])
 
 
 def test_each_token_is_one_pass_over_itself_in_training_too():
@@ -150,7 +142,7 @@ def test_each_token_is_one_pass_over_itself_in_training_too():
     transformer = model.transformer
     transformer.residual_dtype = torch.bfloat16
     engine = InferenceEngine(model, idx, "bfloat16", is_trained=True)
-    assert engine.cache_type is KVCache
+    assert engine.has_cache
     assert transformer.residual_dtype == torch.bfloat16
     lengths: list[int] = []
     transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].size(1)))
@@ -175,9 +167,8 @@ def test_weights_are_held_in_16_bits_where_autocast_casts_them_and_logits_are_it
     model, idx = make().eval(), tokens(2, 9)
     with torch.inference_mode(), autocast(CPU, "bfloat16"):
         expected = model.next_logits(idx)
-    found: list[Tensor] = []
-    text_of(InferenceEngine(model, idx, "bfloat16"), idx, 10, on_logits=found.append)
-    assert torch.equal(found[0], expected.float())
+    _, found = text_of(InferenceEngine(model, idx, "bfloat16"), idx, 10)
+    assert torch.equal(found, expected.float())
     block: Any = model.transformer.h[0]
     assert block.attn.c_attn.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
     assert model.transformer.wte.weight.dtype == torch.float32
@@ -195,14 +186,12 @@ def test_cache_serves_only_a_text_that_continues_its_own():
             torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
 
 
-@pytest.mark.parametrize("T", [30, 1])
-def test_attention_of_apple_gpus_is_torchs(T):
+def test_attention_of_apple_gpus_is_torchs():
     """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
     q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(30, 30, dtype=torch.bool).tril()[-T:]
-    q = q[:, :, -T:]
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(matmul_attention(q, k, v, mask if T > 1 else None, 0.0), expected)
+    torch.testing.assert_close(matmul_attention(q, k, v, mask, 0.0), expected)
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -214,15 +203,12 @@ P = [0.1, 0.4, 0.2, 0.3]
 @pytest.mark.parametrize(
     ("p", "settings", "expected"),
     [
-        (P, {}, P),
         (P, {"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
         (P, {"temperature": 0}, [0, 1, 0, 0]),
         (P, {"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
         (P, {"top_p": 0.69}, [0, 4 / 7, 0, 3 / 7]),
         (P, {"top_p": 0.71}, [0, 4 / 9, 2 / 9, 3 / 9]),
-        (P, {"top_p": 1e-9}, [0, 1, 0, 0]),
         # Of equal ones those with the smallest ids.
-        ([0.2, 0.2, 0.4, 0.2], {"top_k": 3}, [0.25, 0.25, 0.5, 0]),
         ([0.25] * 4, {"top_k": 3, "top_p": 0.6}, [0.5, 0.5, 0, 0]),
     ],
 )
@@ -299,9 +285,8 @@ def test_first_text_appears_while_it_is_written_and_the_others_after_it(run, cap
             seen.append(seen[-1] + capsys.readouterr().out)
 
     monkeypatch.setattr(InferenceEngine, "write", watched)
-    texts = samples(run, num_samples=3, stop="e", max_new_tokens=60)
-    assert len(seen[9]) > len("the ")
-    assert texts[0].startswith(seen[9])
+    texts = samples(run, num_samples=3)
+    assert "the " < seen[9] < texts[0]
     printed = seen[-1] + capsys.readouterr().out
     assert printed == "".join(f"{text}\n---------------\n" for text in texts)
 
@@ -316,19 +301,15 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
 
 def test_prompt_is_read_from_a_file_and_typed_line_breaks_are_line_breaks(tmp_path):
     saved(tmp_path, SMALL, {"name": "char", "chars": "\n\t\\na"})
-    settings: dict[str, Any] = {"num_samples": 1, "max_new_tokens": 200}
+    settings: dict[str, Any] = {"num_samples": 1, "max_new_tokens": 100}
     typed = r"\n\t\\na"
     [text] = samples(tmp_path, start=typed, **settings)
     assert text.startswith("\n\t\\na")
-    for stop, meant in ((r"\n\n", "\n\n"), (r"\\", "\\")):
-        end = text.index(meant, 5)
-        assert samples(tmp_path, start=typed, stop=stop, **settings) == [text[:end]]
+    end = text.index("\n", 5)
+    assert samples(tmp_path, start=typed, stop=r"\n", **settings) == [text[:end]]
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(codecs.BOM_UTF8 + b"\n\t\\na")  # a file is read as it is
     assert samples(tmp_path, start=f"FILE:{prompt}", **settings) == [text]
-    prompt.write_bytes(b"caf\xe9")
-    with raises_one_line("UTF-8", prompt, "line 1"):
-        samples(tmp_path, start=f"FILE:{prompt}")
 
 
 def test_prompt_beyond_the_context_is_said_in_a_line(run, capfd):
@@ -344,11 +325,8 @@ def test_prompt_beyond_the_context_is_said_in_a_line(run, capfd):
         ("--start=thé ☃", "'é'"),
         ("--start=", "start=''"),
         ("--start=FILE:/no/such.txt", "/no/such.txt"),
-        ("--start=\udcff", "UTF-8"),
-        ("--top_p=0", "top_p=0.0"),
         ("--out_dir=/no/such", "/no/such/ckpt.pt"),
         ("--init_from=no-such-model", "init_from=no-such-model"),
-        ("--device=cuda:99999999999999", "device='cuda:99999999999999'"),
         ("--device=cuda:200", "device='cuda:200'"),  # to torch it is -56
     ],
 )
@@ -363,52 +341,36 @@ GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positio
 GPT2 |= {"vocab_size": 20}
 
 
-def folder_of_others(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> str:
+def folder_of_others(folder: Path, weights: dict[str, Tensor], **changes: Any) -> str:
     """Write a GPT-2 in Hugging Face's format; return its folder."""
-    weights = {"wte.weight": torch.ones(20, 8).to(dtype), "wpe.weight": torch.ones(8, 8).to(dtype)}
-    save_file(weights, folder / "model.safetensors")
+    usual = {"wte.weight": torch.ones(20, 8), "wpe.weight": torch.ones(8, 8)}
+    save_file(usual | weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(GPT2 | changes))
     return str(folder)
 
 
 def test_weights_of_others_may_be_cut_once_they_are_read(tmp_path):
     """A file that were mapped into memory would end the process with SIGBUS."""
-    _, state = load_gpt2(folder_of_others(tmp_path))
+    _, state = load_gpt2(folder_of_others(tmp_path, {}))
     os.truncate(tmp_path / "model.safetensors", 100)
     assert sum(w.sum().item() for w in state.values()) == 20 * 8 * 2 + 8 * 8
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("weights", "changes", "named"),
     [
-        ({"n_embd": None}, "n_embd=None"),
-        ({"activation_function": "x" * 10**6}, "'activation_function': 'xxx"),
-        ({"model_type": "x" * 10**6}, "'model_type': 'xxx"),
-        ({"dtype": torch.float8_e4m3fn}, "weight' is torch.float8_e4m3fn"),
-        ({"dtype": torch.int8}, "torch.int8"),
+        ({}, {"n_embd": None}, "n_embd=None"),
+        ({}, {"activation_function": "x" * 10**6}, "'activation_function': 'xxx"),
+        ({"wpe.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}, {}, "torch.float8_e4m3fn"),
+        ({"lm_head.weight": torch.zeros(20, 8)}, {}, "ties the head"),
     ],
 )
-def test_odd_folders_of_others_are_refused_in_a_short_line(tmp_path, changes, named):
-    folder = folder_of_others(tmp_path, **changes)
+def test_odd_folders_of_others_are_refused_in_a_short_line(tmp_path, weights, changes, named):
+    folder = folder_of_others(tmp_path, weights, **changes)
     with pytest.raises(ValueError, match="model_args|init_from") as e:
         load_gpt2(folder)
     assert_one_line(e.value, tmp_path, named)
-    assert len(str(e.value)) < 700
-
-
-@needs_bpe
-@pytest.mark.slow
-def test_gpt2_weights_of_others_are_sampled_from_but_not_if_they_are_nan(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    theirs = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=32))
-    theirs.save_pretrained(tmp_path)
-    texts = samples(tmp_path, init_from=str(tmp_path), start="Hello 🧀")
-    assert all(text.startswith("Hello 🧀") for text in texts)
-    theirs.transformer.ln_f.bias.data.fill_(torch.nan)
-    theirs.save_pretrained(tmp_path)
-    with raises_one_line(tmp_path, "NaN"):
-        samples(tmp_path, init_from=str(tmp_path))
+    assert len(str(e.value)) < 1000
 
 
 # ---- --sample_interval: texts in log.jsonl as the model learns -----------------------------------
@@ -418,33 +380,15 @@ def test_gpt2_weights_of_others_are_sampled_from_but_not_if_they_are_nan(tmp_pat
 def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     runs = (tmp_path / "without", tmp_path / "with")
     for n, out_dir in enumerate(runs):
-        train(tiny(chars, out_dir, dropout=0.1, sample_interval=n, **MODERN_SETTINGS))
+        settings = MODERN_SETTINGS | {"eval_interval": 2, "sample_interval": 2 * n}
+        train(tiny(chars, out_dir, dropout=0.1, **settings))
     assert_same_run(*runs)
     without, found = (events(out_dir, "sample") for out_dir in runs)
     assert without == []
-    assert [e["iter"] for e in found] == [0, 3, 6]  # at its evaluations
+    assert [e["iter"] for e in found] == [0, 4, 6]  # each second evaluation, and the last
     for text in (text for e in found for text in e["texts"]):
         assert text.startswith("\n")
         assert len(text) == 16  # no more than the context
-
-
-def test_cache_is_compared_once_in_a_run(chars, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(MLP, "forward", over_time)
-    train(tiny(chars, tmp_path, sample_interval=1))
-    assert capfd.readouterr().err.count("with a cache") == 1
-    assert [e["iter"] for e in events(tmp_path, "sample")] == [0, 3, 6]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs fork")
-def test_same_weights_write_the_same_texts_and_only_the_first_rank_samples(chars, tmp_path, capfd):
-    still: dict[str, Any] = {"learning_rate": 0.0, "dropout": 0.5, "gradient_accumulation_steps": 2}
-    gloo.run(2, tiny(chars, tmp_path, eval_interval=1, sample_interval=4, **still))
-    found = events(tmp_path, "sample")
-    assert [e["iter"] for e in found] == [0, 4, 6]  # and at the last step
-    assert found[0]["texts"] == found[1]["texts"] == found[2]["texts"]
-    assert found[0]["texts"][0] != found[0]["texts"][1]
-    assert found[0]["texts"][0][:8] not in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import http.client
 import io
-import itertools
 import json
 import os
 import re
@@ -45,17 +44,10 @@ class Served:
     writer: Any  # a Writer
     port: int
     token: str
-    turn: Any  # an asyncio.Lock
 
     @property
     def page(self) -> str:
         return f"/{self.token}/"
-
-    @property
-    def head(self) -> str:
-        """Return the beginning of a request, up to the number of bytes of its body."""
-        about = f"Host: localhost\r\nAuthorization: Bearer {self.token}\r\nContent-Length: "
-        return f"POST /v1/completions HTTP/1.1\r\n{about}"
 
     @property
     def address(self) -> str:
@@ -93,7 +85,7 @@ def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     thread = threading.Thread(target=server.run_app, args=(app, port))
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
-    yield Served(writer, port, app.state.token, app.state.turn)
+    yield Served(writer, port, app.state.token)
     app.state.server.should_exit = True
     thread.join()
 
@@ -208,15 +200,15 @@ def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at
         raise KeyboardInterrupt
 
     monkeypatch.setattr(InferenceEngine, "write", pressed)
-    refused = (b"x" * 200, 2, "no message was answered")
-    for typed, lines, named in (
+    for typed, code, named in (
         (b"\xff\xfe\n", 1, "UTF-8"),
-        refused,
+        (b"x" * 200, 1, "no message was answered"),
         (b"hi\nnobody hears this", 0, ""),
     ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         done = script("sample.py", "--chat", f"--out_dir={run}", "--device=cpu")
-        assert (done.code, done.err.count("\n"), named in done.err) == (min(1, lines), lines, True)
+        assert (done.code, named in done.err) == (code, True)
+    assert done.err == ""
 
 
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
@@ -255,41 +247,27 @@ def test_only_who_has_the_token_is_answered(chat):
     assert "default-src 'none'; script-src 'self'" in files["html"]
     used = re.findall(r'getElementById\("(\w+)"\)', files["javascript"])
     assert set(used) <= set(re.findall(r'\bid="(\w+)"', files["html"]))
-    others = ["/", "/etc/passwd", "//", f"/x{chat.page}", f"{chat.page[:-1]}x/"]
-    others += [f"{chat.page}../server.py", f"{chat.page}%2e%2e/server.py", f"{chat.page[:-2]}/"]
-    for path in others:
-        assert chat.ask("GET", path)[0] == 404, path
+    for path in ("/", f"/x{chat.page}", f"{chat.page}%2e%2e/server.py", f"{chat.page[:-2]}/"):
+        status, headers, _ = chat.ask("GET", path)
+        assert status == 404, path
+        assert headers["Referrer-Policy"] == "no-referrer"  # the token is part of the address
     for key in ("wrong", chat.token[:-1], chat.token + "x", "\xe4"):
-        status, _, body = chat.ask("GET", "/v1/models", Authorization=f"Bearer {key}")
+        status, _, body = chat.ask("POST", "/v1/completions", b"{}", Authorization=f"Bearer {key}")
         assert status == 401
         assert_one_line(error_in(body), "API key")
-        assert chat.ask("POST", "/v1/completions", b"{}", Authorization=f"Bearer {key}")[0] == 401
+    assert chat.ask("GET", "/v1/models")[0] == 401
 
 
-def test_only_this_machines_names_are_answered_and_no_other_page_may_read_or_embed_this_one(chat):
-    hosts = {"LOCALHOST": 200, "localhost:9000": 200}  # a tunnel may have another port
-    hosts |= {"example.com": 400, "127.0.0.1.example.com": 400, "www.localhost": 400, "": 400}
-    for host, status in hosts.items():
-        assert chat.ask("GET", chat.page, Host=host)[0] == status, host
-    for method, path in (("GET", chat.page), ("GET", "/x"), ("OPTIONS", "/v1/completions")):
-        _, headers, _ = chat.ask(method, path, Origin="http://example.com")
-        assert {name: headers[name] for name in server.HEADERS} == server.HEADERS
-        assert "access-control" not in str(headers).lower()
-
-
-NO_OBJECTS = [b"", b"\xff\xfe", b'{"seed": 1' + b"0" * 5000 + b"}", b"[" * 100_000, b"[]"]
+NO_OBJECTS = [b"", b"\xff\xfe", b"[" * 100_000, b"[]"]
 WRONG: dict[str, list[Any]] = {
     "prompt": ["", 5, ["a", "b"], "a" * 97],  # the context has 96 tokens
     "temperature": [10**400, float("nan")],
-    "seed": [-1],
-    "stop": [["a", 5], ["a"] * 17],
+    "stop": [["a", 5]],
     "max_tokens": [-1, 1.5],
     "n": [2],
-    "best_of": [3],
     "echo": [True],
-    "logprobs": [21, -1, "x"],
+    "logprobs": [21, "x"],
     "tools": [[{"type": "function"}]],
-    "response_format": [{"type": "json_object"}],
 }
 NO_DIALOGUES = [None, "hi", [], [5], [{"role": "x", "content": "y"}], [*ASK, {"role": "user"}]]
 
@@ -311,57 +289,36 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
         for value in values:
             asked = {"prompt": "a", "max_tokens": 3, name: value}
             assert_bad_request(plain, "/v1/completions", asked, name)
-    assert_bad_request(plain, "/v1/completions", {"prompt": "the \u2603"}, "\u2603")
     for messages in NO_DIALOGUES:
         assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
     # It saw no dialogues
     assert_bad_request(plain, "/v1/chat/completions", {"messages": ASK}, "/v1/completions")
-    assert chat.post("/v1/completions", b" " * (server.MOST_BODY_BYTES + 1))[0] == 413
 
 
-def test_half_requests_and_idle_connections_are_dropped_without_a_word(chat, monkeypatch, capfd):
-    monkeypatch.setattr(server, "ARRIVAL_S", 0.1)
-    post = "POST /v1/completions HTTP/1.1\r\n"
-    half_body = f"{chat.head}99\r\n\r\n{{"
-    second = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v1/mod"
-    halves = {"": [], post: [], half_body: [b"408"], second: [b"401"]}
-    for half, expected in halves.items():
-        with socket.create_connection((server.HOST, chat.port), timeout=20) as client:
-            client.sendall(half.encode())
-            answers = b"".join(iter(lambda: client.recv(1 << 16), b""))  # until the server closes
-        assert re.findall(rb"^HTTP/1.1 (\d+)", answers, re.M) == expected, half
-    with socket.create_connection((server.HOST, chat.port)) as client:
-        client.sendall(half_body.encode())  # and leaves
-    assert chat.ask("GET", chat.page)[0] == 200
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize("stream", [False, True])
+def test_reader_that_reads_nothing_or_leaves_keeps_nobody_waiting(chat, stream, monkeypatch, capfd):
+    written: list[int] = []
 
+    def endless(*_: Any) -> Iterator[Any]:
+        while True:
+            written.append(1)
+            yield ["x" * 10_000], torch.zeros(1, 9)  # more than the system's buffers hold
 
-def test_dialogue_of_40_000_messages_keeps_the_last_ones_in_no_time(chat):
-    asked = {"messages": [*ASK, {"role": "assistant", "content": ""}] * 20_000 + ASK}
-    t0 = time.perf_counter()
-    assert chat.post("/v1/chat/completions", asked)[0] == 200
-    assert time.perf_counter() - t0 < 10
+    def has_ended() -> bool:
+        n = len(written)
+        time.sleep(0.1)
+        return len(written) == n
 
-
-@pytest.mark.parametrize(("stream", "leaves"), [(False, True), (True, True), (True, False)])
-def test_text_ends_once_its_reader_has_gone_or_reads_nothing(
-    chat, stream, leaves, monkeypatch, capfd
-):
-    monkeypatch.setattr(server, "SEND_S", 0.1)
-    # More than the system's buffers hold.
-    monkeypatch.setattr(InferenceEngine, "write", lambda *_: itertools.repeat(["x" * 10_000]))
-    body = json.dumps({"prompt": "a", "stream": stream}).encode()
-    head = f"{chat.head}{len(body)}\r\n\r\n"
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.connect((server.HOST, chat.port))
-        client.sendall(head.encode() + body)
-        until(chat.turn.locked)
-        if not leaves:
-            until(lambda: not chat.turn.locked())
-    until(lambda: not chat.turn.locked())
+    monkeypatch.setattr(InferenceEngine, "write", endless)
+    connection = http.client.HTTPConnection(server.HOST, chat.port)
+    headers = {"Authorization": f"Bearer {chat.token}"}
+    body = json.dumps({"prompt": "a", "stream": stream})
+    connection.request("POST", "/v1/completions", body, headers)
+    until(lambda: bool(written))
     monkeypatch.undo()
     assert chat.post("/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+    connection.close()
+    until(has_ended)
     assert capfd.readouterr() == ("", "")
 
 
@@ -383,14 +340,14 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_pat
     printed = terminal.read_text()
     [(port, token)] = re.findall(r"^http://127\.0\.0\.1:(\d+)/([\w-]{32})/", printed)
     assert f"base_url=http://127.0.0.1:{port}/v1 api_key={token}\n" in printed
-    client = Served(None, int(port), token, None).client()
+    client = Served(None, int(port), token).client()
     (page,) = client.models.list()
-    facts = {"iter_num": 6, "best_val_loss": 4.5, "block_size": 96, "system": ""}
+    facts = {"iter_num": 6, "block_size": 96, "system": ""}
     assert facts.items() <= page.to_dict().items()
     pieces = client.completions.create(model="any", prompt="a", stream=True)
     next(pieces)
     process.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="the server was stopped"):
         list(pieces)
-    assert process.wait(20) == 0
-    assert_one_line(terminal.read_text().removeprefix(printed))
+    assert process.wait(20) == 130
+    assert terminal.read_text().removeprefix(printed).split() == ["interrupted"]

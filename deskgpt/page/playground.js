@@ -58,7 +58,6 @@ function fill() {
   main.querySelector("h2").textContent = page.id;
   const details = [];
   if (page.iter_num !== null) details.push(`step ${grouped(page.iter_num)}`);
-  if (page.best_val_loss !== null) details.push(`best val loss ${page.best_val_loss.toFixed(4)}`);
   details.push(`${(page.n_params / 1e6).toFixed(2)}M parameters`);
   details.push(`context of ${grouped(page.block_size)} tokens`);
   main.querySelector(".details").append(...details.map(detail => make("span", "", detail)));
