@@ -221,7 +221,7 @@ def source(texts, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def undisturbed(source, tmp_path_factory) -> Path:
     """Three parts of source, made undisturbed."""
     out = tmp_path_factory.mktemp("undisturbed")
