@@ -41,7 +41,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +59,13 @@ from bench import output
 from bench.pretend_card import rows_of
 from bench.speed import ROOT, nanogpt_checkout, nanogpts_model, vocab_size_of, write_data
 from configurator import configure
-from deskgpt.compute import (
-    ComputeMode,
-    CudaGraph,
-    apply_compute,
-    choose_compute,
-    default_dtype,
-    seed_all,
-)
-from deskgpt.device import (
-    device_name,
-    git_commit,
-    memory_bytes,
-    resolve_device,
-    synchronize,
-    versions,
-)
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.compute import ComputeMode, CudaGraph, default_dtype, seed_all
+from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
 from deskgpt.distributed import DistContext
 from deskgpt.errors import OneLineParser, one_line_errors, reason
 from deskgpt.files import write_atomically
-from deskgpt.limits import usable_cores
-from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
+from deskgpt.resume import Start, build_model, choose_compute_and_batch
 from model import GPT, GPTConfig
 
 MOST_SHARES = 2  # of its share of the time, which no stage may exceed
@@ -128,12 +114,9 @@ def our_model(
     c: train.TrainConfig, config: GPTConfig, dist: DistContext
 ) -> tuple[GPT, ComputeMode]:
     """Return our model, and how it is computed, as train.py does with these settings."""
-    step = StepShape(config, c.batch_size, choose_compute(c, dist, {}), dist.device.type)
-    variant = with_fewest_chunks(step, USABLE_SHARE * memory_bytes(dist.device)).variant
-    with dist.device:
-        model = GPT(config)
-    apply_compute(model, variant)
-    return model, variant
+    start = Start("scratch", config, Checkpoint({}, {}))
+    variant, _ = choose_compute_and_batch(replace(c, auto_batch=False), start, dist)
+    return build_model(c, start, variant, dist), variant
 
 
 def nanogpt(checkout: Path, config: GPTConfig, device: torch.device) -> tuple[Any, ComputeMode]:
@@ -193,17 +176,16 @@ def lab(peer: str, given: list[str]) -> None:
     seed_all(c.seed, device)
     tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
     ours = functools.cache(functools.partial(our_model, c, config, DistContext(device)))
-    wanted: dict[str, tuple[Any, bool]] = {"ours": (ours, False)}
+    wanted: dict[str, Any] = {"ours": ours}
     if device.type == "cuda":
-        wanted["ours + graph"] = (ours, True)
+        wanted["ours + graph"] = ours
     if peer:
-        theirs = functools.partial(nanogpt, nanogpt_checkout(peer, c), config, device)
-        wanted["nanoGPT"] = (theirs, False)
+        wanted["nanoGPT"] = functools.partial(nanogpt, nanogpt_checkout(peer, c), config, device)
     running = []
-    for name, (make, graph) in wanted.items():
+    for name, model_of in wanted.items():
         try:
-            model, variant = make()
-            run = micro_batch(c, tokens, graph, model, variant)
+            model, variant = model_of()
+            run = micro_batch(c, tokens, name.endswith("graph"), model, variant)
             print(f"{name}: {variant}, loss {run().item()!r}")
             running.append(Contestant(name, run))
         except Exception as e:  # the others go on
@@ -235,19 +217,18 @@ def number(text: str, line: str, name: str) -> str:
     return found[-1] if found else "n/a"
 
 
-def comparison(texts: dict[str, str]) -> str:
-    """Return a table of what stages printed (texts, by stage) beside what had been predicted."""
+def page_of(files: dict[str, Path], about: str) -> str:
+    """Return the page about a card. files: by stage.
+
+    What stages printed stands beside what had been predicted, and then the end of each output.
+    """
+    texts = {name: text_of(path) for name, path in files.items()}
     head, *rows = rows_of("predicted.txt")
     for row in rows:
         stage, line, name = row[:3]
         row.insert(3, number(texts[stage], line, name))
-    return output.markdown_table([*head[:3], "measured", *head[3:]], rows, left_columns=3)
-
-
-def page_of(files: dict[str, Path], about: str) -> str:
-    """Return the page about a card. files: by stage."""
-    texts = {name: text_of(path) for name, path in files.items()}
-    parts = [f"# {about}", "## Measured and predicted", comparison(texts)]
+    table = output.markdown_table([*head[:3], "measured", *head[3:]], rows, left_columns=3)
+    parts = [f"# {about}", "## Measured and predicted", table]
     for name, text in texts.items():
         *lines, outcome = text.splitlines()[-LINES_OF_PAGE:]
         parts += [f"## {name}: {outcome}", "\n".join(["```", *lines, "```"])]
@@ -295,15 +276,12 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=stages, help="stages to run, also if they have passed"
     )
-    parser.add_argument(
-        "--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)"
-    )
     a, given = parser.parse_known_args()
     ends_at = time.monotonic() + 60 * a.minutes
     device = resolve_device(configure(train.TrainConfig, given).device)
     about = {"device": device_name(device), "versions": versions(), "git_commit": git_commit()}
     title = f"{about['device']}-torch-{torch.__version__}-{about['git_commit']}"
-    folder = Path(a.out_dir) / re.sub(r"[^\w.+]+", "-", title.lower()).strip("-")
+    folder = Path("out-qualify", re.sub(r"[^\w.+]+", "-", title.lower()).strip("-"))
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.txt" for name in stages}
     passed = [name for name in stages if text_of(files[name]).endswith(f"\n{PASSED}\n")]
@@ -311,14 +289,12 @@ def main() -> None:
     os.environ |= {"DESKGPT_TEST_DEVICE": str(device), "WANDB_MODE": "offline"}
     outcomes = dict.fromkeys(todo, "no time was left")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        tokens = f"{tmp}/tokens"
-        write_data(Path(tokens), vocab_size_of(""))
+        tokens = Path(tmp, "tokens")
+        write_data(tokens, vocab_size_of(""))
         values = {
             "given": shlex.join(given),
-            "nanogpt": shlex.quote(a.peer),
-            "peer": shlex.quote(f"--peer={a.peer}") if a.peer else "",
-            "tokens": shlex.quote(tokens),
-            "processes": min(8, usable_cores() // 2),
+            "peer": shlex.quote(a.peer),
+            "tokens": shlex.quote(str(tokens)),
         }
         for name in outcomes:
             share_s, command = stages[name]

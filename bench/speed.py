@@ -87,8 +87,6 @@ OURS = [
     "--dry_run=False",
     "--plan_for=",
 ]
-# What a grid cannot vary, because each run gets it from here.
-FIXED = " ".join([*OURS, "--dataset= --out_dir= --gradient_accumulation_steps="])
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
 SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
 SHARED += ["batch_size", "gradient_accumulation_steps"]
@@ -111,24 +109,31 @@ class BenchRun:
     # By round, from the command to the end of the first step.
     first_s: list[float] = field(default_factory=list)
 
+    def ms_per_token(self) -> list[float]:
+        """Return the time of a step's tokens by round."""
+        return [statistics.median(ms) / self.start["tokens_per_step"] for ms in self.rounds_ms]
 
-def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> BenchRun:
-    """Return train.py of the checkout cwd with these settings, on the tokens in folder."""
+
+def ours(
+    name: str, given: Sequence[str], folder: Path, own: Sequence[str] = (), cwd: Path = ROOT
+) -> BenchRun:
+    """Return train.py of the checkout cwd on the tokens in folder.
+
+    given: settings of all runs; own: of this one, which come last.
+    """
     out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
-    own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
-    return BenchRun(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
+    folders = [f"--dataset={folder}", f"--out_dir={out_dir}"]
+    return BenchRun(name, [*PYTHON, "train.py", *given, *OURS, *folders, *own], cwd, out_dir)
 
 
 def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> BenchRun:
     """Return the contestant that --peer names. Raises ConfigError."""
     kind, _, what = text.partition(":")
-    if kind == "ours" and what:
-        return ours(what, [*given, *shlex.split(what)], folder)
-    if kind == "nanogpt":
-        return nanogpt(c, folder, nanogpt_checkout(text, c))
-    if kind != "checkout":
-        raise ConfigError(f"--peer {text}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
-    return ours(text, given, folder, checkout_of(text))
+    if kind == "ours":
+        return ours(what, given, folder, shlex.split(what))
+    if kind == "checkout":
+        return ours(text, given, folder, cwd=checkout_of(text))
+    return nanogpt(c, folder, nanogpt_checkout(text, c))
 
 
 def checkout_of(peer: str) -> Path:
@@ -147,7 +152,7 @@ def nanogpt_checkout(peer: str, c: train.TrainConfig) -> Path:
     nanoGPT lacks.
     """
     if not peer.startswith("nanogpt:"):
-        raise ConfigError(f"--peer {peer}: not nanogpt:PATH")
+        raise ConfigError(f"--peer {peer}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
     default = train.TrainConfig()
     for name in (*MODERN_CHOICES, "optimizer"):
         value = getattr(c, name)
@@ -179,25 +184,17 @@ def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
 
 
 def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> list[BenchRun]:
-    """Return a run for each value of --grid NAME=A,B,..., all with c's tokens per step.
-
-    Raises ConfigError.
+    """Return a run for each value of --grid NAME=A,B,..., with c's sequences per step, as far as a
+    micro-batch divides them.
     """
-    name, _, listed = text.partition("=")
-    if f"--{name}=" in FIXED:
-        raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
+    name, _, values = text.partition("=")
     sequences = c.batch_size * c.gradient_accumulation_steps
     runs = []
-    for value in listed.split(","):
-        flags = [f"--{name}={value}"]
-        batch_size = configure(train.TrainConfig, [*given, *flags]).batch_size
-        if sequences % batch_size:
-            raise ConfigError(
-                f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step"
-            )
+    for value in values.split(","):
+        own = [f"--{name}={value}"]
         if name == "batch_size":
-            flags.append(f"--gradient_accumulation_steps={sequences // batch_size}")
-        runs.append(ours(" ".join(flags), [*given, *flags], folder))
+            own.append(f"--gradient_accumulation_steps={sequences // int(value)}")
+        runs.append(ours(" ".join(own), given, folder, own))
     return runs
 
 
@@ -250,24 +247,16 @@ def run(x: BenchRun, seconds: float) -> None:
         try:
             for line in process.stdout or ():
                 lines.append(line.strip() or lines[-1])
-                if not ITER.search(line):
-                    continue
-                instants.append(time.perf_counter())
-                is_long = instants[-1] - instants[1] >= seconds
-                if len(instants) > LEAST_STEPS and is_long:
-                    add_round(x, instants)
-                    return
-            process.wait()  # for its own exit status, not the one that a kill would give it
+                if ITER.search(line):
+                    instants.append(time.perf_counter())
+                if len(instants) > LEAST_STEPS and instants[-1] - instants[1] >= seconds:
+                    break
+            else:
+                x.status = f"failed with exit status {process.wait()}: {lines[-1]}"
+                print(*lines, sep="\n    ", flush=True)
+                return
         finally:
             process.kill()
-    x.status = f"failed with exit status {process.returncode}: {lines[-1]}"
-    print(*lines, sep="\n    ", flush=True)
-
-
-def add_round(x: BenchRun, instants: Sequence[float]) -> None:
-    """Add a round's figures to x. instants: when its command began and when the line of each step
-    came.
-    """
     x.first_s.append(instants[1] - instants[0])
     times_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(instants[1:])]
     still_allocate = min(10, len(times_ms) // 5)  # the first steps
@@ -299,29 +288,22 @@ def table(runs: Sequence[BenchRun]) -> str:
         raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
     rows = []
     for x in runs:
-        if x not in measured:
-            rows.append([x.name, x.status or "not measured", *[""] * (len(HEAD) - 2)])
-            continue
-        start = first.start | x.start  # what a peer does not log is as in the first one
-        rows.append(figures_of(x, start, first))
+        x.start = first.start | x.start  # what a peer does not log is as in the first one
+        cells = [x.status or "not measured", *[""] * (len(HEAD) - 2)]
+        rows.append([x.name, *(figures_of(x, first) if x in measured else cells)])
     return output.markdown_table(HEAD, rows, left_columns=3)
 
 
-def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]:
-    """Return the row of a contestant, beside the first one, from rounds taken in turns."""
-    tokens = start["tokens_per_step"]
+def figures_of(x: BenchRun, first: BenchRun) -> list[str]:
+    """Return the cells of a contestant, beside the first one, from rounds taken in turns."""
+    tokens = x.start["tokens_per_step"]
     ms = statistics.median(itertools.chain(*x.rounds_ms))
-    rounds = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
-    of_first = [
-        first.start["tokens_per_step"] / statistics.median(of_round) * 1e3
-        for of_round in first.rounds_ms
-    ]
-    ratios = [theirs / own for theirs, own in zip(of_first, rounds, strict=False)]
-    mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
+    pairs = zip(x.ms_per_token(), first.ms_per_token(), strict=False)
+    ratios = [own / of_first for own, of_first in pairs]
+    mfu = x.start["flops_per_token"] * tokens / ms * 1e3 / x.start["peak_flops"]
     return [
-        x.name,
-        str(start.get("dtype", "n/a")),
-        str(start.get("compiled", "n/a")),
+        x.start["dtype"],
+        str(x.start["compiled"]),
         f"{tokens:,}",
         f"{ms:.4g}",
         f"{tokens / ms * 1e3:,.0f}",
@@ -348,13 +330,12 @@ def main() -> None:
         folder = Path(tmp) / "data"
         write_data(folder, vocab_size_of(c.dataset))
         runs = grid_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
-        runs += [peer_of(text, c, given, folder) for text in a.peer]
+        runs += [peer_of(text, c, given, folder) for text in a.peer if text]
         try:
             in_turns(runs, a.rounds, a.seconds)
         finally:  # Ctrl+C, too
             text = table(runs)
-            start = next(x.start for x in runs if "device" in x.start)
-            print(f"\n{output.about(start)}. {a.rounds} rounds.\n")
+            print(f"\n{output.about(runs[0].start)}. {a.rounds} rounds.\n")
             print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
 
 

@@ -60,8 +60,6 @@ class Facts:
         self.places = [(space, key) for _, space in self.spaces for key in space if is_own(key)]
         self.names = [prefix + key for prefix, space in self.spaces for key in space if is_own(key)]
         self.values = self._now()
-        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
-        self.tensor_states = [tensor_state(value) for value in self.tensors]
         self.mutable = {
             i: snapshot(value) for i, value in enumerate(self.values) if not is_stable(value)
         }
@@ -75,15 +73,13 @@ class Facts:
     def first_change(self) -> str:
         """Return the name of something that differs now, or ""."""
         values = self._now()
-        for i in self.mutable:
-            if snapshot(values[i]) != self.mutable[i]:
+        for i, before in self.mutable.items():
+            if snapshot(values[i]) != before:
                 return self.names[i]
         if not all(map(operator.is_, values, self.values)):
             for name, now, before in zip(self.names, values, self.values, strict=True):
                 if now is not before and snapshot(now) != snapshot(before):
                     return name
-        if [tensor_state(tensor) for tensor in self.tensors] != self.tensor_states:
-            return "the memory of a tensor, its hooks, or which tensors are trained"
         sizes = [len(space) for _, space in self.spaces]
         # Python adds names of its own, such as __warningregistry__.
         if sizes != self.sizes and self._n_own() != len(self.places):
@@ -115,7 +111,7 @@ def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]
 
 def is_own(key: Any) -> bool:
     """Return whether a name is not one that torch or Python keeps for itself."""
-    return isinstance(key, str) and key not in INTERNAL and not key.startswith("__")
+    return key not in INTERNAL and not str(key).startswith("__")
 
 
 def is_library(module: ModuleType | None) -> bool:
@@ -127,16 +123,11 @@ def is_library(module: ModuleType | None) -> bool:
 
 
 def is_stable(value: Any) -> bool:
-    """Return whether a value can change only by another one under its name.
-
-    Tensors are compared apart.
-    """
-    if isinstance(value, STABLE) or (isinstance(value, tuple) and all(map(is_stable, value))):
-        return True
-    if getattr(value, "__dataclass_params__", None):
-        return value.__dataclass_params__.frozen and all(map(is_stable, vars(value).values()))
-    holds_more = (Mapping, list, tuple, set, deque, Iterator, np.ndarray, *GENERATORS)
-    return not isinstance(value, holds_more) and is_library(sys.modules.get(type(value).__module__))
+    """Return whether a value can change only by another one under its name."""
+    holds_more = (Tensor, Mapping, list, tuple, set, deque, Iterator, np.ndarray, *GENERATORS)
+    return isinstance(value, STABLE) or (
+        not isinstance(value, holds_more) and is_library(sys.modules.get(type(value).__module__))
+    )
 
 
 def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -148,11 +139,9 @@ def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
         return id(value), tensor_state(value)
     if isinstance(value, STABLE):
         return value
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if isinstance(value, GENERATORS):
+    if isinstance(value, (np.ndarray, *GENERATORS)):
         return pickle.dumps(value)
     if isinstance(value, Iterator):
         return object()  # it cannot be looked at, and equals nothing
@@ -196,13 +185,8 @@ def noticed_waits(places: list[str]) -> Iterator[None]:
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for warning in caught:
-        if "synchronizing CUDA operation" in str(warning.message):
-            places.append(f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.showwarning(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+    waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    places += [f"{wait.filename}:{wait.lineno}" for wait in waits]
 
 
 def hooks_of(model: nn.Module) -> list[str]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-import os
 import re
 import time
 from contextlib import suppress
@@ -62,12 +61,10 @@ class Card:
         return "bfloat16" if "bfloat16" in self.flops else "float16"
 
     def peak(self, dtype: str) -> tuple[float, str] | None:
-        """Return (dense peak FLOP/s, its source) as train.py computes; None if the table has none.
-
-        float32 is TF32 on a card that has it, unless NVIDIA's variable forbids it.
+        """Return (dense peak FLOP/s, its source) as train.py computes: in float32 by TF32, if the
+        card has it. None if the table has none.
         """
-        may_use_tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-        if dtype == "float32" and "tf32" in self.flops and may_use_tf32:
+        if dtype == "float32" and "tf32" in self.flops:
             return self.flops["tf32"], f"{self.source}, TF32"
         return (self.flops[dtype], f"{self.source}, {dtype}") if dtype in self.flops else None
 
@@ -145,15 +142,15 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """
     measured = measured_matmul_flops(device, dtype)
     card = card_of(device)
-    published = card.peak(dtype) if card else None
-    if published is None:
-        threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
-        found = f"measured {dtype} matmul{threads}"
-        return measured, found if measured > 0 else f"{dtype} matmul cannot be measured here"
-    flops, source = published
+    published = card and card.peak(dtype)
+    if published:
+        flops, source = published
+        share = f"{measured / flops:.0%}"
+        return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({share})"
     if math.isnan(measured):
-        return flops, f"{source}; not measured"
-    return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({measured / flops:.0%})"
+        return measured, f"{dtype} matmul cannot be measured here"
+    threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
+    return measured, f"measured {dtype} matmul{threads}"
 
 
 def card_of(device: torch.device) -> Card | None:
@@ -194,9 +191,7 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     key = f"{device_name(device)}, torch {torch.__version__}, by dtype{torch_variables()}"
     known = read_cache("peaks").get(key)
     if isinstance(known, dict) and known.get("float32"):
-        flops = [known.get(dtype) for dtype in DTYPES]
-        if all(isinstance(x, float) and 0 <= x < 1e17 for x in flops):  # else the file is damaged
-            return known
+        return known
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

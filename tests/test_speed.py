@@ -1,4 +1,6 @@
-"""Programs of bench/ that measure: speed.py beside other programs, and qualify.py on a card."""
+"""Programs of bench/ that measure: speed.py beside other programs, qualify.py on a card, and what
+check_cards.py counts of cards that are not here.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ import pytest
 import torch
 from conftest import CPU, ROOT, TINY, assert_refused, flags, until
 from logs import nanogpt_checkout
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
-from bench import qualify, speed
+from bench import check_cards, qualify, speed
 from bench.pretend_card import rows_of
 from bench.speed import BenchRun
 
@@ -49,16 +52,9 @@ def test_settings_and_peers_are_timed_on_the_same_work(tmp_path, script):
     assert ours_s > 1 > nanogpt_s > 0.3  # one imports torch, the other sleeps for 0.3 s
 
 
-def test_what_is_wrong_is_one_line(script):
-    wrong = {
-        "--peer=nanogpt:/nowhere": "/nowhere",
-        "--peer=llamacpp": "llamacpp",
-        "--grid=dataset=x": "dataset",
-        "--grid=batchsize=4": "batch_size",
-        "--grid=batch_size=3": "batch_size=3",
-    }
-    for option, named in wrong.items():
-        assert_refused(script("bench/speed.py", *flags(**SMALL), option), named)
+@pytest.mark.parametrize("peer", ["nanogpt:/nowhere", "llamacpp"])
+def test_peer_that_is_none_is_refused_in_one_line(peer, script):
+    assert_refused(script("bench/speed.py", *flags(**SMALL), f"--peer={peer}"), peer)
 
 
 def test_figures_of_the_table_are_these():
@@ -168,14 +164,18 @@ def test_page_has_what_a_stage_printed_last_beside_what_was_predicted(tmp_path):
 def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
     """Rows as a card would have them: a CPU's profile has none."""
     rows = EventList()
-    for name, device, is_annotation, us in (
-        ("gemm", DeviceType.CUDA, False, 2100),
-        ("record_function", DeviceType.CUDA, True, 9000),
-        ("cudaLaunchKernel", DeviceType.CPU, False, 9000),
+    for device, is_annotation, us in (
+        (DeviceType.CUDA, False, 2100),
+        (DeviceType.CUDA, True, 9000),
+        (DeviceType.CPU, False, 9000),
     ):
         row = FunctionEventAvg()
-        row.key, row.device_type, row.is_user_annotation = name, device, is_annotation
-        row.self_device_time_total, row.use_device = us, "cuda"
+        row.key, row.use_device = "gemm", "cuda"
+        row.device_type, row.is_user_annotation, row.self_device_time_total = (
+            device,
+            is_annotation,
+            us,
+        )
         rows.append(row)
     profiler = SimpleNamespace(key_averages=lambda: rows)
     monkeypatch.setattr(qualify, "profile", lambda activities: nullcontext(profiler))
@@ -183,3 +183,15 @@ def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
     qualify.add_profile(x, CPU)
     assert x.figures() == "ours: wall 1, busy 0.7, gaps 0.3"
     assert "gemm" in capsys.readouterr().out
+
+
+# ---- check_cards.py ------------------------------------------------------------------------------
+
+
+def test_launches_and_bytes_alive_are_counted_and_a_view_is_neither():
+    with FakeTensorMode(), check_cards.Work() as work:
+        a = torch.empty(8, 16, device="cuda")
+        product = a @ a.T
+        assert (work.launches, work.alive) == (1, 4 * (8 * 16 + 8 * 8))
+        del product
+    assert (work.alive, work.peak) == (4 * 8 * 16, 4 * (8 * 16 + 8 * 8))
