@@ -37,15 +37,15 @@ from torch.utils._pytree import tree_leaves
 import train
 from bench import pretend_card
 from bench.output import markdown_table
-from bench.qualify import our_model
+from bench.qualify import our_start
 from bench.speed import ROOT, vocab_size_of
 from configurator import configure
-from deskgpt.compute import autocast
+from deskgpt.compute import apply_compute, autocast
 from deskgpt.distributed import DistContext
 from deskgpt.errors import OneLineParser, in_gib, one_line_errors
 from deskgpt.files import cache_folder
 from deskgpt.memory import StepShape
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 CONFIGS = ["train_shakespeare_char", "train_fineweb_125m --batch_size=16"]
 CONFIGS += ["train_fineweb_125m_fast"]
@@ -77,7 +77,7 @@ class Kernels:
         self.target = GPUTarget("cuda", 10 * card.major + card.minor, 32)
         self.sources: dict[str, str] = {}  # source -> name
 
-    def collect(self, compiler: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
+    def collect(self, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
         """Take a kernel in place of AsyncCompile.triton; return what the graph calls."""
         self.sources[source] = name
         return SimpleNamespace(run=lambda *args, **kwargs: self.launch())
@@ -91,16 +91,13 @@ class Kernels:
             kernel = getattr(PyCodeCache.load(source), name)
             for config in kernel.configs:
                 try:
-                    shared = self.shared_memory_of(kernel, config)
+                    self.compile_one(kernel, config)
                 except Exception as e:  # of no common class
                     failed.append(f"{name} {config.kwargs}: {type(e).__name__}: {e}"[:300])
-                    continue
-                if shared > self.card.shared_memory_per_block_optin:
-                    failed.append(f"{name} {config.kwargs}: {shared} bytes of shared memory")
         return failed
 
-    def shared_memory_of(self, kernel: Any, config: Any) -> int:
-        """Compile one configuration; return its bytes of shared memory."""
+    def compile_one(self, kernel: Any, config: Any) -> None:
+        """Compile one configuration. Raises ValueError if it wants too much shared memory."""
         import triton
 
         meta = kernel._create_compile_meta(config)
@@ -108,7 +105,8 @@ class Kernels:
             kernel.fn, meta["signature"], meta["constants"], meta["configs"][0]
         )
         binary = triton.compile(code, self.target, kernel._create_compile_options(config, meta))
-        return int(binary.metadata.shared)
+        if binary.metadata.shared > self.card.shared_memory_per_block_optin:
+            raise ValueError(f"{binary.metadata.shared} bytes of shared memory")
 
     def prepare_inductor(self) -> None:
         """Make inductor write code for the card, and its graphs run on fake tensors."""
@@ -121,9 +119,7 @@ class Kernels:
         )
         triton.runtime.driver.set_active(driver)
         inductor: Any = torch._inductor
-        inductor.async_compile.AsyncCompile.triton = lambda *args, **kwargs: self.collect(
-            *args, **kwargs
-        )
+        inductor.async_compile.AsyncCompile.triton = self.collect
         inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
         # What graphs call in C++, which wants real tensors.
         guards: Any = torch._C._dynamo.guards
@@ -204,8 +200,10 @@ def check() -> None:
     c = configure(train.TrainConfig, [f"config/{config_name}.py", *flags])
     config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
     device = torch.device("cuda")
+    _, variant = our_start(c, config, DistContext(device))
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:
-        model, variant = our_model(c, config, DistContext(device))
+        model = GPT(config)
+        apply_compute(model, variant)
         optimizer = train.build_optimizer(c, model, dtype=variant.dtype)
         scaler = torch.amp.GradScaler("cuda", enabled=variant.dtype == "float16")
         idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)

@@ -294,10 +294,7 @@ def environment(card: str, folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=formatter
-    )
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="see the top of this file")
     parser.add_argument("--card", choices=CARDS, required=True)
     a, command = parser.parse_known_args()  # a script, or -m MODULE, with its arguments
     with tempfile.TemporaryDirectory() as folder:

@@ -9,11 +9,11 @@ and their start.
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is
-stopped after some steps; they take turns for --rounds rounds, in another order each, ours first. A
-step is timed from the arrival of the line before to the arrival of its own, whatever time a program
-prints: nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured
-so far. The first step is timed from the command on, with all imports, compiling and an evaluation
-of one batch; --seconds=0 is for that: few steps in a round. The first round may build kernels, so
+stopped after some steps; they take turns for --rounds rounds, each second one backwards. A step is
+timed from the arrival of the line before to the arrival of its own, whatever time a program prints:
+nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured so far.
+The first step is timed from the command on, with all imports, compiling and an evaluation of one
+batch; --seconds=0 is for that: few steps in a round. The first round may build kernels, so
 take the median of several. The tokens' vocabulary is 65 for a dataset named *_char, else 50304. The
 peers:
 
@@ -29,11 +29,9 @@ rows name the settings to take.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import pickle
-import random
 import re
 import shlex
 import signal
@@ -60,7 +58,7 @@ from deskgpt.compute import default_dtype
 from deskgpt.device import resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events
-from model import MODERN_CHOICES, NANOGPT_ARGS, GPTConfig
+from model import MODERN_CHOICES, NANOGPT_ARGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
@@ -83,9 +81,6 @@ OURS = [
     "--eval_tokens=0",
     "--init_from=scratch",
     "--auto_batch=False",
-    "--eval_only=False",
-    "--dry_run=False",
-    "--plan_for=",
 ]
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
 SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
@@ -161,17 +156,6 @@ def nanogpt_checkout(peer: str, c: train.TrainConfig) -> Path:
     return checkout_of(peer)
 
 
-def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
-    """Return the model of nanoGPT's model.py with these sizes.
-
-    It returns logits and loss, as ours does.
-    """
-    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
-
-
 def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
     """Return nanoGPT's train.py with the same work as ours with c."""
     device = resolve_device(c.device)
@@ -225,9 +209,8 @@ def in_turns(runs: Sequence[BenchRun], rounds: int, seconds: float) -> None:
     """
     for number in range(rounds):
         running = [x for x in runs if not x.status]
-        # In another order each round, so that no drift of the machine favours one of them. Ours
-        # first: they start soon.
-        for x in random.Random(number).sample(running, len(running)) if number else running:
+        # Each second round backwards, so that no drift of the machine favours one of them.
+        for x in running[::-1] if number % 2 else running:
             run(x, seconds)
             outcome = x.status
             if not outcome:

@@ -7,9 +7,9 @@ takes. Nothing runs.
 
 The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations
 are counted for the layers of model.py as it comes: a changed block keeps others. Checked against
-steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py). For cards, only against
-counts of what compiled steps allocate (bench/results/2026-11-28-check-cards.md): no card has run
-this code.
+steps on a CPU: within 12%, most within 10% (tests/test_memory.py). For cards, only against counts
+of what compiled steps allocate (bench/results/2026-11-28-check-cards.md): no card has run this
+code.
 Not counted: workspaces of cuBLAS and of attention's backward pass, the CUDA context and the
 allocator's gaps. Leave a tenth free.
 

@@ -28,7 +28,6 @@ from conftest import (
     flags,
     shell,
     tiny,
-    weights,
 )
 from tiny_models import MODERN_SETTINGS, make, take_step, tokens
 from torch.nn.attention import sdpa_kernel
@@ -128,20 +127,6 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
     start = events(tmp_path / "compiled", "start")[0]
     in_bfloat16 = ON_CUDA and start["dtype"] == "bfloat16"
     assert (start["compiled"], start["residual_dtype"] == "bfloat16") == (True, in_bfloat16)
-
-
-@each_model
-@pytest.mark.parametrize("compiled", [False, True])
-def test_deterministic_runs_are_equal_bit_for_bit(compiled, settings, chars, tmp_path):
-    settings = settings | {
-        "deterministic": True,
-        "compile": compiled,
-        "dtype": "auto",
-        "sample_interval": 1,
-    }
-    first, again = (trained(chars, tmp_path / name, **settings) for name in ("first", "again"))
-    assert first == again
-    assert_equal(weights(tmp_path / "first"), weights(tmp_path / "again"))
 
 
 @each_model
@@ -251,15 +236,16 @@ def test_gradients_of_attention_over_many_tokens_are_those_without_cudnn():
 @cuda_only
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled):
-    head = torch.nn.Linear(256, 8192, bias=False, device=DEVICE)
+    V = 1024 if PRETENDED else 8192
+    head = torch.nn.Linear(256, V, bias=False, device=DEVICE)
     x = torch.randn(1, 8192, 256, device=DEVICE, requires_grad=True)
-    targets = torch.randint(0, 8192, (1, 8192), device=DEVICE)
+    targets = torch.randint(0, V, (1, 8192), device=DEVICE)
     exact = F.cross_entropy(x[0].double() @ head.weight.double().T, targets[0])
     expected = torch.autograd.grad(exact, (x, head.weight))
     errors = []
     for chunks in (1, 64):
         with autocast(DEVICE, "bfloat16"):
-            found = chunked_cross_entropy(head, x, targets, 8192, chunks, compiled)
+            found = chunked_cross_entropy(head, x, targets, V, chunks, compiled)
         torch.testing.assert_close(found, exact.float(), rtol=1e-3, atol=0)
         errors.append([*map(distance, torch.autograd.grad(found, (x, head.weight)), expected)])
     assert max(errors[0]) < 0.02
@@ -338,7 +324,7 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
 
 
 @cuda_only
-def test_batch_that_does_not_fit_is_halved_until_it_does(
+def test_run_takes_a_larger_micro_batch_and_halves_it_until_it_fits(
     chars, tmp_path, monkeypatch, limited_memory
 ):
     """The losses are those of a run that began with the smaller micro-batch."""
@@ -352,20 +338,18 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(
         backward(x, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "backward", starved)
-    found = trained(chars, tmp_path / "a", batch_size=256, auto_batch="auto", **settings)
+    found = trained(
+        chars,
+        tmp_path / "a",
+        **settings,
+        auto_batch="auto",
+        batch_size=2,
+        gradient_accumulation_steps=128,
+    )
+    assert events(tmp_path / "a", "start")[0]["settings"]["batch_size"] == 256
     taken = load_checkpoint(tmp_path / "a").config
     assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 256
     assert 32 < taken["batch_size"] < 256
     names = ("batch_size", "gradient_accumulation_steps", "eval_iters", "eval_tokens")
     expected = trained(chars, tmp_path / "b", **settings, **{name: taken[name] for name in names})
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-@cuda_only
-def test_run_takes_a_larger_micro_batch_by_itself_and_learns_the_same(chars, tmp_path):
-    settings = {"batch_size": 1, "gradient_accumulation_steps": 64}
-    found = trained(chars, tmp_path / "auto", auto_batch="auto", **settings)
-    taken = events(tmp_path / "auto", "start")[0]["settings"]
-    assert taken["batch_size"] > 1
-    assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 64
-    assert found == pytest.approx(trained(chars, tmp_path / "as set", **settings), rel=1e-3)

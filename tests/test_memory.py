@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import CPU, ROOT, flags, raises_one_line
 from tiny_models import MODERN_SETTINGS, take_step
-from torch.profiler import ProfilerActivity, profile
 
+from bench.check_cards import Work
 from data.batches import BatchSplit
 from deskgpt import kernels, peaks
 from deskgpt.checkpoint import Checkpoint
@@ -23,7 +23,6 @@ from deskgpt.distributed import DistContext
 from deskgpt.memory import (
     FLOPS_PER_BYTE,
     KNOWN_MFU,
-    QUEUEING_S_PER_LAYER,
     TARGET_FIXED_SHARE,
     USABLE_SHARE,
     StepShape,
@@ -42,26 +41,17 @@ SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64,
 GPT2 = GPTConfig(bias=False)
 
 
-def real_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
-    """Return the most bytes that torch's allocator holds in a real step on the CPU, by its
-    profiler.
-    """
-    model = GPT(config)
-    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    apply_compute(model, variant)
-    batch = tuple(torch.randint(0, config.vocab_size, (2, batch_size, config.block_size)))
-    take_step(model, optimizer, variant, batch)  # makes what the optimizer keeps
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+def counted_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
+    """Return the most bytes that the tensors of a real step on the CPU hold."""
+    with Work() as work:
+        model = GPT(config)
+        optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
+        apply_compute(model, variant)
+        batch = tuple(torch.zeros(2, batch_size, config.block_size, dtype=torch.int64))
+        take_step(model, optimizer, variant, batch)  # makes what the optimizer keeps
+        work.peak = work.alive
         take_step(model, optimizer, variant, batch)
-    assert profiler.profiler is not None
-    live = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    # Moments, and numbers of steps
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    return peak + sum(tensor.nbytes for tensor in (*model.parameters(), *kept, *batch))
+    return work.peak
 
 
 @pytest.mark.parametrize(
@@ -73,11 +63,9 @@ def real_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
     ],
 )
 def test_prediction_is_within_a_tenth_of_a_real_step(config, variant, chunk, monkeypatch):
-    # Without oneDNN, whose workspaces depend on the processor.
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
     predicted = StepShape(config, 4, variant, "cpu").peak_bytes
-    assert predicted == pytest.approx(real_peak(config, 4, variant), rel=0.1)
+    assert predicted == pytest.approx(counted_peak(config, 4, variant), rel=0.1)
 
 
 # ---- what fits -----------------------------------------------------------------------------------
@@ -85,19 +73,16 @@ def test_prediction_is_within_a_tenth_of_a_real_step(config, variant, chunk, mon
 
 # Sequences that outweigh a micro-batch's fixed costs, that fit into memory, and the micro-batch of
 # a step of 96.
-@pytest.mark.parametrize("cost", ["bytes", "queueing"])
-def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(cost, monkeypatch):
+def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(monkeypatch):
     batching = BatchSplit(batch_size=2, grad_accum_steps=48, block_size=64)
     model = GPT(SMALL)
     parameters = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(peaks, "peak_flops", lambda *args: (math.nan, ""))
     for enough, fits, expected in [(0.5, 99, 2), (7.9, 99, 8), (8.1, 99, 12), (8.1, 11, 8)]:
         flops = enough * model.estimate_flops() * SMALL.block_size
-        of_bytes, peak = flops * TARGET_FIXED_SHARE / FLOPS_PER_BYTE / parameters, math.nan
-        if cost == "queueing":
-            of_bytes, peak = 0.0, flops / SMALL.n_layer / QUEUEING_S_PER_LAYER
+        of_bytes = flops * TARGET_FIXED_SHARE / FLOPS_PER_BYTE / parameters
         has = StepShape(SMALL, fits, ComputeMode(), "cpu").peak_bytes / USABLE_SHARE
         monkeypatch.setattr("deskgpt.memory.FIXED_BYTES_PER_PARAMETER", of_bytes)
-        monkeypatch.setattr(peaks, "peak_flops", lambda *args, peak=peak: (peak, ""))
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device, has=has: has)
         assert larger_batch(SMALL, CPU, batching, ComputeMode()) == expected
 
@@ -106,11 +91,15 @@ def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(cost, 
 COMPILED = ComputeMode("bfloat16", compiled=True, residual_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("card", "gib", "expected"), [("RTX 4070", 12, 16), ("H100", 80, 64)])
-def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, expected, monkeypatch):
+@pytest.mark.parametrize(
+    ("card", "gib", "cost", "expected"),
+    [("RTX 4070", 12, 29, 16), ("H100", 80, 29, 64), ("H100", 80, 0, 32)],  # 0: queueing remains
+)
+def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, cost, expected, monkeypatch):
     batching = BatchSplit(batch_size=8, grad_accum_steps=16, block_size=1024)
     peak = peaks.find_card(card).peak("bfloat16")
     monkeypatch.setattr(peaks, "peak_flops", lambda *args: peak)
+    monkeypatch.setattr("deskgpt.memory.FIXED_BYTES_PER_PARAMETER", cost)
     monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
     assert larger_batch(GPT2, torch.device("cuda"), batching, COMPILED) == expected
 

@@ -69,7 +69,7 @@ def test_make_train_on_a_card_ends_with_a_report_and_a_model_for_other_programs(
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_run_on_a_card_resumes_bit_for_bit_and_its_model_writes(card, chars, tmp_path, on_card):
+def test_run_on_a_card_resumes_bit_for_bit(card, chars, tmp_path, on_card):
     command = ("train.py", "config/train_fineweb_125m.py")
     settings = RUN | {"dataset": chars, "compile": True}
     for changed in ({}, {"max_iters": 3}, {"init_from": "resume"}):
@@ -84,10 +84,6 @@ def test_run_on_a_card_resumes_bit_for_bit_and_its_model_writes(card, chars, tmp
     assert bool(load_checkpoint(full).scaler) != in_bfloat16
     assert start["peak_flops"] > 2e13  # from the table of cards
     assert events(full, "iter")[-1]["peak_memory_bytes"] > 0
-    sample = ["sample.py", f"--out_dir={full}", "--start=A", "--num_samples=1", "--dtype=float32"]
-    sample += ["--max_new_tokens=40", "--temperature=0"]
-    texts = [on_card(card, *sample, f"--device={device}") for device in ("cuda", "cpu")]
-    assert texts[0].splitlines()[-3:] == texts[1].splitlines()[-3:]
 
 
 # fp8 needs torchao, and flex_attention warns where it is not compiled.
@@ -117,7 +113,7 @@ def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(
 
 
 IN_CI = (
-    "waits or finite or out_of_memory or predicted or halved or False-float16 or "
+    "waits or finite or out_of_memory or predicted or halves or False-float16 or "
     "compiled_run and none-gpt2"
 )
 
