@@ -40,8 +40,13 @@ STABLE += (
     staticmethod,
 )
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS += ("_post_accumulate_grad_hooks",)  # of modules and of tensors
+HOOKS = (  # of modules and of tensors
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that torch keeps for itself
 STDLIB = sysconfig.get_path("stdlib")
 
