@@ -341,10 +341,13 @@ def git_commit() -> str | None:
     """Return the commit of the code, with "+changes" if files differ; outside a git checkout,
     DESKGPT_COMMIT.
     """
+    # A hook of git sets GIT_DIR and others, which would name another repository.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # --exclude=* leaves tags out: the commit itself, not a distance to some tag
     words = ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"]
     try:
-        commit = subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
+        commit = done.stdout.strip()
     except OSError:
         commit = ""
     return commit or os.environ.get("DESKGPT_COMMIT")

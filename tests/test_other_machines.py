@@ -175,10 +175,8 @@ MACHINES = {
     "no AMX": "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16", **MODERN_SETTINGS},
     "bfloat16, compiled": {"dtype": "bfloat16", "compile": True, **MODERN_SETTINGS},
     "float32, C++ kernels": {"cpu_kernels": "auto"},
-    "float32, compiled": {"compile": True},
 }
 SIZES = TINY | {"n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 8}
 
