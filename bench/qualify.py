@@ -60,7 +60,7 @@ from configurator import configure
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.compute import ComputeMode, CudaGraph, seed_all
 from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
-from deskgpt.distributed import DistContext
+from deskgpt.distributed import DistContext, init_distributed
 from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.resume import Start, build_model, choose_compute_and_batch
@@ -159,12 +159,13 @@ def lab(given: list[str]) -> None:
     Without a graph if none can be recorded: then the exit status is 1.
     """
     c = configure(train.TrainConfig, given)
-    device = resolve_device(c.device)
+    dist = init_distributed(c.device, c.backend, c.dist_timeout_s)  # sets a stream for graphs
+    device = dist.device
     config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
     seed_all(c.seed, device)
     tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
-    start, variant = our_start(c, config, DistContext(device))
-    model = build_model(c, start, variant, DistContext(device))
+    start, variant = our_start(c, config, dist)
+    model = build_model(c, start, variant, dist)
     running = [Contestant("ours", micro_batch(c, tokens, False, model, variant))]
     status = 0
     if device.type == "cuda":
