@@ -19,13 +19,14 @@ import ast
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ def rows_of(name: str) -> list[list[str]]:
 
 def read_cards() -> dict[str, SimpleNamespace]:
     """Return the cards of pretend_cards.txt by what people call them, with the attributes that its
-    first row names: those of torch's device properties, and gb_per_s.
+    first row names: those of torch's device properties.
     """
     cards = {}
     (_, *attributes), *rows = rows_of("pretend_cards.txt")
@@ -98,11 +99,7 @@ def functions(card: SimpleNamespace, library: ctypes.CDLL) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    fraction = 1.0
-
     def set_fraction(value: float, device: Any = None) -> None:
-        nonlocal fraction
-        fraction = value
         library.card_set_limit(ctypes.c_int64(int(value * card.total_memory)))
 
     def seed(number: int) -> None:
@@ -173,20 +170,18 @@ def functions(card: SimpleNamespace, library: ctypes.CDLL) -> dict[str, Any]:
     # A function for each name: torch.compile has other rules for each.
     found: dict[str, Any] = {}
     for name, value in rows_of("pretend_functions.txt"):
-        is_of_library = value.startswith("card_")
-        found[name] = (
-            without_arguments(getattr(library, value))
-            if is_of_library
-            else always(ast.literal_eval(value))
-        )
+        if value.startswith("card_"):
+            found[name] = without_arguments(getattr(library, value))
+        else:
+            found[name] = always(ast.literal_eval(value))
     return found | {
         "get_device_capability": always((card.major, card.minor)),
         "get_device_name": always(card.name),
         "get_device_properties": always(card),
         "CUDAGraph": Graph,
         "graph": lambda graph, **kwargs: graph,
-        "device": Within,
-        "stream": Within,
+        "device": nullcontext,
+        "stream": nullcontext,
         "Event": Event,
         "Stream": Queue,
         "current_stream": lambda device=None: Queue(),
@@ -196,7 +191,6 @@ def functions(card: SimpleNamespace, library: ctypes.CDLL) -> dict[str, Any]:
             card.total_memory,
         ),
         "set_per_process_memory_fraction": set_fraction,
-        "get_per_process_memory_fraction": lambda device=None: fraction,
         "manual_seed": seed,
         "manual_seed_all": lambda number: seed(number),
         "get_rng_state": get_state,
@@ -214,32 +208,10 @@ def without_arguments(function: Callable[[], Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function()
 
 
-class Within:
-    """A context that changes nothing, for a device or a stream."""
+class Event:
+    def __init__(self, **kwargs: Any) -> None:
+        self.record()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> Within:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class Queue(Within):
-    """A stream."""
-
-    cuda_stream = stream_id = device_index = 0
-    synchronize = wait_stream = wait_event = always(None)
-
-    def record_event(self, event: Any = None) -> Event:
-        found = Event()
-        found.record()
-        return found
-
-
-class Event(Within):
     query = always(True)
     synchronize = wait = always(None)
 
@@ -248,6 +220,19 @@ class Event(Within):
 
     def elapsed_time(self, end: Event) -> float:
         return (end.at - self.at) * 1e3
+
+
+class Queue:
+    """A stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    cuda_stream = stream_id = device_index = 0
+    synchronize = wait_stream = wait_event = always(None)
+
+    def record_event(self, event: Any = None) -> Event:
+        return Event()
 
 
 def set_internals(torch: Any, library: ctypes.CDLL) -> None:
@@ -274,10 +259,7 @@ def set_internals(torch: Any, library: ctypes.CDLL) -> None:
 
 def torch_folder() -> Path:
     """Return where torch is installed, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    assert spec
-    assert spec.origin
-    return Path(spec.origin).parent
+    return Path(str(metadata.distribution("torch").locate_file("torch")))
 
 
 def build() -> Path:
@@ -312,10 +294,7 @@ def environment(card: str, folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=formatter
-    )
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="see the top of this file")
     parser.add_argument("--card", choices=CARDS, required=True)
     a, command = parser.parse_known_args()  # a script, or -m MODULE, with its arguments
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@
     python bench/qualify.py --minutes=9 --peer=nanogpt:../nanoGPT  # beside an unmodified nanoGPT
     python bench/qualify.py --only right tests  # these stages, also if they have passed
     # where a micro-batch's time goes
-    python bench/qualify.py --only 16x1024 --peer=nanogpt:../nanoGPT
+    python bench/qualify.py --only 16x1024
 
 Needs no data and no network. stages.txt has the stages and their commands. Each is a process of its
 own, whose output is kept as it comes in out-qualify/NAME/STAGE.txt, also if it fails or runs out of
@@ -14,11 +14,10 @@ each output; it is written anew after each stage. A later call for the same devi
 train.py that are given here go to each stage: --n_layer=2 --n_head=2 --n_embd=64 --block_size=64
 try all of it on a CPU. Exit status: 1 if a stage has failed or ran out of time.
 
-Stages that are named by a size take micro-batches apart, ours without and with a CUDA graph and
-nanoGPT's. A micro-batch is forward pass, loss and backward pass, and adds to the gradients; its
-tokens are random and on the device already. All contestants live in one process and take turns, in
-another order each round. There is a line for each of them after each round, with medians so far,
-and at the end with a profile, which needs CUDA:
+Stages that are named by a size take micro-batches apart, without and with a CUDA graph, in turns. A
+micro-batch is forward pass, loss and backward pass, and adds to the gradients; its tokens are
+random and on the device already. There is a line for each of the two after each round, with medians
+so far, and at the end with a profile, which needs CUDA:
 
     wall       ms of a micro-batch in a row, without a wait in between
     busy       ms in which the device runs kernels; torch's table of them comes before
@@ -30,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
 import re
 import shlex
 import signal
@@ -41,7 +39,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +55,16 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 import train
 from bench import output
 from bench.pretend_card import rows_of
-from bench.speed import ROOT, nanogpt_checkout, nanogpts_model, vocab_size_of, write_data
+from bench.speed import ROOT, vocab_size_of, write_data
 from configurator import configure
-from deskgpt.compute import (
-    ComputeMode,
-    CudaGraph,
-    apply_compute,
-    choose_compute,
-    default_dtype,
-    seed_all,
-)
-from deskgpt.device import (
-    device_name,
-    git_commit,
-    memory_bytes,
-    resolve_device,
-    synchronize,
-    versions,
-)
-from deskgpt.distributed import DistContext
-from deskgpt.errors import OneLineParser, one_line_errors, reason
+from deskgpt.checkpoint import Checkpoint
+from deskgpt.compute import ComputeMode, CudaGraph, seed_all
+from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
+from deskgpt.distributed import DistContext, init_distributed
+from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
-from deskgpt.limits import usable_cores
-from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
-from model import GPT, GPTConfig
+from deskgpt.resume import Start, build_model, choose_compute_and_batch
+from model import GPTConfig
 
 MOST_SHARES = 2  # of its share of the time, which no stage may exceed
 PASSED = "passed"  # the last line of a stage's output
@@ -124,26 +108,13 @@ class Contestant:
         return line
 
 
-def our_model(
+def our_start(
     c: train.TrainConfig, config: GPTConfig, dist: DistContext
-) -> tuple[GPT, ComputeMode]:
-    """Return our model, and how it is computed, as train.py does with these settings."""
-    step = StepShape(config, c.batch_size, choose_compute(c, dist, {}), dist.device.type)
-    variant = with_fewest_chunks(step, USABLE_SHARE * memory_bytes(dist.device)).variant
-    with dist.device:
-        model = GPT(config)
-    apply_compute(model, variant)
-    return model, variant
-
-
-def nanogpt(checkout: Path, config: GPTConfig, device: torch.device) -> tuple[Any, ComputeMode]:
-    """Return nanoGPT's model, and how bench/speed.py runs it."""
-    with device:
-        model = nanogpts_model(checkout, config)
-    if device.type == "cpu":
-        return model, ComputeMode()
-    model.compile()
-    return model, ComputeMode(default_dtype(device), compiled=True)
+) -> tuple[Start, ComputeMode]:
+    """Return a new run's start, and how it computes, as train.py does with these settings."""
+    start = Start("scratch", config, Checkpoint({}, {}))
+    variant, _ = choose_compute_and_batch(replace(c, auto_batch=False), start, dist)
+    return start, variant
 
 
 def micro_batch(
@@ -182,36 +153,32 @@ def add_profile(x: Contestant, device: torch.device) -> None:
     x.busy_ms = sum(e.self_device_time_total for e in kernels) / 1e3 / PROFILED
 
 
-def lab(peer: str, given: list[str]) -> None:
-    """Take micro-batches apart. peer: as of --peer. given: settings of train.py.
+def lab(given: list[str]) -> None:
+    """Take micro-batches apart. given: settings of train.py.
 
-    One that cannot start is left out, and the exit status is 1.
+    Without a graph if none can be recorded: then the exit status is 1.
     """
     c = configure(train.TrainConfig, given)
-    device = resolve_device(c.device)
+    dist = init_distributed(c.device, c.backend, c.dist_timeout_s)  # sets a stream for graphs
+    device = dist.device
     config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
     seed_all(c.seed, device)
     tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
-    ours = functools.cache(functools.partial(our_model, c, config, DistContext(device)))
-    wanted: dict[str, tuple[Any, bool]] = {"ours": (ours, False)}
+    start, variant = our_start(c, config, dist)
+    model = build_model(c, start, variant, dist)
+    running = [Contestant("ours", micro_batch(c, tokens, False, model, variant))]
+    status = 0
     if device.type == "cuda":
-        wanted["ours + graph"] = (ours, True)
-    if peer:
-        theirs = functools.partial(nanogpt, nanogpt_checkout(peer, c), config, device)
-        wanted["nanoGPT"] = (theirs, False)
-    running = []
-    for name, (make, graph) in wanted.items():
         try:
-            model, variant = make()
-            run = micro_batch(c, tokens, graph, model, variant)
-            print(f"{name}: {variant}, loss {run().item()!r}")
-            running.append(Contestant(name, run))
-        except Exception as e:  # the others go on
+            run = micro_batch(c, tokens, True, model, variant)
+            running.append(Contestant("ours + graph", run))
+        except Exception:  # ours goes on
             traceback.print_exc()
-            print(f"{name}: failed: {reason(e)}")
-    for number in range(ROUNDS):
-        # In another order each round, so that no drift of the machine favours one of them.
-        for x in random.Random(number).sample(running, len(running)):
+            status = 1
+    for x in running:
+        print(f"{x.name}: {variant}, loss {x.run().item()!r}")
+    for _ in range(ROUNDS):
+        for x in running:
             x.measure(device)
             print(x.figures())
     # At the end: a profiler may leave the CPU slower.
@@ -219,7 +186,7 @@ def lab(peer: str, given: list[str]) -> None:
         for x in running:
             add_profile(x, device)
             print(x.figures())
-    sys.exit(len(running) < len(wanted))
+    sys.exit(status)
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -235,19 +202,18 @@ def number(text: str, line: str, name: str) -> str:
     return found[-1] if found else "n/a"
 
 
-def comparison(texts: dict[str, str]) -> str:
-    """Return a table of what stages printed (texts, by stage) beside what had been predicted."""
+def page_of(files: dict[str, Path], about: str) -> str:
+    """Return the page about a card. files: by stage.
+
+    What stages printed stands beside what had been predicted, and then the end of each output.
+    """
+    texts = {name: text_of(path) for name, path in files.items()}
     head, *rows = rows_of("predicted.txt")
     for row in rows:
         stage, line, name = row[:3]
         row.insert(3, number(texts[stage], line, name))
-    return output.markdown_table([*head[:3], "measured", *head[3:]], rows, left_columns=3)
-
-
-def page_of(files: dict[str, Path], about: str) -> str:
-    """Return the page about a card. files: by stage."""
-    texts = {name: text_of(path) for name, path in files.items()}
-    parts = [f"# {about}", "## Measured and predicted", comparison(texts)]
+    table = output.markdown_table([*head[:3], "measured", *head[3:]], rows, left_columns=3)
+    parts = [f"# {about}", "## Measured and predicted", table]
     for name, text in texts.items():
         *lines, outcome = text.splitlines()[-LINES_OF_PAGE:]
         parts += [f"## {name}: {outcome}", "\n".join(["```", *lines, "```"])]
@@ -295,15 +261,12 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=stages, help="stages to run, also if they have passed"
     )
-    parser.add_argument(
-        "--out_dir", default="out-qualify", help="folder of the results (default: %(default)s)"
-    )
     a, given = parser.parse_known_args()
     ends_at = time.monotonic() + 60 * a.minutes
     device = resolve_device(configure(train.TrainConfig, given).device)
     about = {"device": device_name(device), "versions": versions(), "git_commit": git_commit()}
     title = f"{about['device']}-torch-{torch.__version__}-{about['git_commit']}"
-    folder = Path(a.out_dir) / re.sub(r"[^\w.+]+", "-", title.lower()).strip("-")
+    folder = Path("out-qualify", re.sub(r"[^\w.+]+", "-", title.lower()).strip("-"))
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.txt" for name in stages}
     passed = [name for name in stages if text_of(files[name]).endswith(f"\n{PASSED}\n")]
@@ -311,14 +274,12 @@ def main() -> None:
     os.environ |= {"DESKGPT_TEST_DEVICE": str(device), "WANDB_MODE": "offline"}
     outcomes = dict.fromkeys(todo, "no time was left")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        tokens = f"{tmp}/tokens"
-        write_data(Path(tokens), vocab_size_of(""))
+        tokens = Path(tmp, "tokens")
+        write_data(tokens, vocab_size_of(""))
         values = {
             "given": shlex.join(given),
-            "nanogpt": shlex.quote(a.peer),
-            "peer": shlex.quote(f"--peer={a.peer}") if a.peer else "",
-            "tokens": shlex.quote(tokens),
-            "processes": min(8, usable_cores() // 2),
+            "peer": shlex.quote(a.peer),
+            "tokens": shlex.quote(str(tokens)),
         }
         for name in outcomes:
             share_s, command = stages[name]

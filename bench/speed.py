@@ -9,11 +9,11 @@ and their start.
     python bench/speed.py config/train_gpt2.py --grid compile=True,False
 
 Settings are those of train.py. Each contestant is a process of its own on random tokens, which is
-stopped after some steps; they take turns for --rounds rounds, in another order each, ours first. A
-step is timed from the arrival of the line before to the arrival of its own, whatever time a program
-prints: nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured
-so far. The first step is timed from the command on, with all imports, compiling and an evaluation
-of one batch; --seconds=0 is for that: few steps in a round. The first round may build kernels, so
+stopped after some steps; they take turns for --rounds rounds, each second one backwards. A step is
+timed from the arrival of the line before to the arrival of its own, whatever time a program prints:
+nanoGPT stops its clock before it waits for the card. Ctrl+C prints what has been measured so far.
+The first step is timed from the command on, with all imports, compiling and an evaluation of one
+batch; --seconds=0 is for that: few steps in a round. The first round may build kernels, so
 take the median of several. The tokens' vocabulary is 65 for a dataset named *_char, else 50304. The
 peers:
 
@@ -29,11 +29,9 @@ rows name the settings to take.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import pickle
-import random
 import re
 import shlex
 import signal
@@ -60,7 +58,7 @@ from deskgpt.compute import default_dtype
 from deskgpt.device import resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events
-from model import MODERN_CHOICES, NANOGPT_ARGS, GPTConfig
+from model import MODERN_CHOICES, NANOGPT_ARGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
@@ -83,12 +81,7 @@ OURS = [
     "--eval_tokens=0",
     "--init_from=scratch",
     "--auto_batch=False",
-    "--eval_only=False",
-    "--dry_run=False",
-    "--plan_for=",
 ]
-# What a grid cannot vary, because each run gets it from here.
-FIXED = " ".join([*OURS, "--dataset= --out_dir= --gradient_accumulation_steps="])
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
 SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
 SHARED += ["batch_size", "gradient_accumulation_steps"]
@@ -111,24 +104,31 @@ class BenchRun:
     # By round, from the command to the end of the first step.
     first_s: list[float] = field(default_factory=list)
 
+    def ms_per_token(self) -> list[float]:
+        """Return the time of a step's tokens by round."""
+        return [statistics.median(ms) / self.start["tokens_per_step"] for ms in self.rounds_ms]
 
-def ours(name: str, settings: Sequence[str], folder: Path, cwd: Path = ROOT) -> BenchRun:
-    """Return train.py of the checkout cwd with these settings, on the tokens in folder."""
+
+def ours(
+    name: str, given: Sequence[str], folder: Path, own: Sequence[str] = (), cwd: Path = ROOT
+) -> BenchRun:
+    """Return train.py of the checkout cwd on the tokens in folder.
+
+    given: settings of all runs; own: of this one, which come last.
+    """
     out_dir = folder / "runs" / re.sub(r"\W+", "-", name)
-    own = [f"--dataset={folder}", f"--out_dir={out_dir}"]
-    return BenchRun(name, [*PYTHON, "train.py", *settings, *OURS, *own], cwd, out_dir)
+    folders = [f"--dataset={folder}", f"--out_dir={out_dir}"]
+    return BenchRun(name, [*PYTHON, "train.py", *given, *OURS, *folders, *own], cwd, out_dir)
 
 
 def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> BenchRun:
     """Return the contestant that --peer names. Raises ConfigError."""
     kind, _, what = text.partition(":")
-    if kind == "ours" and what:
-        return ours(what, [*given, *shlex.split(what)], folder)
-    if kind == "nanogpt":
-        return nanogpt(c, folder, nanogpt_checkout(text, c))
-    if kind != "checkout":
-        raise ConfigError(f"--peer {text}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
-    return ours(text, given, folder, checkout_of(text))
+    if kind == "ours":
+        return ours(what, given, folder, shlex.split(what))
+    if kind == "checkout":
+        return ours(text, given, folder, cwd=checkout_of(text))
+    return nanogpt(c, folder, nanogpt_checkout(text, c))
 
 
 def checkout_of(peer: str) -> Path:
@@ -147,24 +147,13 @@ def nanogpt_checkout(peer: str, c: train.TrainConfig) -> Path:
     nanoGPT lacks.
     """
     if not peer.startswith("nanogpt:"):
-        raise ConfigError(f"--peer {peer}: not nanogpt:PATH")
+        raise ConfigError(f"--peer {peer}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
     default = train.TrainConfig()
     for name in (*MODERN_CHOICES, "optimizer"):
         value = getattr(c, name)
         if value not in (getattr(default, name), "gelu"):  # both GELUs pass as the same work
             raise ConfigError(f"nanoGPT has no {name}={value}; leave out the peer, or this setting")
     return checkout_of(peer)
-
-
-def nanogpts_model(checkout: Path, config: GPTConfig) -> Any:
-    """Return the model of nanoGPT's model.py with these sizes.
-
-    It returns logits and loss, as ours does.
-    """
-    spec: Any = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.GPT(module.GPTConfig(**{name: getattr(config, name) for name in NANOGPT_ARGS}))
 
 
 def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
@@ -179,25 +168,17 @@ def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
 
 
 def grid_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> list[BenchRun]:
-    """Return a run for each value of --grid NAME=A,B,..., all with c's tokens per step.
-
-    Raises ConfigError.
+    """Return a run for each value of --grid NAME=A,B,..., with c's sequences per step, as far as a
+    micro-batch divides them.
     """
-    name, _, listed = text.partition("=")
-    if f"--{name}=" in FIXED:
-        raise ConfigError(f"--grid {text}: each run sets {name}; leave it out")
+    name, _, values = text.partition("=")
     sequences = c.batch_size * c.gradient_accumulation_steps
     runs = []
-    for value in listed.split(","):
-        flags = [f"--{name}={value}"]
-        batch_size = configure(train.TrainConfig, [*given, *flags]).batch_size
-        if sequences % batch_size:
-            raise ConfigError(
-                f"--grid {text}: {value} does not divide the {sequences:,} sequences of a step"
-            )
+    for value in values.split(","):
+        own = [f"--{name}={value}"]
         if name == "batch_size":
-            flags.append(f"--gradient_accumulation_steps={sequences // batch_size}")
-        runs.append(ours(" ".join(flags), [*given, *flags], folder))
+            own.append(f"--gradient_accumulation_steps={sequences // int(value)}")
+        runs.append(ours(" ".join(own), given, folder, own))
     return runs
 
 
@@ -228,9 +209,8 @@ def in_turns(runs: Sequence[BenchRun], rounds: int, seconds: float) -> None:
     """
     for number in range(rounds):
         running = [x for x in runs if not x.status]
-        # In another order each round, so that no drift of the machine favours one of them. Ours
-        # first: they start soon.
-        for x in random.Random(number).sample(running, len(running)) if number else running:
+        # Each second round backwards, so that no drift of the machine favours one of them.
+        for x in running[::-1] if number % 2 else running:
             run(x, seconds)
             outcome = x.status
             if not outcome:
@@ -250,24 +230,16 @@ def run(x: BenchRun, seconds: float) -> None:
         try:
             for line in process.stdout or ():
                 lines.append(line.strip() or lines[-1])
-                if not ITER.search(line):
-                    continue
-                instants.append(time.perf_counter())
-                is_long = instants[-1] - instants[1] >= seconds
-                if len(instants) > LEAST_STEPS and is_long:
-                    add_round(x, instants)
-                    return
-            process.wait()  # for its own exit status, not the one that a kill would give it
+                if ITER.search(line):
+                    instants.append(time.perf_counter())
+                if len(instants) > LEAST_STEPS and instants[-1] - instants[1] >= seconds:
+                    break
+            else:
+                x.status = f"failed with exit status {process.wait()}: {lines[-1]}"
+                print(*lines, sep="\n    ", flush=True)
+                return
         finally:
             process.kill()
-    x.status = f"failed with exit status {process.returncode}: {lines[-1]}"
-    print(*lines, sep="\n    ", flush=True)
-
-
-def add_round(x: BenchRun, instants: Sequence[float]) -> None:
-    """Add a round's figures to x. instants: when its command began and when the line of each step
-    came.
-    """
     x.first_s.append(instants[1] - instants[0])
     times_ms = [(after - before) * 1e3 for before, after in itertools.pairwise(instants[1:])]
     still_allocate = min(10, len(times_ms) // 5)  # the first steps
@@ -299,29 +271,22 @@ def table(runs: Sequence[BenchRun]) -> str:
         raise ValueError(f"no run has figures; {runs[0].name}: {runs[0].status}")
     rows = []
     for x in runs:
-        if x not in measured:
-            rows.append([x.name, x.status or "not measured", *[""] * (len(HEAD) - 2)])
-            continue
-        start = first.start | x.start  # what a peer does not log is as in the first one
-        rows.append(figures_of(x, start, first))
+        x.start = first.start | x.start  # what a peer does not log is as in the first one
+        cells = [x.status or "not measured", *[""] * (len(HEAD) - 2)]
+        rows.append([x.name, *(figures_of(x, first) if x in measured else cells)])
     return output.markdown_table(HEAD, rows, left_columns=3)
 
 
-def figures_of(x: BenchRun, start: dict[str, Any], first: BenchRun) -> list[str]:
-    """Return the row of a contestant, beside the first one, from rounds taken in turns."""
-    tokens = start["tokens_per_step"]
+def figures_of(x: BenchRun, first: BenchRun) -> list[str]:
+    """Return the cells of a contestant, beside the first one, from rounds taken in turns."""
+    tokens = x.start["tokens_per_step"]
     ms = statistics.median(itertools.chain(*x.rounds_ms))
-    rounds = [tokens / statistics.median(of_round) * 1e3 for of_round in x.rounds_ms]
-    of_first = [
-        first.start["tokens_per_step"] / statistics.median(of_round) * 1e3
-        for of_round in first.rounds_ms
-    ]
-    ratios = [theirs / own for theirs, own in zip(of_first, rounds, strict=False)]
-    mfu = start["flops_per_token"] * tokens / ms * 1e3 / start["peak_flops"]
+    pairs = zip(x.ms_per_token(), first.ms_per_token(), strict=False)
+    ratios = [own / of_first for own, of_first in pairs]
+    mfu = x.start["flops_per_token"] * tokens / ms * 1e3 / x.start["peak_flops"]
     return [
-        x.name,
-        str(start.get("dtype", "n/a")),
-        str(start.get("compiled", "n/a")),
+        x.start["dtype"],
+        str(x.start["compiled"]),
         f"{tokens:,}",
         f"{ms:.4g}",
         f"{tokens / ms * 1e3:,.0f}",
@@ -348,13 +313,12 @@ def main() -> None:
         folder = Path(tmp) / "data"
         write_data(folder, vocab_size_of(c.dataset))
         runs = grid_of(a.grid, c, given, folder) if a.grid else [ours("deskGPT", given, folder)]
-        runs += [peer_of(text, c, given, folder) for text in a.peer]
+        runs += [peer_of(text, c, given, folder) for text in a.peer if text]
         try:
             in_turns(runs, a.rounds, a.seconds)
         finally:  # Ctrl+C, too
             text = table(runs)
-            start = next(x.start for x in runs if "device" in x.start)
-            print(f"\n{output.about(start)}. {a.rounds} rounds.\n")
+            print(f"\n{output.about(runs[0].start)}. {a.rounds} rounds.\n")
             print(f"    {shlex.join(['python', *sys.argv])}\n\n{text}", flush=True)
 
 

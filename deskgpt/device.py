@@ -46,13 +46,11 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
             f"device={name!r} is not one of auto, cpu, cuda, cuda:N, mps; try --device=auto"
         )
     device = torch.device(name)
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device=mps: torch sees no Apple GPU here; try --device=auto")
+    if not torch.get_device_module(device).is_available():
+        why = unused_gpu() or f"torch {torch.__version__} sees no such device"
+        raise ValueError(f"device={name}: {why}; or try --device=auto")
     if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        why = unused_gpu() or f"torch {torch.__version__} sees no CUDA device"
-        raise ValueError(f"device={name}: {why}; or try --device=auto")
     n_gpus = torch.cuda.device_count()
     index = local_rank if device.index is None else device.index
     if local_ranks > n_gpus or index >= n_gpus or (local_ranks > 1 and device.index is not None):
@@ -193,15 +191,13 @@ def memory_bytes(device: torch.device) -> int:
 def usable_memory_bytes(device: torch.device) -> int:
     """Return the memory that this process can get.
 
-    On a GPU other processes and a desktop have their share, and
-    torch.cuda.set_per_process_memory_fraction may allow less still. For a CPU and an Apple GPU it
-    is all of the machine's memory, or what a control group allows of it.
+    On a GPU other processes and a desktop have their share. For a CPU and an Apple GPU it is all of
+    the machine's memory, or what a control group allows of it.
     """
     if device.type != "cuda":
         return min([memory_bytes(device), *memory_limits()])
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    cap_bytes = torch.cuda.get_per_process_memory_fraction(device) * total_bytes
-    return min(free_bytes + torch.cuda.memory_reserved(device), int(cap_bytes))
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device)
 
 
 def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
@@ -245,10 +241,16 @@ def free_unused(device: torch.device) -> None:
     """Return what glibc holds for new tensors to the system, before tensors of other sizes are made
     on a CPU.
     """
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
-        import ctypes
+    library = glibc()
+    if device.type == "cpu" and library:
+        library.malloc_trim(0)
 
-        ctypes.CDLL(None).malloc_trim(0)
+
+def glibc() -> Any:
+    """Return the system's C library if it is glibc, else None."""
+    import ctypes
+
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
 # mallopt's parameters, from glibc's malloc.h.
@@ -263,15 +265,12 @@ def keep_freed_memory() -> None:
     Otherwise each large tensor gets new pages from the kernel, which zeroes them one by one: a
     tenth of a step on a CPU (docs/decisions.md).
     """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    import ctypes
-
-    mallopt = ctypes.CDLL(None).mallopt
-    if not mallopt(M_MMAP_THRESHOLD, 1 << 30):
-        mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most in older ones
-    mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    mallopt(M_TOP_PAD, 64 << 20)
+    library = glibc()
+    if library:
+        if not library.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            library.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most in older ones
+        library.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        library.mallopt(M_TOP_PAD, 64 << 20)
 
 
 # ---- its name ------------------------------------------------------------------------------------
@@ -299,8 +298,8 @@ def device_name(device: torch.device) -> str:
 def processor() -> str:
     """Return the name of the CPU; of an Arm one, which Linux does not name, its architecture."""
     with suppress(OSError):
-        start = Path("/proc/cpuinfo").read_bytes()[: 1 << 14].decode(errors="replace")
-        if found := re.search(r"^model name\s*: (.+)$", start, re.M):
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        if found := re.search(r"^model name\s*: (.+)$", text, re.M):
             return found[1].strip()
     return platform.processor() or platform.machine()
 
@@ -327,12 +326,11 @@ def torch_variables() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions and variables that a run's figures depend on."""
-    cuda = torch.version.cuda
     found = {
         "python": platform.python_version(),
         "numpy": metadata.version("numpy"),
         "torch": metadata.version("torch"),
-        "cuda": cuda or "",
+        "cuda": torch.version.cuda or "",
         "platform": platform.platform(),
         "variables": torch_variables().strip(),
     }
@@ -348,9 +346,9 @@ def git_commit() -> str | None:
     # --exclude=* leaves tags out: the commit itself, not a distance to some tag
     words = ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10, env=env, cwd=ROOT)
+        done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
         commit = done.stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         commit = ""
     return commit or os.environ.get("DESKGPT_COMMIT")
 

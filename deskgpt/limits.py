@@ -8,7 +8,6 @@ memory_limits()         # in bytes, of each group that limits this process
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
@@ -19,15 +18,14 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 # By controller: files of the second version of control groups, then files of the first version.
 MEMORY_FILES = (("memory.max",), ("memory.limit_in_bytes",))
 CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-MOST_OPEN_FILES = 10_240  # macOS allows no more
 
 
 def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Iterator[str]:
     """Yield what the files of each control group of this process hold, from its own group upwards.
 
     The second version has one tree for all controllers, the first one tree for "memory" and one for
-    "cpu", whose folder may name its controllers in another order than /proc does: cpuacct,cpu on
-    hosts of RHEL 7. In a container, the path may be the host's: then only the root exists.
+    "cpu", which may be a link. In a container, the path may be the host's: then only the root
+    exists.
     """
     lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
     for line in lines:
@@ -35,10 +33,10 @@ def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Itera
         if controllers and controller not in controllers.split(","):
             continue
         own = Path(path.lstrip("/"))
-        folders = {controllers, controllers and controller}  # a link to the tree has its own name
-        for folder, group, names in product(folders, (own, *own.parents), versions):
+        tree = CONTROL_GROUPS / (controllers and controller)
+        for group, names in product((own, *own.parents), versions):
             with suppress(OSError):  # no such group, or another version
-                files = [CONTROL_GROUPS / folder / group / name for name in names]
+                files = [tree / group / name for name in names]
                 yield "\n".join(file.read_text() for file in files)
 
 
@@ -63,15 +61,11 @@ def usable_cores() -> int:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, 1,024 on Linux: of many shards, and of gloo, which
+    """Raise this process's limit of open files, 1,024 on Linux, where the system allows it: gloo
     connects ranks.
     """
-    if sys.platform == "win32":
-        return
-    import resource
+    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
-    if 0 <= soft < most:  # -1: no limit
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

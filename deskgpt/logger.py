@@ -346,7 +346,6 @@ class RunLogger:
         stop: why the run ends before max_iters, such as a signal's name.
         """
         from deskgpt.loss_bands import compare_with_bands
-        from deskgpt.memory import reported_speed
 
         state, timer = self.state, self.timer
         best = min(state.evaluations, key=lambda e: e.val_loss, default=None)
@@ -364,13 +363,6 @@ class RunLogger:
         )
         self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
         self.print0(f"best val loss {best_val_loss:.4f}")
-        reported = reported_speed(state.model.config, peaks.card_of(self.dist.device))
-        if reported and timer.train_s():
-            tokens = steps * state.batching.tokens_per_step / self.dist.world
-            self.print0(
-                f"{tokens / timer.train_s():,.0f} tokens/s of a card; known runs on this one in 16 "
-                f"bits, without recomputing: {reported}"
-            )
         of_data = (self.data.metadata["val data"]["fingerprint"], self.data.train.tokens)
         sentence = compare_with_bands(
             state.settings_now(), of_data, {e.step: e.val_loss for e in state.evaluations}

@@ -26,7 +26,6 @@ BAND_DEVIATIONS = 5.63
 # Half the width of a band, at least: with zero_init all seeds begin at one loss, which differs by
 # rounding only.
 LEAST = 1e-3  # nats
-Band = dict[int, list[float]]  # val losses of an experiment's runs, by evaluated step
 
 
 def compare_with_bands(
@@ -41,8 +40,7 @@ def compare_with_bands(
     for path in FOLDER.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         if own == record["experiment"] and settings["init_from"] in ("scratch", "resume"):
-            band = {int(step): losses for step, losses in record["val_losses"].items()}
-            return band_sentence(band, val_losses)
+            return band_sentence({int(k): v for k, v in record["val_losses"].items()}, val_losses)
     return ""
 
 
@@ -63,7 +61,7 @@ def seed_invariant_key(
     return found | {"val_sha256": val_sha256, "train_tokens": train_tokens}
 
 
-def band_sentence(band: Band, val_losses: Mapping[int, float]) -> str:
+def band_sentence(band: Mapping[int, list[float]], val_losses: Mapping[int, float]) -> str:
     """Return a sentence about a run with these val losses by step: as usual, or where it first left
     the band.
 

@@ -7,9 +7,9 @@ takes. Nothing runs.
 
 The weights are model.py's, whatever it has, and the optimizer's states are AdamW's. The activations
 are counted for the layers of model.py as it comes: a changed block keeps others. Checked against
-steps on a CPU, by torch's profiler: within 10% (tests/test_memory.py). For cards, only against
-counts of what compiled steps allocate (bench/results/2026-11-28-check-cards.md): no card has run
-this code.
+steps on a CPU: within 12%, most within 10% (tests/test_memory.py). For cards, only against counts
+of what compiled steps allocate (bench/results/2026-11-28-check-cards.md): no card has run this
+code.
 Not counted: workspaces of cuBLAS and of attention's backward pass, the CUDA context and the
 allocator's gaps. Leave a tenth free.
 
@@ -32,7 +32,6 @@ from deskgpt.compute import ComputeMode, ComputeSettings, default_dtype
 from deskgpt.device import memory_in_words
 from deskgpt.distributed import DistContext, shards_of
 from deskgpt.errors import BatchTooLargeError, clock, in_gib, millions
-from deskgpt.sharding import describe_shards
 from model import GPT, GPTConfig
 
 # On a card, the fewest that fit. For a GPT-2 of 124M each further one reads and writes 0.69 GB: the
@@ -126,7 +125,6 @@ def kept_by_block(step: StepShape, recompute: str) -> int:
     H = config.n_head
     m = step.matmul_bytes
     r = step.residual_bytes
-    is_eager = not step.variant.compiled
     if recompute == "full":
         return step.tokens * r * C  # the block's input
     of_channel = 2 * r + 2 * m  # inputs and outputs of both norms
@@ -134,10 +132,8 @@ def kept_by_block(step: StepShape, recompute: str) -> int:
     of_channel += 4 * m + 4 * m  # the MLP before and after its activation
     if config.qk_norm or config.position == "rope":
         of_channel += 2 * m  # normalized and rotated q and k
-    if config.qk_norm and is_eager:
-        of_channel += 12 if m == 2 else 4  # copies of q and k, in float32
-    if config.norm == "rms" and is_eager and step.device_type == "cpu":
-        of_channel += 8  # torch has no RMS norm kernel for a CPU
+    if config.qk_norm and not step.variant.compiled:
+        of_channel += 12  # copies of q and k in float32, or of what an RMS norm takes on a CPU
     of_head = 4  # attention's logarithms of sums
     if config.dropout and step.device_type == "cpu":  # without fused kernels
         of_channel += 9  # masks in float32
@@ -155,11 +151,10 @@ def loss_bytes(step: StepShape) -> int:
     m = step.matmul_bytes
     if step.tokens * V <= kernels.LOGITS_ON_CPU:
         return step.tokens * V * (m + 8)
-    by_kernel = step.variant.cpu_kernels and step.device_type == "cpu"
     chunk = kernels.tokens_per_chunk(
-        step.tokens, V, step.device_type, step.variant.loss_chunks, m * by_kernel
+        step.tokens, V, step.device_type, step.variant.loss_chunks, kernel_bytes=0
     )
-    softmax = chunk * V * (m if by_kernel or step.variant.compiled else 4 if m == 4 else 8)
+    softmax = chunk * V * (m if step.variant.compiled else 4 if m == 4 else 8)
     head = V * C * 4
     in_16_bits = V * C * m if m == 2 else 0
     sum_before = head if chunk < step.tokens else 0  # of the gradients of earlier chunks
@@ -187,32 +182,23 @@ TARGET_FIXED_SHARE = 0.02  # of a micro-batch's time: twice the tokens would the
 
 
 def check_model_fits(
-    config: GPTConfig,
-    device: torch.device,
-    trains: bool = False,
-    shards: int = 1,
-    builds: bool = True,
+    config: GPTConfig, device: torch.device, trains: bool = False, shards: int = 1
 ) -> None:
-    """Raise ValueError if the memory cannot hold the model, before any of it is taken.
+    """Raise ValueError if the device's memory cannot hold the model, before any of it is taken.
 
     trains: with gradients, and at least one moment of each weight for the optimizer. shards: how
-    many ranks share one copy. builds: whether this rank builds the model, which it does in the
-    machine's own memory.
+    many ranks share one copy.
     """
     model = GPT.without_storage(config)
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    gathers = trains and shards > 1  # weights and two moments, for a checkpoint
-    needed_on = {torch.device("cpu"): float(builds * weights * (3 if gathers else 1))}
-    needed_on[device] = max((3 if trains else 1) * weights / shards, needed_on.get(device, 0.0))
-    for each, needed in needed_on.items():
-        if needed > machine.usable_memory_bytes(each):
-            n = sum(p.numel() for p in model.parameters())
-            raise ValueError(
-                f"n_layer={config.n_layer}, n_embd={config.n_embd}, "
-                f"block_size={config.block_size} make a model of {millions(n)} parameters, "
-                f"which needs {in_gib(needed)} GiB in float32; {describe_memory(each)}: take a "
-                "smaller model"
-            )
+    needed = (3 if trains else 1) * weights / shards
+    if needed > machine.usable_memory_bytes(device):
+        n = sum(p.numel() for p in model.parameters())
+        raise ValueError(
+            f"n_layer={config.n_layer}, n_embd={config.n_embd}, block_size={config.block_size} "
+            f"make a model of {millions(n)} parameters, which needs {in_gib(needed)} GiB in "
+            f"float32; {describe_memory(device)}: take a smaller model"
+        )
 
 
 def describe_memory(device: torch.device) -> str:
@@ -277,8 +263,8 @@ def larger_batch(
     fixed_bytes = FIXED_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
     fixed_flops = fixed_bytes * FLOPS_PER_BYTE / TARGET_FIXED_SHARE
     peak, _ = peaks.peak_flops(device, variant.dtype)
-    if peak > 0:  # not NaN
-        fixed_flops = max(fixed_flops, QUEUEING_S_PER_LAYER * config.n_layer * peak)
+    # A peak that is NaN, unknown, changes nothing.
+    fixed_flops = max(fixed_flops, QUEUEING_S_PER_LAYER * config.n_layer * peak)
     enough = fixed_flops / model.estimate_flops() / batching.block_size
     step = StepShape(config, batching.batch_size, variant, device.type, ddp=batching.world > 1)
     of_rank = batching.global_batch_size // batching.world
@@ -320,24 +306,19 @@ class PlanSettings(ComputeSettings, Protocol):
     def batch_split(self, rank: int = 0, world: int = 1) -> BatchSplit: ...
 
 
-# Tokens/s of one card that trains GPT-2's 124M at a context of 1,024 in 16 bits: the slowest and
-# the fastest known run, or the only one. docs/figures.md has the sources: others' reports, and on
-# the H200 our own runs.
-REPORTED: dict[str, tuple[int, ...]] = {
-    "GeForce RTX 4070": (56_100,),
-    "GeForce RTX 4090": (106_000, 110_000),
-    "A100-SXM4": (109_000, 230_000),
-    "H100 HBM3": (460_000,),
-    "H200": (469_355, 599_844),
-}
-REPORTED_MODEL = GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False)
-# Cards of one kind have the same compute units, and memory in about the same proportion. Others are
-# each of their own.
-KINDS = {"H200": "H100", "GH200": "H100"}
-# The least and the most MFU of known runs on CPUs, both of two cores: 4 layers of 128 with AMX,
-# 2,000 steps of 768 tokens in 45.2 s (docs/figures.md) where matmuls reach 2.5 TFLOP/s
+# The least and the most MFU of known runs, by what the names of such devices have in common. On
+# cards, of GPT-2's 124M at a context of 1,024 in 16 bits (docs/figures.md); compute units of H100
+# and H200 are the same. Both on CPUs are of two cores: 4 layers of 128 with AMX, 2,000 steps of 768
+# tokens in 45.2 s (docs/figures.md) where matmuls reach 2.5 TFLOP/s
 # (bench/results/2026-11-26-speed-amx.md); and 12 of 768 (2026-11-25-speed-zen4.md).
-MFU_ON_CPU = (0.07, 0.85)
+KNOWN_MFU = {
+    "GeForce": (0.55, 0.82),
+    "A100": (0.30, 0.63),
+    "H100": (0.40, 0.52),
+    "H200": (0.40, 0.52),
+    "other kinds of cards": (0.30, 0.82),
+    "CPUs": (0.07, 0.85),
+}
 # Of what a step takes on a CPU, oneDNN's workspaces and the allocator's gaps, by peaks of real
 # processes: 0.41 to 0.52 for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27),
 # more for a model of a few MB.
@@ -355,8 +336,6 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
     """
     model_config = replace(model_config, block_size=config.block_size)
     dtype = config.dtype
-    ranks = dist.world
-    card: peaks.Card | None
     if config.plan_for:
         ranks, card, memory_gb = peaks.find_cards(config.plan_for)
         name = card.name
@@ -365,7 +344,7 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
         peak, source = card.peak(dtype) or (math.nan, "")
         free_bytes = total_bytes = memory_gb * 2**30  # a maker's GB of memory is a GiB
     else:
-        card = peaks.card_of(dist.device)
+        ranks = dist.world
         name = machine.device_name(dist.device)
         device_type = dist.device.type
         dtype = default_dtype(dist.device) if dtype == "auto" else dtype
@@ -389,81 +368,45 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
     elif device_type == "cuda":
         limit = int(USABLE_SHARE * free_bytes)
     total = sum(parts.values())
+    fits = total <= limit
 
     model = GPT.without_storage(model_config)
     flops: float = model.estimate_flops() * batching.tokens_per_step
-    dist.print0(
+    sizes = ", ".join(f"{part} {in_gib(size)}" for part, size in parts.items())
+    lines = [
         f"number of parameters: {millions(model.num_params())}; vocabulary of "
-        f"{model_config.vocab_size:,}"
-    )
-    dist.print0(
+        f"{model_config.vocab_size:,}",
         f"tokens per step: {batching.tokens_per_step:,} = {batching.batch_size} x "
-        f"{batching.grad_accum_steps} x {batching.block_size}"
-    )
-    dist.print0(f"FLOPs per step, forward and backward: {flops:.3e}")
-    if ranks > 1:
-        dist.print0(
-            f"{ranks:,} ranks{describe_shards(config.dp_shard, ranks)}; micro-batches of each rank "
-            f"and step: {batching.micro_steps_per_rank}"
-        )
-    has = memory_in_words(free_bytes, total_bytes)
-    dist.print0(f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of {has}")
-    dist.print0("  " + ", ".join(f"{part} {in_gib(size)}" for part, size in parts.items()) + " GiB")
+        f"{batching.grad_accum_steps} x {batching.block_size}",
+        f"FLOPs per step, forward and backward: {flops:.3e}",
+        f"predicted peak memory of {name}, {dtype}: {in_gib(total)} of "
+        f"{memory_in_words(free_bytes, total_bytes)}",
+        f"  {sizes} GiB",
+    ]
     if device_type == "cuda":
         largest = largest_batch(step, batching.global_batch_size // ranks, limit)
         flags = batching.with_batch_size(largest).flags() if largest else "none"
-        dist.print0(f"  largest micro-batch predicted to fit, at the same tokens per step: {flags}")
-    if total > limit:
-        dist.print0("time: n/a, because this micro-batch does not fit")
-        return False
-    if not peak > 0:
-        dist.print0("time: n/a, because no peak in this dtype is known")
-        return True
-    low, high, basis = usual_mfu(card, device_type)
-    if config.activation_checkpoint == "full":
-        flops *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
-    fastest_s, slowest_s = (flops / (peak * ranks * mfu) for mfu in (high, low))
-    steps = config.max_iters
-    sending = ", and without what ranks send each other" if ranks > 1 else ""
-    dist.print0(
-        f"at an MFU of {low:.0%} to {high:.0%} ({basis}; not measured here: a run's first steps "
-        f"say) of {ranks} x {peak / 1e12:.2f} TFLOP/s ({source}): {fastest_s:.4g} to "
-        f"{slowest_s:.4g}s per step, {clock(steps * fastest_s)} to {clock(steps * slowest_s)} for "
-        f"{steps:,} steps of {steps * batching.tokens_per_step:.3g} tokens, without evaluation"
-        f"{sending}"
-    )
-    return True
-
-
-def usual_mfu(card: peaks.Card | None, device_type: str = "cpu") -> tuple[float, float, str]:
-    """Return the range of MFU that known runs reach on this card or its kind, and in words what
-    they ran on.
-
-    A card has its own range if two of its runs are known. Where no run on its kind is known, it is
-    that of all cards. card: None on a CPU, and on a GPU that the table does not have.
-    """
-    if device_type == "cpu" and card is None:
-        return (*MFU_ON_CPU, "known runs on CPUs")
-    names = [name for name in REPORTED if card and kind_of(name) == kind_of(card.name)]
-    if card and len(REPORTED.get(card.name, ())) > 1:
-        names = [card.name]
-    on = " and ".join(names) or "other kinds of cards, as none is known on this one"
-    flops = GPT.without_storage(REPORTED_MODEL).estimate_flops()
-    shares = []
-    for name in names or REPORTED:
-        peak = peaks.find_card(name).flops["float16"]
-        shares += [flops * speed / peak for speed in REPORTED[name]]
-    return min(shares), max(shares), f"known runs on {on}"
-
-
-def kind_of(name: str) -> str:
-    """Return a name for the cards that reach about the same share of their peaks."""
-    family = name.split()[0]  # such as GeForce
-    return KINDS.get(family, family)
-
-
-def reported_speed(config: GPTConfig, card: peaks.Card | None) -> str:
-    """Return the known tokens/s of this model on this card, in 16 bits; "" if none are known."""
-    if card is None or replace(config, bias=False) != REPORTED_MODEL:
-        return ""
-    return " to ".join(f"{speed:,}" for speed in REPORTED.get(card.name, ()))
+        lines.append(f"  largest micro-batch predicted to fit, in the same batch: {flags}")
+    if not fits:
+        lines.append("time: n/a, because this micro-batch does not fit")
+    elif math.isnan(peak):
+        lines.append("time: n/a, because no peak in this dtype is known")
+    else:
+        other = "CPUs" if device_type == "cpu" else "other kinds of cards"
+        kind = next((kind for kind in KNOWN_MFU if kind in name), other)
+        low, high = KNOWN_MFU[kind]
+        if config.activation_checkpoint == "full":
+            flops *= RECOMPUTING_ON_CPU if device_type == "cpu" else RECOMPUTING_ON_GPU
+        fastest_s = flops / (peak * ranks * high)
+        slowest_s = flops / (peak * ranks * low)
+        steps = config.max_iters
+        lines.append(
+            f"at an MFU of {low:.0%} to {high:.0%} (known runs on {kind}; not measured here: a "
+            f"run's first steps say) of {ranks} x {peak / 1e12:.2f} TFLOP/s ({source}): "
+            f"{fastest_s:.4g} to {slowest_s:.4g}s per step, {clock(steps * fastest_s)} to "
+            f"{clock(steps * slowest_s)} for {steps:,} steps of "
+            f"{steps * batching.tokens_per_step:.3g} tokens, without evaluation"
+            f"{' and what ranks send each other' if ranks > 1 else ''}"
+        )
+    dist.print0("\n".join(lines))
+    return fits

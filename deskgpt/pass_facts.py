@@ -4,7 +4,6 @@ repeated pass would still do the same.
 
 from __future__ import annotations
 
-import functools
 import operator
 import pickle
 import random
@@ -41,7 +40,13 @@ STABLE += (
     staticmethod,
 )
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (  # of modules and of tensors
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # attributes that torch keeps for itself
 STDLIB = sysconfig.get_path("stdlib")
 
@@ -57,36 +62,37 @@ class Facts:
     def __init__(self, run: Pass, model: nn.Module) -> None:
         self.spaces = namespaces(run, model)
         self.sizes = [len(space) for _, space in self.spaces]
-        self.places = [(space, key) for _, space in self.spaces for key in space if is_own(key)]
-        self.names = [prefix + key for prefix, space in self.spaces for key in space if is_own(key)]
+        self.places = self._own()
         self.values = self._now()
-        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
-        self.tensor_states = [tensor_state(value) for value in self.tensors]
         self.mutable = {
             i: snapshot(value) for i, value in enumerate(self.values) if not is_stable(value)
         }
 
-    def _n_own(self) -> int:
-        return sum(is_own(key) for _, space in self.spaces for key in space)
+    def _own(self) -> list[tuple[str, Mapping[Any, Any], Any]]:
+        """Return the user's names: as messages have them, where they are, and their keys there."""
+        return [
+            (f"{where}{key}", space, key)
+            for where, space in self.spaces
+            for key in space
+            if is_own(key)
+        ]
 
     def _now(self) -> list[Any]:
-        return [space.get(key) for space, key in self.places]
+        return [space.get(key) for _, space, key in self.places]
 
     def first_change(self) -> str:
         """Return the name of something that differs now, or ""."""
         values = self._now()
-        for i in self.mutable:
-            if snapshot(values[i]) != self.mutable[i]:
-                return self.names[i]
+        for i, before in self.mutable.items():
+            if snapshot(values[i]) != before:
+                return self.places[i][0]
         if not all(map(operator.is_, values, self.values)):
-            for name, now, before in zip(self.names, values, self.values, strict=True):
+            for (name, _, _), now, before in zip(self.places, values, self.values, strict=True):
                 if now is not before and snapshot(now) != snapshot(before):
                     return name
-        if [tensor_state(tensor) for tensor in self.tensors] != self.tensor_states:
-            return "the memory of a tensor, its hooks, or which tensors are trained"
         sizes = [len(space) for _, space in self.spaces]
         # Python adds names of its own, such as __warningregistry__.
-        if sizes != self.sizes and self._n_own() != len(self.places):
+        if sizes != self.sizes and len(self._own()) != len(self.places):
             return "which attributes modules have, or which names model.py has"
         self.sizes = sizes
         return ""
@@ -94,12 +100,12 @@ class Facts:
 
 def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names that a user's code may change, each with what messages put before them."""
-    function = run.func if isinstance(run, functools.partial) else run
+    function = getattr(run, "func", run)  # of a functools.partial
     sources = {function.__module__: None}
     spaces: list[tuple[str, Mapping[str, Any]]] = []
     for path, module in model.named_modules():
         own = vars(module)
-        kept_by_torch = [own[name] for name in ("_parameters", "_buffers", "_modules", *HOOKS)]
+        kept_by_torch = [own.get(k, {}) for k in ("_parameters", "_buffers", "_modules", *HOOKS)]
         spaces += [(f"{path}." if path else "", space) for space in (own, *kept_by_torch)]
         sources |= dict.fromkeys(cls.__module__ for cls in type(module).__mro__)
     for name in sources:
@@ -114,8 +120,8 @@ def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]
 
 
 def is_own(key: Any) -> bool:
-    """Return whether a name is not one that torch or Python keeps for itself."""
-    return isinstance(key, str) and key not in INTERNAL and not key.startswith("__")
+    """Return whether a name, or the number of a hook, is not torch's or Python's own."""
+    return key not in INTERNAL and not str(key).startswith("__")
 
 
 def is_library(module: ModuleType | None) -> bool:
@@ -127,16 +133,11 @@ def is_library(module: ModuleType | None) -> bool:
 
 
 def is_stable(value: Any) -> bool:
-    """Return whether a value can change only by another one under its name.
-
-    Tensors are compared apart.
-    """
-    if isinstance(value, STABLE) or (isinstance(value, tuple) and all(map(is_stable, value))):
-        return True
-    if getattr(value, "__dataclass_params__", None):
-        return value.__dataclass_params__.frozen and all(map(is_stable, vars(value).values()))
-    holds_more = (Mapping, list, tuple, set, deque, Iterator, np.ndarray, *GENERATORS)
-    return not isinstance(value, holds_more) and is_library(sys.modules.get(type(value).__module__))
+    """Return whether a value can change only by another one under its name."""
+    holds_more = (Tensor, Mapping, list, tuple, set, deque, Iterator, np.ndarray, *GENERATORS)
+    return isinstance(value, STABLE) or (
+        not isinstance(value, holds_more) and is_library(sys.modules.get(type(value).__module__))
+    )
 
 
 def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -148,11 +149,9 @@ def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
         return id(value), tensor_state(value)
     if isinstance(value, STABLE):
         return value
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    if isinstance(value, GENERATORS):
+    if isinstance(value, (np.ndarray, *GENERATORS)):
         return pickle.dumps(value)
     if isinstance(value, Iterator):
         return object()  # it cannot be looked at, and equals nothing
@@ -196,25 +195,18 @@ def noticed_waits(places: list[str]) -> Iterator[None]:
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for warning in caught:
-        if "synchronizing CUDA operation" in str(warning.message):
-            places.append(f"{warning.filename}:{warning.lineno}")
-        else:
-            warnings.showwarning(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+    waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    places += [f"{wait.filename}:{wait.lineno}" for wait in waits]
 
 
 def hooks_of(model: nn.Module) -> list[str]:
     """Return the names of modules and parameters that have hooks."""
-    modules = [
-        name or "the model"
-        for name, m in model.named_modules()
-        if any(vars(m)[hook] for hook in HOOKS)
-    ]
-    return modules + [name for name, p in model.named_parameters() if has_hook(p)]
+    owners = [*model.named_modules(), *model.named_parameters()]
+    return [name or "the model" for name, owner in owners if has_hook(owner)]
 
 
-def has_hook(tensor: Tensor) -> bool:
-    """Return whether autograd calls Python code for a gradient of this tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+def has_hook(owner: nn.Module | Tensor) -> bool:
+    """Return whether torch calls Python code in a pass of this module, or for a gradient of this
+    tensor.
+    """
+    return any(getattr(owner, name, None) for name in HOOKS)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-import os
 import re
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,12 +62,10 @@ class Card:
         return "bfloat16" if "bfloat16" in self.flops else "float16"
 
     def peak(self, dtype: str) -> tuple[float, str] | None:
-        """Return (dense peak FLOP/s, its source) as train.py computes; None if the table has none.
-
-        float32 is TF32 on a card that has it, unless NVIDIA's variable forbids it.
+        """Return (dense peak FLOP/s, its source) as train.py computes: in float32 by TF32, if the
+        card has it. None if the table has none.
         """
-        may_use_tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-        if dtype == "float32" and "tf32" in self.flops and may_use_tf32:
+        if dtype == "float32" and "tf32" in self.flops:
             return self.flops["tf32"], f"{self.source}, TF32"
         return (self.flops[dtype], f"{self.source}, {dtype}") if dtype in self.flops else None
 
@@ -75,8 +73,8 @@ class Card:
 def find_cards(text: str) -> tuple[int, Card, int]:
     """Return (number, card, its GB of memory) of "8xH100" or "2*RTX 4090", or of "H100", one card.
 
-    Raises ValueError as find_card, and if the memory is not stated of a card that is sold in
-    several sizes.
+    The memory is the stated one, or the smallest in which the card is sold. Raises ValueError as
+    find_card.
     """
     found = re.fullmatch(r"([1-9]\d{0,6}) ?[x*] ?(.*)", text)
     number, name = (int(found[1]), found[2]) if found else (1, text)
@@ -84,12 +82,6 @@ def find_cards(text: str) -> tuple[int, Card, int]:
     stated = MEMORY_SIZE.search(name)
     if stated and int(stated[1]) in card.sizes_gb:
         return number, card, int(stated[1])
-    if stated or len(card.sizes_gb) > 1:
-        sizes = " or ".join(f"{gb}GB" for gb in card.sizes_gb)
-        bare = MEMORY_SIZE.sub("", text).strip()
-        raise ValueError(
-            f"{text!r}: {card.name} is sold with {sizes}; try '{bare} {card.sizes_gb[-1]}GB'"
-        )
     return number, card, card.sizes_gb[0]
 
 
@@ -145,15 +137,15 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     """
     measured = measured_matmul_flops(device, dtype)
     card = card_of(device)
-    published = card.peak(dtype) if card else None
-    if published is None:
-        threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
-        found = f"measured {dtype} matmul{threads}"
-        return measured, found if measured > 0 else f"{dtype} matmul cannot be measured here"
-    flops, source = published
+    published = card and card.peak(dtype)
+    if published:
+        flops, source = published
+        share = f"{measured / flops:.0%}"
+        return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({share})"
     if math.isnan(measured):
-        return flops, f"{source}; not measured"
-    return flops, f"{source}; measured here {measured / 1e12:.4g} TFLOP/s ({measured / flops:.0%})"
+        return measured, f"{dtype} matmul cannot be measured here"
+    threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
+    return measured, f"measured {dtype} matmul{threads}"
 
 
 def card_of(device: torch.device) -> Card | None:
@@ -194,16 +186,12 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     key = f"{device_name(device)}, torch {torch.__version__}, by dtype{torch_variables()}"
     known = read_cache("peaks").get(key)
     if isinstance(known, dict) and known.get("float32"):
-        flops = [known.get(dtype) for dtype in DTYPES]
-        if all(isinstance(x, float) and 0 <= x < 1e17 for x in flops):  # else the file is damaged
-            return known
+        return known
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    try:
-        found = best_flops(device)
-    finally:
-        torch.set_num_threads(threads)
+    found = best_flops(device)
+    torch.set_num_threads(threads)
     write_cache("peaks", key, found)
     return found
 
@@ -215,8 +203,7 @@ def best_flops(device: torch.device) -> dict[str, float]:
     On CUDA "float32" runs in TF32, as in train.py. On a CPU the clock is the thread's own time on a
     core, so other programs hardly matter.
     """
-    # Not on Windows
-    by_thread = device.type == "cpu" and time.get_clock_info("thread_time").resolution < 1e-4
+    by_thread = device.type == "cpu" and sys.platform != "win32"  # whose clock is too coarse
     clock = time.thread_time if by_thread else time.perf_counter
     best = dict.fromkeys(DTYPES, 0.0)
     precision = torch.get_float32_matmul_precision()

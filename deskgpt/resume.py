@@ -256,10 +256,9 @@ def build_model(
     from deskgpt.sharding import make_mesh, sharded_copy
 
     shards = shards_of(config.dp_shard, dist.world)
-    builds = dist.is_first or shards == 1
-    check_model_fits(start.model_config, dist.device, not config.eval_only, shards, builds)
+    check_model_fits(start.model_config, dist.device, not config.eval_only, shards)
     weights = start.checkpoint.model
-    with nullcontext() if builds else torch.device("meta"):
+    with nullcontext() if dist.is_first or shards == 1 else torch.device("meta"):
         if weights:
             model = GPT.from_state(start.model_config, weights, start.source)
         else:

@@ -66,35 +66,10 @@ for i in range(1000):
     print(f"iter {i}: loss 4.2000, time 0.50ms, mfu -100.00%")
     time.sleep(0.2)
 """
-# Takes nanoGPT's sizes, and returns logits and loss.
-MODEL = """
-from dataclasses import dataclass
-import torch.nn.functional as F
-import model
-
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(model.GPT):
-    def __init__(self, config):
-        super().__init__(model.GPTConfig(**vars(config)))
-
-    def forward(self, x, y):
-        logits = self.logits(self.transformer(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-"""
 
 
 def nanogpt_checkout(folder: Path) -> str:
     """Write a stand-in into folder; return it as --peer names it."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAIN)
-    (folder / "model.py").write_text(MODEL)
     return f"--peer=nanogpt:{folder}"

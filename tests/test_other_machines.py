@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, assert_same_run, copy_of_repository, events, flags, shell
+from conftest import ROOT, TINY, assert_same_run, copy_of_repository, events, flags, logged, shell
 from logs import nanogpt_checkout
 from tiny_models import MODERN_SETTINGS
 
@@ -69,7 +69,7 @@ def test_make_train_on_a_card_ends_with_a_report_and_a_model_for_other_programs(
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_run_on_a_card_resumes_bit_for_bit_and_its_model_writes(card, chars, tmp_path, on_card):
+def test_run_on_a_card_resumes_bit_for_bit(card, chars, tmp_path, on_card):
     command = ("train.py", "config/train_fineweb_125m.py")
     settings = RUN | {"dataset": chars, "compile": True}
     for changed in ({}, {"max_iters": 3}, {"init_from": "resume"}):
@@ -84,31 +84,9 @@ def test_run_on_a_card_resumes_bit_for_bit_and_its_model_writes(card, chars, tmp
     assert bool(load_checkpoint(full).scaler) != in_bfloat16
     assert start["peak_flops"] > 2e13  # from the table of cards
     assert events(full, "iter")[-1]["peak_memory_bytes"] > 0
-    sample = ["sample.py", f"--out_dir={full}", "--start=A", "--num_samples=1", "--dtype=float32"]
-    sample += ["--max_new_tokens=40", "--temperature=0"]
-    texts = [on_card(card, *sample, f"--device={device}") for device in ("cuda", "cpu")]
-    assert texts[0].splitlines()[-3:] == texts[1].splitlines()[-3:]
 
 
-@pytest.mark.nightly
-def test_flex_attention_takes_the_steps_that_a_mask_takes_within_documents(
-    chars, tmp_path, on_card
-):
-    folder = copy_of_repository(tmp_path)
-    shell("git", "apply", "docs/hacks/flex_attention.patch", cwd=folder, check=True)
-    source = (folder / "model.py").read_text().replace("END_OF_TEXT = 50256", "END_OF_TEXT = 1")
-    (folder / "model.py").write_text(source.replace("WINDOW = 128", "WINDOW = 40"))
-    settings = flags(
-        **RUN | {"dataset": chars, "block_size": 256, "dropout": 0.0, "dtype": "float32"}
-    )
-    losses = []
-    for more in (["--device=cpu", "--compile=False"], ["--device=cuda", "--compile=True"]):
-        on_card("H100", "train.py", *settings, *more, "--out_dir=out", cwd=folder)
-        losses.append([e["loss"] for e in events(folder / "out", "iter")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-# fp8 needs torchao, and flex_attention warns where it is not compiled: it has a test above.
+# fp8 needs torchao, and flex_attention warns where it is not compiled.
 PATCHES = {path.stem for path in (ROOT / "docs" / "hacks").glob("*.patch")}
 PATCHES -= {"fp8", "flex_attention"}
 SETTINGS_OF_PATCH = {
@@ -135,7 +113,7 @@ def test_a_patch_trains_the_same_with_a_graph_or_is_refused_with_a_line(
 
 
 IN_CI = (
-    "waits or finite or out_of_memory or predicted or halved or False-float16 or "
+    "waits or finite or out_of_memory or predicted or halves or False-float16 or "
     "compiled_run and none-gpt2"
 )
 
@@ -160,8 +138,9 @@ def test_qualify_passes_its_stages_at_toy_sizes(on_card, tmp_path):
     stages -= {"right", "tests"}  # which have a test of their own
     sizes = flags(n_layer=2, n_head=2, n_embd=64, block_size=64, dataset="x_char")
     peer = nanogpt_checkout(tmp_path / "nanogpt")
-    on_card("H100", "bench/qualify.py", f"--out_dir={tmp_path}", peer, *sizes, "--only", *stages)
-    [page] = tmp_path.glob("*/page.md")
+    folder = copy_of_repository(tmp_path)
+    on_card("H100", "bench/qualify.py", peer, *sizes, "--only", *stages, cwd=folder)
+    [page] = folder.glob("out-qualify/*/page.md")
     rows = [
         [cell.strip() for cell in row]
         for row in re.findall(r"^" + r"\|([^|\n]*)" * 6 + r"\|$", page.read_text(), re.M)[2:]
@@ -179,7 +158,7 @@ def test_kernels_compile_for_all_cards_and_memory_is_as_predicted(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")  # where triton is
     done = shell("python", "bench/check_cards.py", timeout=4 * 3600)
     assert done.returncode == 0, done.stderr
-    gib = re.findall(r"(\d+\.\d+), (\d+\.\d+) \|$", done.stdout, re.M)
+    gib = re.findall(r"(\d+\.\d+) \| +(\d+\.\d+) \|$", done.stdout, re.M)
     assert len(gib) == len(pretend_card.CARDS) * len(check_cards.CONFIGS)
     for counted, predicted in gib:
         # As memory.py expects
@@ -196,10 +175,8 @@ MACHINES = {
     "no AMX": "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16", **MODERN_SETTINGS},
     "bfloat16, compiled": {"dtype": "bfloat16", "compile": True, **MODERN_SETTINGS},
     "float32, C++ kernels": {"cpu_kernels": "auto"},
-    "float32, compiled": {"compile": True},
 }
 SIZES = TINY | {"n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 8}
 
@@ -208,7 +185,7 @@ SIZES = TINY | {"n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 8}
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_lesser_processor_learns_as_float32_does_here(machine, variant, chars, tmp_path):
-    settings = {"learning_rate": 1e-3} | VARIANTS[variant]
+    settings = SIZES | {"learning_rate": 1e-3, "dataset": chars} | VARIANTS[variant]
     plain = {"dtype": "float32", "compile": False, "cpu_kernels": False}
     # Each machine compiles anew: inductor's cache would take code that was made for wider vectors.
     lesser = os.environ | {
@@ -217,11 +194,11 @@ def test_lesser_processor_learns_as_float32_does_here(machine, variant, chars, t
     }
     lesser |= dict(word.split("=") for word in MACHINES[machine].split())
     steps: list[list[float]] = []
-    for own, env in ((settings | plain, os.environ), (settings, lesser)):
+    for own, env in ((plain, os.environ), ({}, lesser)):
         out_dir = tmp_path / str(len(steps))
-        words = flags(**SIZES | own | {"dataset": chars, "out_dir": out_dir})
+        words = flags(**settings | own | {"out_dir": out_dir})
         done = shell("python", "train.py", *words, env=env, timeout=480)
         assert done.returncode == 0, done.stdout + done.stderr
-        steps.append([x for e in events(out_dir, "iter") for x in (e["loss"], e["grad_norm"])])
-    tolerance = 3e-2 if settings.get("dtype") == "bfloat16" else 1e-3
+        steps.append(logged(out_dir, "iter", "loss") + logged(out_dir, "iter", "grad_norm"))
+    tolerance = 3e-2 if settings["dtype"] == "bfloat16" else 1e-3
     assert steps[1] == pytest.approx(steps[0], rel=tolerance)
