@@ -61,12 +61,12 @@ from bench.speed import ROOT, nanogpt_checkout, nanogpts_model, vocab_size_of, w
 from configurator import configure
 from deskgpt.compute import (
     ComputeMode,
-    CudaGraph,
     apply_compute,
     choose_compute,
     default_dtype,
     seed_all,
 )
+from deskgpt.cuda_graph import CudaGraph
 from deskgpt.device import (
     device_name,
     git_commit,

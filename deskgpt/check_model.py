@@ -19,7 +19,7 @@ from torch import Tensor
 from data.dataset import Dataset
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import savable
-from deskgpt.compute import ComputeMode, apply_compute, forward_result, seed_all
+from deskgpt.compute import ComputeMode, apply_compute, named_losses, seed_all
 from deskgpt.distributed import DistContext
 from deskgpt.optim import step_if_finite
 from deskgpt.train_state import optimizer_state
@@ -180,7 +180,7 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
 
     model = copy.deepcopy(source)
     logits = model(idx)[0]  # (B, T, V)
-    loss = forward_result(model(idx, targets))[1].item()
+    loss = named_losses(model(idx, targets))["loss"].item()
     expected = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
     if not abs(loss - expected.item()) <= limit.loss * max(1.0, abs(expected.item())):
         problems.append(

@@ -7,15 +7,20 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute import ComputeMode, CudaGraph, Pass, autocast, forward_result
+from deskgpt.compute import ComputeMode, autocast, named_losses
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
+from deskgpt.pass_facts import Pass
 from model import GPT
+
+if TYPE_CHECKING:
+    from deskgpt.cuda_graph import CudaGraph
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
 
@@ -35,7 +40,7 @@ def evaluation_loss(
 ) -> dict[str, Tensor]:
     """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
     with autocast(x.device, variant.dtype):
-        return {"loss": forward_result(model(x, y))[1]}
+        return {"loss": named_losses(model(x, y))["loss"]}
 
 
 @torch.no_grad()

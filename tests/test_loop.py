@@ -152,7 +152,6 @@ def test_compiling_counts_neither_as_training_nor_as_evaluation_and_waiting_once
     compiled = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     timer = StepTimer(CPU, lambda: compiled[0])
-    timer.start()
     timer.add_wait(1.5)
     now[0], compiled[0] = 10.0, 7.0  # a step of 3 s
     assert timer.log_window(1, 60, 10.0, timer.spent_s()) == (1, 60, 3, 1.5)
@@ -168,9 +167,8 @@ def test_mfu_above_1_is_called_wrong_once_and_a_time_limit_bounds_what_is_left(
 ):
     monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda device, dtype: (1.0, "measured"))
     main(tiny(chars, tmp_path, max_iters=10**7, eval_interval=10**7, max_minutes=1e-3))
-    out = capsys.readouterr().out
-    assert "as many of 10,000,000 steps as fit into 0.001 minutes" in out
-    assert out.count("warning: mfu ") == 1
+    out, err = capsys.readouterr()
+    assert err.count("note: mfu above 100%") == 1
     assert re.search(r"^iter 0: .* eta 0\.\ds$", out, re.M)
 
 
@@ -207,10 +205,10 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_trains_the_same(
     named_losses = train.named_losses
     calls = itertools.count()
 
-    def short_of_memory(logits, loss):
+    def short_of_memory(*args):
         if next(calls) == fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return named_losses(logits, loss)
+        return named_losses(*args)
 
     monkeypatch.setattr(train, "named_losses", short_of_memory)
     if not halves:
@@ -290,14 +288,10 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
 
 
 def test_schedule_that_contradicts_itself_is_named():
-    for name, config in (
-        ("max_iters", TrainConfig(max_iters=200)),
-        ("lr_decay_iters", TrainConfig(lr_decay_iters=200)),
-    ):
-        [warmup] = config.schedule().warnings()
+    for name in ("max_iters", "lr_decay_iters"):
+        schedule = replace(TrainConfig().schedule(), **{name: 200})
+        [warmup] = schedule.warnings()
         assert_one_line(warmup, "warmup_iters=2000", f"{name}=200", "--warmup_iters=20")
-    [min_lr] = TrainConfig(min_lr=1e-3, learning_rate=1e-5).schedule().warnings()
-    assert_one_line(min_lr, "min_lr=0.001", "learning_rate=1e-05")
     assert TrainConfig().schedule().warnings() == []
 
 

@@ -242,15 +242,13 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
 
 
 @pytest.mark.slow
-def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch, capsys):
+def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     for settings in ({"max_iters": 3}, {"init_from": "resume"}):
         main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
     run_id = load_checkpoint(tmp_path / "out").wandb_run_id
     assert run_id
-    # And a copy of it would, too.
-    assert capsys.readouterr().out.count(f"steps that run {run_id} has") == 1
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2
 
