@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -289,8 +290,8 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
 
 def test_schedule_that_contradicts_itself_is_named():
     for name in ("max_iters", "lr_decay_iters"):
-        schedule = replace(TrainConfig().schedule(), **{name: 200})
-        [warmup] = schedule.warnings()
+        settings: dict[str, Any] = {name: 200}
+        [warmup] = TrainConfig(**settings).schedule().warnings()
         assert_one_line(warmup, "warmup_iters=2000", f"{name}=200", "--warmup_iters=20")
     assert TrainConfig().schedule().warnings() == []
 

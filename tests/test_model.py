@@ -196,9 +196,6 @@ def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
     assert not chosen(compile="auto", earlier=eager).compiled
     found = chosen(earlier=saved_compute(earlier, CUDA))
     assert found == ComputeMode("float32", True, cuda_graph=True)
-    # As b3fc854 wrote it
-    old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}
-    assert saved_compute(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
     for useless in (earlier, None, {"dtype": "int4", "compiled": 1}):
         assert saved_compute(useless, CPU) == {}
 
