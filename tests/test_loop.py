@@ -31,6 +31,7 @@ from conftest import (
     vector,
     weights,
 )
+from plain_loop import plain_loop
 
 import train
 from data.batches import Split
@@ -41,45 +42,6 @@ from deskgpt.logger import read_events
 from deskgpt.stopping import StepTimer, StopConditions, signal_handler
 from model import GPT, GPTConfig
 from train import TrainConfig, main
-
-
-def plain_loop(
-    c: TrainConfig, vocab_size: int
-) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    """Train as c says, in torch alone. Return the weights, the losses, and the gradients' norms."""
-    torch.manual_seed(c.seed)
-    model = GPT(GPTConfig.from_settings(c, vocab_size))
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": c.weight_decay}]
-    groups.append({"params": rest, "weight_decay": 0.0})
-    betas = (c.beta1, c.beta2)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, c.learning_rate, betas)
-    if c.optimizer == "muon":  # which test_optimizer compares with torch's
-        optimizer = train.build_optimizer(c, model)
-    split = Split(Path(c.dataset), "train", c.block_size, vocab_size, c.seed)
-    losses = []
-    norms = []
-    B = c.batch_size
-    n = c.gradient_accumulation_steps * B
-    for step in range(c.max_iters):
-        for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(c.schedule(), step)
-        losses.append(0.0)
-        x, y = map(torch.from_numpy, split.train_batch(step, np.arange(n), n))
-        for micro in range(c.gradient_accumulation_steps):
-            rows = slice(micro * B, micro * B + B)
-            torch.manual_seed(train.micro_batch_seed(c.seed, step, micro))
-            # A loss mask leaves some rows fewer targets than others.
-            share = (y[rows] >= 0).sum() / (y >= 0).sum()
-            loss = model(x[rows], y[rows])[1] * share
-            loss.backward()
-            losses[-1] += loss.item()
-        max_norm = c.grad_clip or math.inf
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict()), losses, norms
 
 
 @pytest.mark.parametrize(

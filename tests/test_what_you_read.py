@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from conftest import ROOT, TINY, assert_equal, events, raises_one_line, tiny, trajectory, weights
 from gloo import resumed, run
-from test_loop import plain_loop
+from plain_loop import plain_loop
 from tiny_models import make, tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
