@@ -150,6 +150,21 @@ def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(char
         assert found == pytest.approx(expected, rel=rel)
 
 
+def runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> list[int]:
+    """Let memory run out in this micro-batch. Return a list that grows with each one."""
+    named_losses = train.named_losses
+    calls: list[int] = []
+
+    def short_of_memory(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == fails_at + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return named_losses(*args)
+
+    monkeypatch.setattr(train, "named_losses", short_of_memory)
+    return calls
+
+
 # auto_batch, the micro-batch at which memory runs out (of two in each step), and whether a smaller
 # one is tried.
 @pytest.mark.parametrize(
@@ -165,15 +180,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_trains_the_same(
     settings = {"auto_batch": auto_batch, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     c = tiny(chars, short, max_iters=3, **settings)
     main(replace(c, out_dir=str(full)))
-    named_losses = train.named_losses
-    calls = itertools.count()
-
-    def short_of_memory(*args):
-        if next(calls) == fails_at:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return named_losses(*args)
-
-    monkeypatch.setattr(train, "named_losses", short_of_memory)
+    runs_out_of_memory(monkeypatch, fails_at)
     if not halves:
         named = ("batch_size=4", "--batch_size=2", "--gradient_accumulation_steps=4")
         with raises_one_line("out of memory", *named):
@@ -186,6 +193,27 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_trains_the_same(
     torch.testing.assert_close(vector(short), vector(full), rtol=1e-4, atol=1e-6)
     assert load_checkpoint(short).config["batch_size"] == 2
     assert {*logged(short, "eval")} == {0, 3}
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_leaves_the_schedule_that_max_minutes_planned(
+    chars, tmp_path, monkeypatch, capsys
+):
+    """Its first two steps take 5 s each of a clock; the loss of the third has no memory."""
+    calls = runs_out_of_memory(monkeypatch, 2)
+    clock = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 5 * min(2, len(calls)))
+    c = tiny(chars, tmp_path, max_iters=1000, eval_interval=1000, max_minutes=1.0)
+    train.main_that_fits(c)
+    assert "changed:" not in capsys.readouterr().out
+    first, second = logged(tmp_path, "start", "settings")
+    assert [s["batch_size"] for s in (first, second)] == [4, 2]
+    planned = second["max_iters"]
+    assert 6 < planned < 13
+    assert load_checkpoint(tmp_path).iter_num == planned
+    schedule = replace(c, max_iters=planned).schedule()
+    rates = [train.learning_rate(schedule, step) for step in range(2, planned)]
+    assert logged(tmp_path, "iter", "lr")[2:] == pytest.approx(rates)
 
 
 def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_on(

@@ -39,10 +39,9 @@ import model as definition
 import train
 from deskgpt import kernels
 from deskgpt.check_model import check_model
-from deskgpt.checkpoint import load_checkpoint, save_checkpoint
+from deskgpt.checkpoint import load_checkpoint
 from deskgpt.compute import ComputeMode, apply_compute, autocast
 from deskgpt.monitor import LossMonitor
-from deskgpt.optim import keep_rates_of_groups
 from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
@@ -402,8 +401,6 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
         assert all(bias == own * matrix for matrix, bias in shares)
         shares.clear()
     assert weights(tmp_path / "0.0")["transformer.ln_f.weight"].eq(1).all()
-    with raises_one_line("lr=0.1", "learning_rate=0"):
-        keep_rates_of_groups(torch.optim.SGD([{"params": [torch.ones(1)], "lr": 0.1}], lr=1.0), 0.0)
 
 
 def test_scheduler_of_torch_has_a_line_since_the_loop_sets_the_rates(
@@ -538,11 +535,6 @@ def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
     main(tiny(chars, tmp_path, max_iters=2))
     main(resumed(tmp_path))
     assert found == [12]
-    saved = load_checkpoint(tmp_path)
-    damaged = (saved.progress or {}) | {"tokens_seen": "many"}
-    save_checkpoint(dataclasses.replace(saved, progress=damaged), tmp_path, best=False)
-    with raises_one_line("damaged"):
-        main(resumed(tmp_path))
 
 
 # Each setting is of learning unless deskgpt/resume.py lists it. Whoever adds one decides, and
