@@ -328,7 +328,7 @@ def main_that_fits(config: TrainConfig) -> float:
 def forward_backward(
     model: nn.Module,
     scaler: torch.amp.GradScaler,
-    variant: ComputeMode,
+    compute: ComputeMode,
     x: Tensor,
     y: Tensor,
     weight: float | Tensor,
@@ -343,7 +343,7 @@ def forward_backward(
     """
     # The cache keeps 16-bit copies of the weights for the whole pass. Blocks that are computed
     # again make their own, so for them it would only take memory.
-    with autocast(x.device, variant.dtype, cached=variant.recompute == "none"):
+    with autocast(x.device, compute.dtype, cached=compute.recompute == "none"):
         losses = named_losses(model(x, y), STEP_FIELDS)
         loss: Any = sum(losses.values()) * weight
     scaler.scale(loss).backward()  # the scale keeps float16's small gradients above zero
@@ -450,7 +450,7 @@ def evaluate_split(
 ) -> Evaluation:
     """Return the loss on fixed windows of a split, on all ranks together."""
     batches = eval_batches(split, state.batching, state.dist.device)
-    return evaluate(state.model, state.variant, stop.stop_on_signal(batches), state.dist, graph)
+    return evaluate(state.model, state.compute, stop.stop_on_signal(batches), state.dist, graph)
 
 
 # ---- set-up and end ------------------------------------------------------------------------------

@@ -275,34 +275,34 @@ def check() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:
         model: Any
         if peer:
-            model, variant = nanogpt(Path(peer), config, device)
+            model, compute = nanogpt(Path(peer), config, device)
             betas = (c.beta1, c.beta2)
             optimizer = model.configure_optimizers(
                 c.weight_decay, c.learning_rate, betas, device.type
             )
         else:
-            model, variant = our_model(c, config, DistContext(device))
-            optimizer = train.build_optimizer(c, model, dtype=variant.dtype)
-        scaler = torch.amp.GradScaler("cuda", enabled=variant.dtype == "float16")
+            model, compute = our_model(c, config, DistContext(device))
+            optimizer = train.build_optimizer(c, model, dtype=compute.dtype)
+        scaler = torch.amp.GradScaler("cuda", enabled=compute.dtype == "float16")
         idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         for _ in range(2):  # the second step has the optimizer's states
             work.peak = work.alive
             for _ in range(2):  # the second micro-batch adds to gradients
                 work.take()
-                train.forward_backward(model, scaler, variant, idx, idx, 0.5)
+                train.forward_backward(model, scaler, compute, idx, idx, 0.5)
             found["micro_batch"] = work.take()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-        found |= {"dtype": variant.dtype, "peak_bytes": work.peak}
+        found |= {"dtype": compute.dtype, "peak_bytes": work.peak}
         if not peer:
             model.eval()
-            with torch.no_grad(), autocast(device, variant.dtype):
+            with torch.no_grad(), autocast(device, compute.dtype):
                 model(idx, idx)
     if not peer:
-        found["predicted_bytes"] = StepShape(config, c.batch_size, variant, "cuda").peak_bytes
+        found["predicted_bytes"] = StepShape(config, c.batch_size, compute, "cuda").peak_bytes
         found["failed"] = kernels.compile()
     print("\n" + json.dumps(found))
 

@@ -129,11 +129,11 @@ def our_model(
 ) -> tuple[GPT, ComputeMode]:
     """Return our model, and how it is computed, as train.py does with these settings."""
     step = StepShape(config, c.batch_size, choose_compute(c, dist, {}), dist.device.type)
-    variant = with_fewest_chunks(step, USABLE_SHARE * memory_bytes(dist.device)).variant
+    compute = with_fewest_chunks(step, USABLE_SHARE * memory_bytes(dist.device)).compute
     with dist.device:
         model = GPT(config)
-    apply_compute(model, variant)
-    return model, variant
+    apply_compute(model, compute)
+    return model, compute
 
 
 def nanogpt(checkout: Path, config: GPTConfig, device: torch.device) -> tuple[Any, ComputeMode]:
@@ -147,14 +147,14 @@ def nanogpt(checkout: Path, config: GPTConfig, device: torch.device) -> tuple[An
 
 
 def micro_batch(
-    c: train.TrainConfig, tokens: Tensor, graph: bool, model: Any, variant: ComputeMode
+    c: train.TrainConfig, tokens: Tensor, graph: bool, model: Any, compute: ComputeMode
 ) -> Callable[[], Tensor]:
     """Return a function that computes a micro-batch of tokens (B, T + 1).
 
     Raises RuntimeError if it is to be a graph and cannot be recorded.
     """
-    scaler = torch.amp.GradScaler(tokens.device.type, enabled=variant.dtype == "float16")
-    forward_backward = functools.partial(train.forward_backward, model, scaler, variant)
+    scaler = torch.amp.GradScaler(tokens.device.type, enabled=compute.dtype == "float16")
+    forward_backward = functools.partial(train.forward_backward, model, scaler, compute)
     graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=print)
     inputs = tokens[:, :-1].contiguous()
     targets = tokens[:, 1:].contiguous()
@@ -202,9 +202,9 @@ def lab(peer: str, given: list[str]) -> None:
     running = []
     for name, (make, graph) in wanted.items():
         try:
-            model, variant = make()
-            run = micro_batch(c, tokens, graph, model, variant)
-            print(f"{name}: {variant}, loss {run().item()!r}")
+            model, compute = make()
+            run = micro_batch(c, tokens, graph, model, compute)
+            print(f"{name}: {compute}, loss {run().item()!r}")
             running.append(Contestant(name, run))
         except Exception as e:  # the others go on
             traceback.print_exc()

@@ -60,7 +60,7 @@ def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
     """Return how the run that saved a checkpoint computed, by ComputeMode's fields, as far as it is
     known here.
 
-    The variant of another kind of device says nothing about this one.
+    How another kind of device computed says nothing about this one.
     """
     if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
         return {}
@@ -174,24 +174,24 @@ def load_kernels(dist: DistContext) -> bool:
     return False
 
 
-def apply_compute(model: GPT, variant: ComputeMode, ranks: int = 1) -> None:
-    """Set up the model to compute in this variant. The dtype is the loop's: autocast."""
+def apply_compute(model: GPT, compute: ComputeMode, ranks: int = 1) -> None:
+    """Set up the model to compute in this mode. The dtype is the loop's: autocast."""
     from deskgpt.compiling import set_up_compiler
 
     device = next(model.parameters()).device
-    if variant.recompute not in ("none", "full"):
+    if compute.recompute not in ("none", "full"):
         raise ValueError(
-            f"activation_checkpoint={variant.recompute} is not computed: write it in "
+            f"activation_checkpoint={compute.recompute} is not computed: write it in "
             "Transformer of model.py"
         )
-    in_16_bits = variant.residual_dtype != "float32"
-    model.transformer.residual_dtype = DTYPES[variant.residual_dtype] if in_16_bits else None
-    model.transformer.recompute = variant.recompute
-    model.compile_loss = variant.compiled
-    model.loss_chunks = variant.loss_chunks
-    if variant.compiled:
+    in_16_bits = compute.residual_dtype != "float32"
+    model.transformer.residual_dtype = DTYPES[compute.residual_dtype] if in_16_bits else None
+    model.transformer.recompute = compute.recompute
+    model.compile_loss = compute.compiled
+    model.loss_chunks = compute.loss_chunks
+    if compute.compiled:
         set_up_compiler(device)
-        if device.type == "cuda" and ranks == 1 and variant.recompute == "none":
+        if device.type == "cuda" and ranks == 1 and compute.recompute == "none":
             # One graph: a fast card would wait for the CPU, which launches each.
             model.transformer.compile()
         else:

@@ -36,17 +36,17 @@ class Evaluation:
 
 
 def evaluation_loss(
-    model: nn.Module, variant: ComputeMode, x: Tensor, y: Tensor
+    model: nn.Module, compute: ComputeMode, x: Tensor, y: Tensor
 ) -> dict[str, Tensor]:
     """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
-    with autocast(x.device, variant.dtype):
+    with autocast(x.device, compute.dtype):
         return {"loss": named_losses(model(x, y))["loss"]}
 
 
 @torch.no_grad()
 def evaluate(
     model: GPT,
-    variant: ComputeMode,
+    compute: ComputeMode,
     batches: Iterable[tuple[Tensor, Tensor, float]],
     dist: DistContext,
     graph: CudaGraph | None = None,
@@ -61,12 +61,12 @@ def evaluate(
     losses = []
     counts = []
     # On a CPU, evaluate uncompiled: another compilation takes longer than it saves.
-    is_eager = variant.compiled and dist.device.type == "cpu"
+    is_eager = compute.compiled and dist.device.type == "cpu"
     stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
-    loss_of: Pass = graph or functools.partial(evaluation_loss, model, variant)
+    loss_of: Pass = graph or functools.partial(evaluation_loss, model, compute)
     # Around all batches autocast casts each weight once. A graph has casts of its own.
     keeps_casts = graph is None or not graph.enabled
-    casts = autocast(dist.device, variant.dtype) if keeps_casts else nullcontext()
+    casts = autocast(dist.device, compute.dtype) if keeps_casts else nullcontext()
     model.eval()
     try:
         with stance, casts:

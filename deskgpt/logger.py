@@ -83,13 +83,13 @@ class RunLogger:
         # Of the steps since the last log line, still on the device.
         self._grad_norms: list[Tensor] = []
         self._tokens = 0  # of these steps
-        peak, peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
+        peak, peak_source = peaks.peak_flops(self.dist.device, state.compute.dtype)
         # Of all ranks
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
         self.warm_up_s = time.perf_counter() - stop.started
         self._print_start(peak_source)
         self.timer = StepTimer(
-            self.dist.device, compile_s if state.variant.compiled else lambda: 0.0
+            self.dist.device, compile_s if state.compute.compiled else lambda: 0.0
         )
 
     # ---- the beginning ---------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class RunLogger:
         from deskgpt.sharding import describe_shards
 
         state = self.state
-        variant = state.variant
+        compute = state.compute
         batching = state.batching
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
@@ -107,7 +107,7 @@ class RunLogger:
         # Of all ranks, each once: cards of a run can differ.
         names = dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
         device = " + ".join(names)
-        self.print0(f"device: {self.dist.world} x {device}, {variant}{shards}")
+        self.print0(f"device: {self.dist.world} x {device}, {compute}{shards}")
         if variables := machine.torch_variables():
             self.print0(f"variables that change how torch computes:{variables}")
         self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({peak_source})")
@@ -133,7 +133,7 @@ class RunLogger:
             bytes_per_token=self.data.bytes_per_token,
             device=device,
             world_size=self.dist.world,
-            **asdict(variant),
+            **asdict(compute),
             peak_flops=self.peak_flops,
             peak_source=peak_source,
             warm_up_s=self.warm_up_s,

@@ -165,6 +165,6 @@ class LossMonitor:
                 "--compile=False and --dtype=float32, then other data or weights to start from"
             )
         return (
-            f"computed in {self.state.variant}, loss scale {self.state.scaler.get_scale():g}; "
+            f"computed in {self.state.compute}, loss scale {self.state.scaler.get_scale():g}; "
             f"{self.checkpointer.kept_text()}; {remedy}"
         )

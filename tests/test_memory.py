@@ -44,17 +44,17 @@ from train import TrainConfig, main_that_fits
 SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=4, n_head=4, n_embd=64, bias=False)
 
 
-def real_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
+def real_peak(config: GPTConfig, batch_size: int, compute: ComputeMode) -> int:
     """Return the most bytes that torch's allocator holds in a real step on the CPU, by its
     profiler.
     """
     model = GPT(config)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    apply_compute(model, variant)
+    apply_compute(model, compute)
     batch = tuple(torch.randint(0, config.vocab_size, (2, batch_size, config.block_size)))
-    take_step(model, optimizer, variant, batch)  # makes what the optimizer keeps
+    take_step(model, optimizer, compute, batch)  # makes what the optimizer keeps
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        take_step(model, optimizer, variant, batch)
+        take_step(model, optimizer, compute, batch)
     assert profiler.profiler is not None
     live = peak = 0
     for event in profiler.profiler.kineto_results.events():
@@ -67,7 +67,7 @@ def real_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
 
 
 @pytest.mark.parametrize(
-    ("config", "batch_size", "variant", "chunk"),  # tokens of the loss at once, all or some
+    ("config", "batch_size", "compute", "chunk"),  # tokens of the loss at once, all or some
     [
         (replace(SMALL, dropout=0.2), 8, ComputeMode("float16"), 128),
         (replace(SMALL, block_size=48), 16, ComputeMode("float32", recompute="full"), 128),
@@ -76,13 +76,13 @@ def real_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
     ],
 )
 def test_prediction_is_within_a_tenth_of_a_real_step(
-    config, batch_size, variant, chunk, monkeypatch
+    config, batch_size, compute, chunk, monkeypatch
 ):
     # Without oneDNN, whose workspaces depend on the processor.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = StepShape(config, batch_size, variant, "cpu").peak_bytes
-    assert predicted == pytest.approx(real_peak(config, batch_size, variant), rel=0.1)
+    predicted = StepShape(config, batch_size, compute, "cpu").peak_bytes
+    assert predicted == pytest.approx(real_peak(config, batch_size, compute), rel=0.1)
 
 
 # ---- what fits -----------------------------------------------------------------------------------
@@ -124,15 +124,15 @@ def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(monkeypatch):
 def test_card_computes_the_fewest_chunks_of_the_loss_that_fit_and_a_cpu_asks_for_none():
     step = StepShape(REPORTED_MODEL, 16, COMPILED, "cuda")
     chunks = (1, 2, 4, 8)
-    variants = [replace(COMPILED, loss_chunks=n) for n in chunks]
-    sizes = [replace(step, variant=variant).peak_bytes for variant in variants]
+    modes = [replace(COMPILED, loss_chunks=n) for n in chunks]
+    sizes = [replace(step, compute=compute).peak_bytes for compute in modes]
     assert sizes == sorted(sizes, reverse=True)
     for n, size in zip(chunks, sizes, strict=True):
-        assert with_fewest_chunks(step, size).variant.loss_chunks == n
-        assert with_fewest_chunks(step, size - 1).variant.loss_chunks == min(2 * n, 8)
+        assert with_fewest_chunks(step, size).compute.loss_chunks == n
+        assert with_fewest_chunks(step, size - 1).compute.loss_chunks == min(2 * n, 8)
         # In chunks, before it takes a smaller micro-batch.
         assert largest_batch(step, 16, size) == 16
-    assert with_fewest_chunks(replace(step, device_type="cpu"), 0).variant == COMPILED
+    assert with_fewest_chunks(replace(step, device_type="cpu"), 0).compute == COMPILED
 
 
 def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run_no_fewer(
