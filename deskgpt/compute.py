@@ -43,17 +43,16 @@ class ComputeMode:
     loss_chunks: int = 1  # in which a card computes the loss of a micro-batch: the fewest that fit
 
     def __str__(self) -> str:
-        words = [self.dtype]
-        if self.residual_dtype != "float32":
-            words.append(f"residual stream in {self.residual_dtype}")
-        if self.cpu_kernels:
-            words.append("C++ kernels")
-        words.append("compiled" if self.compiled else "not compiled")
-        if self.cuda_graph:
-            words.append("CUDA graph")
-        if self.loss_chunks > 1:
-            words.append(f"loss in {self.loss_chunks} chunks")
-        return ", ".join(words)
+        words = {
+            self.dtype: True,
+            f"residual stream in {self.residual_dtype}": self.residual_dtype != "float32",
+            "C++ kernels": self.cpu_kernels,
+            "compiled": self.compiled,
+            "not compiled": not self.compiled,
+            "CUDA graph": self.cuda_graph,
+            f"loss in {self.loss_chunks} chunks": self.loss_chunks > 1,
+        }
+        return ", ".join(word for word, is_so in words.items() if is_so)
 
 
 def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
@@ -184,8 +183,8 @@ def apply_compute(model: GPT, compute: ComputeMode, ranks: int = 1) -> None:
             f"activation_checkpoint={compute.recompute} is not computed: write it in "
             "Transformer of model.py"
         )
-    in_16_bits = compute.residual_dtype != "float32"
-    model.transformer.residual_dtype = DTYPES[compute.residual_dtype] if in_16_bits else None
+    residual_dtype = DTYPES[compute.residual_dtype]
+    model.transformer.residual_dtype = None if residual_dtype == torch.float32 else residual_dtype
     model.transformer.recompute = compute.recompute
     model.compile_loss = compute.compiled
     model.loss_chunks = compute.loss_chunks

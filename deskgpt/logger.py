@@ -23,7 +23,7 @@ from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
 from deskgpt.distributed import unsharded
 from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.files import cache_path, cannot_write, check_not_replaced, note_once, read_small
+from deskgpt.files import cache_path, check_not_replaced, note_once, read_small
 from deskgpt.stopping import LogWindow, StepTimer, StopConditions
 from deskgpt.train_state import TrainState
 
@@ -319,10 +319,7 @@ class RunLog:
         self.path = path
         self.wandb_run = wandb_run
         if path:
-            try:
-                self._append(b"")
-            except OSError as e:
-                raise cannot_write(path, e) from None
+            self._append(b"")
 
     def write(self, event: str, **fields: Any) -> None:
         if self.path:
@@ -338,10 +335,11 @@ class RunLog:
                     f"cannot write {self.path}: {e.strerror}; the run continues and tries again"
                 )
         if self.wandb_run and event in ("iter", "eval"):
-            numbers = {
-                name: value for name, value in fields.items() if isinstance(value, int | float)
+            metrics = {
+                NANOGPTS_NAMES.get(name, name): value
+                for name, value in fields.items()
+                if isinstance(value, int | float)
             }
-            metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
             if "mfu" in metrics:
                 metrics["mfu"] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))

@@ -24,7 +24,7 @@ class LossMonitor:
     at each step.
 
     It looks at them as logger.deferred does: at once, on CUDA when the next step is queued. All
-    ranks call `record` and `flush` at the same steps.
+    ranks call `add` and `flush` at the same steps.
     """
 
     def __init__(

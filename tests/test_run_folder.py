@@ -225,7 +225,7 @@ def test_log_continues_after_a_torn_line_and_a_full_disk_and_if_it_was_moved_awa
 def test_untrusted_log_that_is_a_link_writes_nowhere_else(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "log.jsonl").symlink_to(tmp_path / "mine")
-    with raises_one_line(tmp_path / "log.jsonl", "link", "another folder", kind=OSError):
+    with raises_one_line(tmp_path / "log.jsonl", "link", kind=OSError):
         RunLog(tmp_path / "log.jsonl")
     assert (tmp_path / "mine").read_text() == "precious"
 
