@@ -24,7 +24,8 @@ from deskgpt.distributed import unsharded
 from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import cache_path, check_not_replaced, note_once, read_small
-from deskgpt.stopping import LogWindow, StepTimer, StopConditions
+from deskgpt.resume import StartSettings
+from deskgpt.stopping import LogWindow, StepTimer, StopConditions, StopSettings
 from deskgpt.train_state import TrainState
 
 # A number of a step: a float, a 0-d tensor, or a function of the steps since the last line.
@@ -36,23 +37,13 @@ RESERVED_FIELDS |= {"peak_memory_bytes"}
 STEP_FIELDS = STEP_NUMBERS | RESERVED_FIELDS
 
 
-class LogSettings(Protocol):
-    """What this file reads of train.py's settings."""
+class LogSettings(StartSettings, StopSettings, Protocol):
+    """What this file reads of train.py's settings, beside what a start and a stop do."""
 
-    @property
-    def init_from(self) -> str: ...
-    @property
-    def out_dir(self) -> str: ...
-    @property
-    def eval_only(self) -> bool: ...
-    @property
-    def eval_interval(self) -> int: ...
     @property
     def log_interval(self) -> int: ...
     @property
     def grad_clip(self) -> float: ...
-    @property
-    def dp_shard(self) -> int: ...
     @property
     def wandb_log(self) -> bool: ...
 

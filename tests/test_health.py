@@ -162,6 +162,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert re.search(r"^resume: .* --patience=0$", out, re.M)
 
 
+@pytest.mark.slow
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
