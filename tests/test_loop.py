@@ -356,7 +356,7 @@ def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_
     assert best.best_val_loss == min(logged(out, "eval", "val_loss"))
     assert (best.iter_num, last.iter_num) == (0, 6)
     assert {int(s["step"]) for s in last.optimizer["state"].values()} == {6}
-    assert f"best model of step 0: {out / 'ckpt_best.pt'}" in capsys.readouterr().out
+    assert f"best intact model, of step 0: {out / 'ckpt_best.pt'}" in capsys.readouterr().out
 
 
 def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(
