@@ -152,7 +152,6 @@ from deskgpt.checkpoint import run_folder
 from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_seed
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
-    DistContext,
     gradient_norms,
     init_distributed,
     shutdown_distributed,
@@ -235,9 +234,9 @@ def main(config: TrainConfig) -> float:
     logger = RunLogger(config, state, stop)  # the terminal, log.jsonl, W&B; it times the steps
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
-    texts_at = make_sampler(config.sample_interval, model, compute, dist, data.tokenizer)
+    texts_at = make_sampler(config.sample_interval, state)  # no texts with an interval of 0
     loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait, state.row0)
-    micro_batch, eval_graph = cuda_graphs(ddp_model, model, scaler, compute, batch, logger.warn)
+    micro_batch, eval_graph = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
     try:
@@ -456,27 +455,20 @@ def evaluate_split(
 # ---- set-up and end ------------------------------------------------------------------------------
 
 
-def make_sampler(
-    interval: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
-) -> Callable[[int, bool], list[str]]:
+def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list[str]]:
     """Return a function that lets the model write after each `interval` evaluations.
 
     It takes the number of evaluations so far, and whether this one is the last, and returns texts.
     """
-    if not interval or not dist.is_first:
+    if not interval or not state.dist.is_first:
         return lambda n_evaluations, is_last: []
     from deskgpt.engine import sampler_for  # only runs that write need what sampling needs
 
-    return sampler_for(interval, model, compute, dist, tokenizer)
+    return sampler_for(interval, state.model, state.compute, state.dist, state.data.tokenizer)
 
 
 def cuda_graphs(
-    ddp_model: nn.Module,
-    model: GPT,
-    scaler: torch.amp.GradScaler,
-    compute: ComputeMode,
-    batch: BatchSplit,
-    warn: Callable[[list[str]], None],
+    ddp_model: nn.Module, state: TrainState, warn: Callable[[list[str]], None]
 ) -> tuple[Pass, CudaGraph | None]:
     """Return forward_backward, to be called with a micro-batch, and the graph of evaluations, if
     any. On CUDA both passes are recorded, and replayed from then on.
@@ -484,20 +476,20 @@ def cuda_graphs(
     The first two steps run without a graph, because they compile and allocate the optimizer's
     state. Both graphs use the same memory, one after the other.
     """
-    micro_batch = functools.partial(forward_backward, ddp_model, scaler, compute)
-    if not compute.cuda_graph:
+    micro_batch = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
+    if not state.compute.cuda_graph:
         return micro_batch, None
     from deskgpt.cuda_graph import CudaGraph
 
     train = CudaGraph(
         micro_batch,
-        model,
-        eager_calls=2 * batch.micro_steps_per_rank,
+        state.model,
+        eager_calls=2 * state.batching.micro_steps_per_rank,
         on_refusal=lambda why: warn([f"no CUDA graph: {why}"]),
     )
     evaluation = CudaGraph(
-        functools.partial(evaluation_loss, model, compute),
-        model,
+        functools.partial(evaluation_loss, state.model, state.compute),
+        state.model,
         shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )

@@ -92,13 +92,9 @@ def code_lines(text: str) -> set[str]:
 
 
 def test_patches_apply_and_pages_list_them_and_show_their_lines_and_the_loops():
-    for name, diff in PATCHES.items():
+    for name in PATCHES:
         apply(name, ROOT, "--check")
-        added = len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
-        removed = len(re.findall("^-(?!-- )", diff, re.M))
-        counts = f"+{added} -{removed}" if removed else f"+{added}"
-        row = f"(hacks/{name}.patch) | {counts} |"
-        assert f"({name}.patch)" in LIST or row in PAGE
+        assert f"({name}.patch)" in LIST or f"(hacks/{name}.patch) |" in PAGE
     of_loop = code_lines(Path(train.__file__).read_text())
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
         assert code_lines(block.replace("weighted =", "return")) <= of_loop
