@@ -219,7 +219,7 @@ def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractC
     return torch.autocast(device.type, dtype=DTYPES[dtype], cache_enabled=cached)
 
 
-def named_losses(result: Any, taken: Set[str] = frozenset()) -> dict[str, Tensor]:
+def named_losses(result: Any, taken: Set[str] = frozenset({"loss"})) -> dict[str, Tensor]:
     """Return the losses that GPT.forward returns, by name. Training adds all of them; the val loss
     is `loss`.
 
@@ -233,7 +233,7 @@ def named_losses(result: Any, taken: Set[str] = frozenset()) -> dict[str, Tensor
         case _:
             loss = None
             further = {}
-    losses = {**further, "loss": loss}
+    losses = {"loss": loss, **further}
     is_number = all(isinstance(part, Tensor) and part.numel() == 1 for part in losses.values())
     if not is_number or taken & further.keys():
         raise ValueError(

@@ -435,21 +435,25 @@ def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_wi
 
 
 @pytest.mark.parametrize(
-    "read", ["[*loader.step(step), *loader.step(step)]", "[next(loader.step(step))]"]
+    ("old", "new", "named"),
+    [
+        ("in loader.step(step)", "in [*loader.step(step), *loader.step(step)]", "--gradient_acc"),
+        ("in loader.step(step)", "in [next(loader.step(step))]", "--gradient_acc"),
+        ("**loss_sums,", "**loss_sums, time_ms=0.5", "logger.step(time_ms=...)"),
+        ("**loss_sums,", "**loss_sums, shares=torch.ones(3)", "logger.step(shares=...)"),
+    ],
+    ids=["twice", "not whole", "taken name", "three numbers"],
 )
-def test_step_that_is_not_read_whole_and_once_is_refused(read, chars, tmp_path, monkeypatch):
-    module = edited_train(monkeypatch, "in loader.step(step):", f"in {read}:")
-    with raises_one_line("step", "--gradient_accumulation_steps"):
+def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
+    old, new, named, chars, tmp_path, monkeypatch
+):
+    module = edited_train(monkeypatch, old, new)
+    with raises_one_line(named):
         run_of(module, chars, tmp_path, max_iters=3, gradient_accumulation_steps=2)
 
 
-SMALLEST: dict[str, Any] = {
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 8,
-    "vocab_size": 32,
-}
+SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
+SMALLEST |= {"vocab_size": 32}
 # A choice of a Literal, and what must not take a new one for its last branch.
 NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("position", GPT),
@@ -475,15 +479,6 @@ def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, co
     object.__setattr__(config, name, "new")  # as if its Literal had it
     with pytest.raises((ValueError, KeyError), match="new"):
         compute(config)
-
-
-def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path, monkeypatch):
-    module = edited_train(monkeypatch, "**loss_sums,", "**loss_sums, time_ms=0.5")
-    with raises_one_line("logger.step(time_ms=...)", "another name"):
-        run_of(module, chars, tmp_path / "taken", max_iters=1)
-    module = edited_train(monkeypatch, "**loss_sums,", "**loss_sums, shares=torch.ones(3)")
-    with raises_one_line("logger.step(shares=...)", "3 numbers"):
-        run_of(module, chars, tmp_path / "shares", max_iters=1)
 
 
 def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch):
