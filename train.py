@@ -24,7 +24,7 @@ if __name__ == "__main__":
     signal_handler.install()  # before torch is imported, which takes seconds
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from deskgpt.settings import REMOVED_SETTINGS, AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
@@ -93,15 +93,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
-        sequences = self.batch_size * self.gradient_accumulation_steps
-        if sequences > MOST_SEQUENCES:
-            raise ValueError(
-                f"batch_size={self.batch_size} x "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} are "
-                f"{sequences:,} sequences per step; at most {MOST_SEQUENCES:,}"
-            )
         if self.plan_for:
-            object.__setattr__(self, "device", "cpu")  # the card is elsewhere: nothing runs on it
             try:
                 find_cards(self.plan_for)
             except ValueError as e:
@@ -132,7 +124,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 
         It names what to read instead.
         """
-        return cast("TrainConfig", SettingsInLoop(self, READ_FROM_STATE))
+        return cast("TrainConfig", SettingsInLoop(self))
 
 
 # ---- what main uses -----------------------------------------------------------------------------
@@ -157,10 +149,9 @@ from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
 from deskgpt.checkpoint import run_folder
-from deskgpt.compute import ComputeMode, CudaGraph, autocast, forward_result, seed_all, set_seed
+from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_seed
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
-    DistContext,
     gradient_norms,
     init_distributed,
     shutdown_distributed,
@@ -186,6 +177,9 @@ from deskgpt.saving import Checkpointer
 from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 
+if TYPE_CHECKING:
+    from deskgpt.pass_facts import Pass
+
 # A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
 # The settings say what was asked for. A loop that reads them would follow a plan that is no longer
 # true, so it reads the state.
@@ -193,24 +187,21 @@ READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)}
     "batch_size": "state.batching.batch_size",
     "gradient_accumulation_steps": "state.batching.grad_accum_steps",
 }
-MOST_SEQUENCES = 1 << 20  # per step: with more, a typo looks like a step without an end
 
 
 class SettingsInLoop:
-    """Give the settings of a run, but not those that the run may change.
+    """Gives the settings of a run, but not those that the run may change.
 
     Reading one of these raises AttributeError, which names what to read instead. An edit that asks
     for config.max_iters in the loop would otherwise be right until someone sets max_minutes.
     """
 
-    def __init__(self, config: object, instead: dict[str, str]) -> None:
-        """Wrap config. instead: what to read in place of a setting, by its name."""
+    def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._instead = instead
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._instead:
-            raise AttributeError(f"config.{name} may change in a run: read {self._instead[name]}")
+        if name in READ_FROM_STATE:
+            raise AttributeError(f"config.{name} may change in a run: read {READ_FROM_STATE[name]}")
         return getattr(self._config, name)
 
 
@@ -239,13 +230,12 @@ def main(config: TrainConfig) -> float:
     restore(start, state, trains=not config.eval_only)
 
     # ---- who watches it --------------------------------------------------------------------------
-    logger = RunLogger(config, state)  # the terminal, log.jsonl, W&B, and the clock of the steps
+    logger = RunLogger(config, state, stop)  # the terminal, log.jsonl, W&B; it times the steps
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
-    texts_at = make_sampler(config.sample_interval, model, compute, dist, data.tokenizer)
+    texts_at = make_sampler(config.sample_interval, state)  # no texts with an interval of 0
     loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait, state.row0)
-    micro_batch, eval_batch = cuda_graphs(ddp_model, model, scaler, compute, batch, logger.warn)
-    logger.start(stop.started)
+    micro_batch, eval_batch = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
     try:
@@ -336,7 +326,7 @@ def main_that_fits(config: TrainConfig) -> float:
 def forward_backward(
     model: nn.Module,
     scaler: torch.amp.GradScaler,
-    variant: ComputeMode,
+    compute: ComputeMode,
     x: Tensor,
     y: Tensor,
     weight: float | Tensor,
@@ -351,8 +341,8 @@ def forward_backward(
     """
     # The cache keeps 16-bit copies of the weights for the whole pass. Blocks that are computed
     # again make their own, so for them it would only take memory.
-    with autocast(x.device, variant.dtype, cached=variant.recompute == "none"):
-        losses = named_losses(*forward_result(model(x, y)))
+    with autocast(x.device, compute.dtype, cached=compute.recompute == "none"):
+        losses = named_losses(model(x, y), STEP_FIELDS)
         loss: Any = sum(losses.values()) * weight
     scaler.scale(loss).backward()  # the scale keeps float16's small gradients above zero
     # Detached: a loss that is kept for the log would keep all activations with it.
@@ -388,23 +378,6 @@ def learning_rate(schedule: Schedule, step: int) -> float:
             "learning_rate of train.py"
         )
     return low + left * (high - low)
-
-
-def named_losses(
-    logits: None, loss: Tensor, further: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Return the losses of GPT.forward by name. Training adds all of them; the val loss is `loss`.
-
-    Raises ValueError if a further one cannot be added, or has a name that the log needs.
-    """
-    for name, part in (further or {}).items():
-        is_taken = name in STEP_FIELDS or name == "step"
-        if is_taken or not isinstance(part, Tensor) or part.numel() != 1:
-            raise ValueError(
-                f"GPT.forward returns a further loss {name!r}: it must be a tensor of one "
-                "number, with its own name"
-            )
-    return {"loss": loss, **(further or {})}
 
 
 def micro_batch_seed(seed: int, *numbers: int) -> int:
@@ -445,7 +418,7 @@ def evaluate_run(
     logger: RunLogger,
     monitor: LossMonitor,
     stop: StopConditions,
-    graph: CudaGraph,
+    loss_of: Pass,
     texts_at: Callable[[int, bool], list[str]],
 ) -> Evaluation | None:
     """Evaluate the model on the same windows of both splits each time, log it, and let the model
@@ -458,8 +431,8 @@ def evaluate_run(
     state.data.checksums.wait(all_files=is_last)  # of val at least: it is evaluated now
     n_before = sum(e.step < state.step for e in state.evaluations)
     with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
-        train = evaluate_split(state.data.train, state, stop, graph)
-        val = evaluate_split(state.data.val, state, stop, graph)
+        train = evaluate_split(state.data.train, state, stop, loss_of)
+        val = evaluate_split(state.data.val, state, stop, loss_of)
         texts = texts_at(n_before, is_last)
     if stop.is_interrupted():
         return None  # the mean of fewer windows is another number: it is neither kept nor compared
@@ -471,60 +444,57 @@ def evaluate_run(
 
 
 def evaluate_split(
-    split: Split, state: TrainState, stop: StopConditions, graph: CudaGraph
+    split: Split, state: TrainState, stop: StopConditions, loss_of: Pass
 ) -> Evaluation:
     """Return the loss on fixed windows of a split, on all ranks together."""
     batches = eval_batches(split, state.batching, state.dist.device)
-    return evaluate(state.model, state.variant, stop.stop_on_signal(batches), state.dist, graph)
+    return evaluate(state.model, state.compute, stop.stop_on_signal(batches), state.dist, loss_of)
 
 
 # ---- set-up and end ------------------------------------------------------------------------------
 
 
-def make_sampler(
-    interval: int, model: GPT, compute: ComputeMode, dist: DistContext, tokenizer: dict[str, Any]
-) -> Callable[[int, bool], list[str]]:
+def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list[str]]:
     """Return a function that lets the model write after each `interval` evaluations.
 
     It takes the number of evaluations so far, and whether this one is the last, and returns texts.
     """
-    if not interval or not dist.is_first:
+    if not interval or not state.dist.is_first:
         return lambda n_evaluations, is_last: []
     from deskgpt.engine import sampler_for  # only runs that write need what sampling needs
 
-    return sampler_for(interval, model, compute, dist, tokenizer)
+    return sampler_for(interval, state.model, state.compute, state.dist, state.data.tokenizer)
 
 
 def cuda_graphs(
-    ddp_model: nn.Module,
-    model: GPT,
-    scaler: torch.amp.GradScaler,
-    variant: ComputeMode,
-    batching: BatchSplit,
-    warn: Callable[[list[str]], None],
-) -> tuple[CudaGraph, CudaGraph]:
-    """Return forward_backward and evaluation_loss, to be called as they are. On CUDA they are
-    recorded, and replayed from then on.
+    ddp_model: nn.Module, state: TrainState, warn: Callable[[list[str]], None]
+) -> tuple[Pass, Pass]:
+    """Return forward_backward, to be called with a micro-batch, and evaluation_loss, with a batch.
+    On CUDA both passes are recorded, and replayed from then on.
 
     The first two steps run without a graph, because they compile and allocate the optimizer's
     state. Both graphs use the same memory, one after the other.
     """
+    micro_batch = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
+    eval_batch = functools.partial(evaluation_loss, state.model, state.compute)
+    if not state.compute.cuda_graph:
+        return micro_batch, eval_batch
+    from deskgpt.cuda_graph import CudaGraph
+
     train = CudaGraph(
-        functools.partial(forward_backward, ddp_model, scaler, variant),
-        model,
-        enabled=variant.cuda_graph,
-        eager_calls=2 * batching.micro_steps_per_rank,
+        micro_batch,
+        state.model,
+        eager_calls=2 * state.batching.micro_steps_per_rank,
         on_refusal=lambda why: warn([f"no CUDA graph: {why}"]),
     )
     evaluation = CudaGraph(
-        functools.partial(evaluation_loss, model, variant),
-        model,
-        enabled=variant.cuda_graph,
+        eval_batch,
+        state.model,
         shares_memory_with=train,
         on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
     )
     # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
-    if variant.cuda_graph and getattr(ddp_model, "modules_buffers", None):
+    if getattr(ddp_model, "modules_buffers", None):
         train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
     return train, evaluation
 
@@ -537,7 +507,8 @@ def print_plan(config: TrainConfig) -> float:
     from deskgpt.check_model import check_run
     from deskgpt.memory import dry_run
 
-    dist = init_distributed(config.device, config.backend, config.dist_timeout_s)
+    device = "cpu" if config.plan_for else config.device  # that card is elsewhere
+    dist = init_distributed(device, config.backend, config.dist_timeout_s)
     set_seed(config.seed, config.deterministic, dist.device)
     data = Dataset(dataset_folder(config.dataset), needed=False)
     start = find_start(config, data, dist)
@@ -563,11 +534,17 @@ def finish(
 
     Return the best validation loss.
     """
+    from deskgpt.end_screen import end_run
+
     if stop.reason and monitor.is_healthy():
         checkpointer.save_if_new(state, logger, is_restarting=stop.smaller is not None)
+    best_val_loss = math.inf
     if stop.smaller:
-        logger.smaller_batch(stop.smaller)
-    best_val_loss = logger.end(stop.reason, quiet=stop.smaller is not None)
+        flags = " ".join(f"--{name}={value}" for name, value in stop.smaller.items())
+        line = f"out of memory, nothing is lost: continuing with {flags}, the same training"
+        logger.event("out_of_memory", line, iter=state.step, **stop.smaller)
+    else:
+        best_val_loss = end_run(logger, state, stop.reason)
     loader.close()
     logger.log.close()
     shutdown_distributed(ddp_model, state.dist)
@@ -593,11 +570,11 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keep other runs out of out_dir, if this process is one that writes there."""
     from deskgpt.launcher import dist_env
 
-    reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
-    if reads_only or dist_env(os.environ).rank > 0:
+    env = dist_env(os.environ)
+    if env.rank > 0 or settings["eval_only"] or settings["dry_run"] or settings["plan_for"]:
         return nullcontext()
     # torchrun starts a run again while a file server still keeps the lock of a host that is gone.
-    restarts = settings["init_from"] == "auto" and dist_env(os.environ).distributed
+    restarts = env.distributed and settings["init_from"] == "auto"
     wait_s = RESTART_S if restarts else 0.0
     return locked_folder(run_folder(settings["out_dir"]), wait_s=wait_s)
 

@@ -200,18 +200,18 @@ def check() -> None:
     c = configure(train.TrainConfig, [f"config/{config_name}.py", *flags])
     config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
     device = torch.device("cuda")
-    _, variant = our_start(c, config, DistContext(device))
+    _, compute = our_start(c, config, DistContext(device))
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:
         model = GPT(config)
-        apply_compute(model, variant)
-        optimizer = train.build_optimizer(c, model, dtype=variant.dtype)
-        scaler = torch.amp.GradScaler("cuda", enabled=variant.dtype == "float16")
+        apply_compute(model, compute)
+        optimizer = train.build_optimizer(c, model, dtype=compute.dtype)
+        scaler = torch.amp.GradScaler("cuda", enabled=compute.dtype == "float16")
         idx = torch.zeros(c.batch_size, c.block_size, dtype=torch.int64)
         for _ in range(2):  # the second step has the optimizer's states
             work.peak = work.alive
             for _ in range(2):  # the second micro-batch adds to gradients
                 work.launches = 0
-                train.forward_backward(model, scaler, variant, idx, idx, 0.5)
+                train.forward_backward(model, scaler, compute, idx, idx, 0.5)
             launches = work.launches
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -220,10 +220,10 @@ def check() -> None:
             optimizer.zero_grad(set_to_none=True)
         peak_bytes = work.peak
         model.eval()
-        with torch.no_grad(), autocast(device, variant.dtype):
+        with torch.no_grad(), autocast(device, compute.dtype):
             model(idx, idx)
-    predicted_bytes = StepShape(config, c.batch_size, variant, "cuda").peak_bytes
-    row = [variant.dtype, str(launches), in_gib(peak_bytes), in_gib(predicted_bytes)]
+    predicted_bytes = StepShape(config, c.batch_size, compute, "cuda").peak_bytes
+    row = [compute.dtype, str(launches), in_gib(peak_bytes), in_gib(predicted_bytes)]
     print("\n" + json.dumps([row, kernels.compile()]))
 
 

@@ -58,7 +58,8 @@ from bench.pretend_card import rows_of
 from bench.speed import ROOT, vocab_size_of, write_data
 from configurator import configure
 from deskgpt.checkpoint import Checkpoint
-from deskgpt.compute import ComputeMode, CudaGraph, seed_all
+from deskgpt.compute import ComputeMode, seed_all
+from deskgpt.cuda_graph import CudaGraph
 from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
 from deskgpt.distributed import DistContext, init_distributed
 from deskgpt.errors import OneLineParser, one_line_errors
@@ -113,19 +114,19 @@ def our_start(
 ) -> tuple[Start, ComputeMode]:
     """Return a new run's start, and how it computes, as train.py does with these settings."""
     start = Start("scratch", config, Checkpoint({}, {}))
-    variant, _ = choose_compute_and_batch(replace(c, auto_batch=False), start, dist)
-    return start, variant
+    compute, _ = choose_compute_and_batch(replace(c, auto_batch=False), start, dist)
+    return start, compute
 
 
 def micro_batch(
-    c: train.TrainConfig, tokens: Tensor, graph: bool, model: Any, variant: ComputeMode
+    c: train.TrainConfig, tokens: Tensor, graph: bool, model: Any, compute: ComputeMode
 ) -> Callable[[], Tensor]:
     """Return a function that computes a micro-batch of tokens (B, T + 1).
 
     Raises RuntimeError if it is to be a graph and cannot be recorded.
     """
-    scaler = torch.amp.GradScaler(tokens.device.type, enabled=variant.dtype == "float16")
-    forward_backward = functools.partial(train.forward_backward, model, scaler, variant)
+    scaler = torch.amp.GradScaler(tokens.device.type, enabled=compute.dtype == "float16")
+    forward_backward = functools.partial(train.forward_backward, model, scaler, compute)
     graphed = CudaGraph(forward_backward, model, enabled=graph, on_refusal=print)
     inputs = tokens[:, :-1].contiguous()
     targets = tokens[:, 1:].contiguous()
@@ -164,19 +165,19 @@ def lab(given: list[str]) -> None:
     config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
     seed_all(c.seed, device)
     tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
-    start, variant = our_start(c, config, dist)
-    model = build_model(c, start, variant, dist)
-    running = [Contestant("ours", micro_batch(c, tokens, False, model, variant))]
+    start, compute = our_start(c, config, dist)
+    model = build_model(c, start, compute, dist)
+    running = [Contestant("ours", micro_batch(c, tokens, False, model, compute))]
     status = 0
     if device.type == "cuda":
         try:
-            run = micro_batch(c, tokens, True, model, variant)
+            run = micro_batch(c, tokens, True, model, compute)
             running.append(Contestant("ours + graph", run))
         except Exception:  # ours goes on
             traceback.print_exc()
             status = 1
     for x in running:
-        print(f"{x.name}: {variant}, loss {x.run().item()!r}")
+        print(f"{x.name}: {compute}, loss {x.run().item()!r}")
     for _ in range(ROUNDS):
         for x in running:
             x.measure(device)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import savable
-from deskgpt.compute import ComputeMode, apply_compute, forward_result, seed_all
+from deskgpt.compute import ComputeMode, apply_compute, named_losses, seed_all
 from deskgpt.distributed import DistContext
 from deskgpt.optim import step_if_finite
 from deskgpt.train_state import optimizer_state
@@ -197,7 +197,7 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
 
     model = copy.deepcopy(source)
     logits = model(idx)[0]  # (B, T, V)
-    loss = forward_result(model(idx, targets))[1]
+    loss = named_losses(model(idx, targets))["loss"]
     expected = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
     if distance(loss, expected, least=1.0) > limit.loss:
         problems.append(

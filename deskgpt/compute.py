@@ -8,24 +8,21 @@ long run does, and two runs with the same settings on the same machine compute t
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from deskgpt import cpu_kernels
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
-from deskgpt.errors import reason, shortened
-from deskgpt.pass_facts import Facts, Pass, generator_states, hooks_of, noticed_waits
+from deskgpt.errors import shortened
 from deskgpt.peaks import MIN_SPEEDUP, measured_flops
 from model import GPT
 
@@ -42,33 +39,30 @@ class ComputeMode:
     cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
-    cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (compute.py)
+    cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (cuda_graph.py)
     loss_chunks: int = 1  # in which a card computes the loss of a micro-batch: the fewest that fit
 
     def __str__(self) -> str:
-        words = [self.dtype]
-        if self.residual_dtype != "float32":
-            words.append(f"residual stream in {self.residual_dtype}")
-        if self.cpu_kernels:
-            words.append("C++ kernels")
-        words.append("compiled" if self.compiled else "not compiled")
-        if self.cuda_graph:
-            words.append("CUDA graph")
-        if self.loss_chunks > 1:
-            words.append(f"loss in {self.loss_chunks} chunks")
-        return ", ".join(words)
+        words = {
+            self.dtype: True,
+            f"residual stream in {self.residual_dtype}": self.residual_dtype != "float32",
+            "C++ kernels": self.cpu_kernels,
+            "compiled": self.compiled,
+            "not compiled": not self.compiled,
+            "CUDA graph": self.cuda_graph,
+            f"loss in {self.loss_chunks} chunks": self.loss_chunks > 1,
+        }
+        return ", ".join(word for word, is_so in words.items() if is_so)
 
 
 def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
     """Return how the run that saved a checkpoint computed, by ComputeMode's fields, as far as it is
     known here.
 
-    The variant of another kind of device says nothing about this one.
+    How another kind of device computed says nothing about this one.
     """
     if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
         return {}
-    if isinstance(saved.get("attention"), str):  # as written until 2026-11-26
-        saved = saved | {"cpu_kernels": saved["attention"] == "kernels"}
     found = {
         f.name: saved[f.name]
         for f in fields(ComputeMode)
@@ -179,288 +173,30 @@ def load_kernels(dist: DistContext) -> bool:
     return False
 
 
-def apply_compute(model: GPT, variant: ComputeMode, ranks: int = 1) -> None:
-    """Set up the model to compute in this variant. The dtype is the loop's: autocast."""
+def apply_compute(model: GPT, compute: ComputeMode, ranks: int = 1) -> None:
+    """Set up the model to compute in this mode. The dtype is the loop's: autocast."""
     from deskgpt.compiling import set_up_compiler
 
     device = next(model.parameters()).device
-    if variant.recompute not in ("none", "full"):
+    if compute.recompute not in ("none", "full"):
         raise ValueError(
-            f"activation_checkpoint={variant.recompute} is not computed: write it in "
+            f"activation_checkpoint={compute.recompute} is not computed: write it in "
             "Transformer of model.py"
         )
-    in_16_bits = variant.residual_dtype != "float32"
-    model.transformer.residual_dtype = DTYPES[variant.residual_dtype] if in_16_bits else None
-    model.transformer.recompute = variant.recompute
-    model.compile_loss = variant.compiled
-    model.loss_chunks = variant.loss_chunks
-    if variant.compiled:
+    residual_dtype = DTYPES[compute.residual_dtype]
+    model.transformer.residual_dtype = None if residual_dtype == torch.float32 else residual_dtype
+    model.transformer.recompute = compute.recompute
+    model.compile_loss = compute.compiled
+    model.loss_chunks = compute.loss_chunks
+    if compute.compiled:
         set_up_compiler(device)
-        if device.type == "cuda" and ranks == 1 and variant.recompute == "none":
+        if device.type == "cuda" and ranks == 1 and compute.recompute == "none":
             # One graph: a fast card would wait for the CPU, which launches each.
             model.transformer.compile()
         else:
             # Several ranks exchange the gradients of a block while those of the next are computed.
             for block in model.transformer.h:
                 block.compile()
-
-
-# ---- CUDA graph ----------------------------------------------------------------------------------
-
-
-MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
-DRAWS = "the model draws random numbers on the CPU, from Python's, NumPy's or torch's generator"
-REPLACES = "each pass replaces gradients"
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a graph reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Any]  # in the order of the arguments
-    kinds: list[Any]  # of the arguments
-    outputs: dict[str, Tensor]
-    gradients: list[
-        tuple[nn.Parameter, Tensor]
-    ]  # a parameter, and the memory to which the graph adds
-    facts: Facts  # what the pass may have read
-
-
-class CudaGraph:
-    """A pass that is recorded once and then replayed: its kernels are queued by one call.
-
-    Call it as the pass itself. On a fast card the CPU needs longer to queue the kernels of a small
-    model than the card needs to run them. A graph replays the same kernels on the same memory, so
-    it is for a pass whose Python code changes nothing and reads nothing that changes:
-
-    - The first passes run without a graph, and are observed. If one changes an attribute of a
-      module or a global of model.py, draws from a generator on the CPU, waits for the card or
-      calls hooks, no graph is recorded, and one line says why.
-    - The pass that is recorded is one of the run: its Python code runs once, and so do its
-      kernels, in a first replay.
-    - Before each replay, what the recorded pass may have read is compared: attributes, globals,
-      training mode, which parameters are trained, shapes. After a change one pass runs without a
-      graph, and the next one is recorded anew.
-
-    Random numbers go on: torch hands the seed of its CUDA generator to each replay. All of it is
-    on the run's own stream, since CUDA's default stream cannot be recorded.
-    """
-
-    def __init__(
-        self,
-        run: Pass,
-        model: nn.Module,
-        *,
-        enabled: bool,
-        eager_calls: int = 2,
-        shares_memory_with: CudaGraph | None = None,
-        on_refusal: Callable[[str], object] = print,
-    ) -> None:
-        """run takes tensors, and numbers, which a replay hands over as tensors; it returns tensors
-        by name, without a graph of autograd, which are overwritten by the next call. It may add to
-        the gradients of the model.
-
-        eager_calls: before the recording, for what torch sets up at first. shares_memory_with:
-        another pass, whose results are no longer needed when this one runs; the memory of both is
-        freed together. on_refusal is told why there is no graph any more.
-        """
-        self.run = run
-        self.model = model
-        self.enabled = enabled
-        self.on_refusal = on_refusal
-        # Of memory
-        self.memory_group: list[CudaGraph] = (
-            shares_memory_with.memory_group if shares_memory_with else []
-        )
-        self.memory_group.append(self)
-        self.recordings = 0
-        self.drops = 0  # recordings that this pass has made worthless
-        self._eager_calls = eager_calls  # to come before the next recording
-        self._recording: Recording | None = None
-
-    def __call__(self, *args: Any) -> dict[str, Tensor]:
-        if not self.enabled or exchanges_gradients(self.run):
-            return self.run(*args)
-        recording = self._recording
-        if recording is not None:
-            change = "the shape or value of an argument"
-            if recording.kinds == [kind_of(value) for value in args]:
-                change = recording.facts.first_change()
-            if not change:
-                return self._replay(recording, args)
-            self.drop(f"{change} changes")
-        if not self.enabled:
-            return self.run(*args)
-        return self._observed(args) if self._eager_calls else self._record(args)
-
-    def drop(self, why: str) -> bool:
-        """Free the graph and its memory, to be recorded anew a few times; return whether there was
-        one.
-        """
-        if not any(other._recording for other in self.memory_group):
-            return False
-        for other in self.memory_group:
-            other._recording = None
-            # What has changed may be compiled anew, and cannot be recorded.
-            other._eager_calls = max(other._eager_calls, 1)
-        torch.cuda.empty_cache()
-        self.drops += 1
-        if self.drops == MAX_RECORDINGS:
-            self.refuse(f"{why} again and again")
-        return True
-
-    def refuse(self, why: str) -> None:
-        """Go on without a graph, and say why."""
-        if not self.enabled:
-            return
-        self.enabled = False
-        self.drop(why)
-        self.on_refusal(why)
-
-    # ---- without a graph -------------------------------------------------------------------------
-
-    def _observed(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Run the pass, and refuse a graph if its Python code changes what a replay would not
-        change.
-        """
-        self._eager_calls -= 1
-        facts = Facts(self.run, self.model)
-        drawn = generator_states()
-        gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        waits: list[str] = []
-        # Only the last one before a recording is watched: earlier ones compile, which waits.
-        with nullcontext() if self._eager_calls else noticed_waits(waits):
-            try:
-                outputs = self.run(*args)
-            except torch.OutOfMemoryError:
-                # Graphs keep their memory. A pass that adds no gradients may run again.
-                if torch.is_grad_enabled() or not self.drop("memory runs out"):
-                    raise
-                outputs = self.run(*args)
-
-        changed = facts.first_change()
-        if changed:
-            self.refuse(f"each pass changes {changed}")
-        elif hooks := hooks_of(self.model):
-            self.refuse(f"{hooks[0]} has a hook, whose Python code runs in each pass")
-        elif waits:
-            self.refuse(f"the pass waits for the card, in {waits[0]}")
-        elif generator_states() != drawn:
-            self.refuse(DRAWS)
-        elif any(p.grad is not gradient for p, gradient in gradients):
-            self.refuse(REPLACES)
-        return outputs
-
-    # ---- with a graph ----------------------------------------------------------------------------
-
-    def _record(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Record the pass, and replay it once: so it has run.
-
-        If it cannot be recorded, run it without a graph.
-        """
-        device = next(self.model.parameters()).device
-        facts = Facts(self.run, self.model)
-        inputs = [static_input(value, device) for value in args]
-        gradients = []
-        without_gradient = [p for p in self.model.parameters() if p.grad is None]
-        if torch.is_grad_enabled():
-            for p in self.model.parameters():
-                if p.requires_grad:
-                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                    p.grad = gradient
-                    gradients.append((p, gradient))
-        versions = [gradient._version for _, gradient in gradients]
-        drawn = generator_states()
-        state = torch.cuda.get_rng_state(device)
-
-        graph = torch.cuda.CUDAGraph()
-        why = ""
-        try:
-            # The threads of the loader go on meanwhile: the mode says that their calls are none of
-            # the recording's.
-            stream = torch.cuda.current_stream(device)
-            recordings = [r for r in (other._recording for other in self.memory_group) if r]
-            pool = recordings[0].graph.pool() if recordings else None
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                outputs = self.run(*inputs)
-            if any(p.grad is not gradient for p, gradient in gradients):
-                why = REPLACES
-        except torch.OutOfMemoryError:
-            why = "it does not fit into memory"
-        except RuntimeError as e:  # it waits for the card, or copies from the CPU
-            why = f"the pass cannot be recorded ({reason(e)})"
-        if why:
-            del graph
-            for p, gradient in gradients:
-                p.grad = gradient
-            for p in without_gradient:
-                p.grad = None
-            torch.cuda.set_rng_state(state, device)
-            self.refuse(why)
-            return self.run(*args)
-
-        added = []
-        for (p, gradient), version in zip(gradients, versions, strict=True):
-            if gradient._version != version:
-                added.append((p, gradient))
-            elif any(p is other for other in without_gradient):  # the loss does not depend on it
-                p.grad = None
-        kinds = [kind_of(value) for value in args]
-        self._recording = Recording(graph, inputs, kinds, outputs, added, facts)
-        self.recordings += 1
-        graph.replay()
-        if changed := facts.first_change() or (generator_states() != drawn and DRAWS):
-            # This replay was right: its numbers are those of the pass that has just been recorded.
-            outputs = {name: value.clone() for name, value in outputs.items()}
-            self.refuse(changed if changed == DRAWS else f"each pass changes {changed}")
-        return outputs
-
-    def _replay(self, recording: Recording, args: tuple[Any, ...]) -> dict[str, Tensor]:
-        fresh = []
-        for p, gradient in recording.gradients:
-            if p.grad is gradient:
-                continue
-            if p.grad is None:  # as after optimizer.zero_grad()
-                fresh.append(gradient)
-            else:
-                gradient.copy_(p.grad)
-            p.grad = gradient
-        if fresh:
-            torch._foreach_zero_(fresh)
-        for static, value in zip(recording.inputs, args, strict=True):
-            if isinstance(value, Tensor):
-                static.copy_(value)
-            elif isinstance(static, Tensor):
-                static.fill_(value)
-        recording.graph.replay()
-        return recording.outputs
-
-
-def kind_of(value: Any) -> Any:
-    """Return what must stay the same of an argument: a float is handed to a graph, as tensors."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    return float if isinstance(value, float) else value
-
-
-def static_input(value: Any, device: torch.device) -> Any:
-    """Return the memory from which a graph reads an argument: of a tensor, or of a float; anything
-    else as it is.
-    """
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float32, device=device)
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def exchanges_gradients(run: Pass) -> bool:
-    """Return whether DDP would exchange gradients among ranks in this pass, which no graph
-    records.
-    """
-    args = run.args if isinstance(run, functools.partial) else ()
-    return any(getattr(arg, "require_backward_grad_sync", False) for arg in args)
 
 
 # ---- dtype and seeds -----------------------------------------------------------------------------
@@ -483,20 +219,29 @@ def autocast(device: torch.device, dtype: str, cached: bool = True) -> AbstractC
     return torch.autocast(device.type, dtype=DTYPES[dtype], cache_enabled=cached)
 
 
-def forward_result(result: Any) -> Any:
-    """Return what GPT.forward returns. Raises ValueError if that is not (logits, loss), with
-    further losses by name or without.
+def named_losses(result: Any, taken: Set[str] = frozenset({"loss"})) -> dict[str, Tensor]:
+    """Return the losses that GPT.forward returns, by name. Training adds all of them; the val loss
+    is `loss`.
+
+    taken: names that a further loss may not have. Raises ValueError for another result.
     """
-    if isinstance(result, tuple) and len(result) in (2, 3):
-        loss = result[1]
-        further = result[2] if len(result) == 3 else None
-        is_loss = isinstance(loss, Tensor) and loss.numel() == 1
-        if is_loss and isinstance(further, dict | None):
-            return result
-    raise ValueError(
-        f"GPT.forward returns {shortened(result)}: with targets it must return (None, loss), or "
-        "(None, loss, {name: further loss})"
-    )
+    match result:
+        case (_, loss):
+            further: dict[str, Any] = {}
+        case (_, loss, dict(further)):
+            pass
+        case _:
+            loss = None
+            further = {}
+    losses = {"loss": loss, **further}
+    is_number = all(isinstance(part, Tensor) and part.numel() == 1 for part in losses.values())
+    if not is_number or taken & further.keys():
+        raise ValueError(
+            f"GPT.forward returns {shortened(result)}: with targets it must return (None, loss), "
+            "or (None, loss, {name: further loss}); each is a tensor of one number, under a name "
+            "that the log has not"
+        )
+    return losses
 
 
 def set_seed(seed: int, deterministic: bool, device: torch.device) -> None:

@@ -364,11 +364,11 @@ def code_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
-def code_versions(variant: Any, device: Any) -> dict[str, Any]:
-    """Return commit, digest, versions, device and variant, for checkpoints: a resumed run prints a
+def code_versions(compute: Any, device: Any) -> dict[str, Any]:
+    """Return commit, digest, versions, device and compute, for checkpoints: a resumed run prints a
     change and continues.
     """
     on_cpu = device.type == "cpu"  # whose full name has the number of threads, which ranks share
     name = processor() if on_cpu else device_name(device)
     code = {"code": git_commit(), "code_digest": code_digest()}
-    return code | {"versions": versions(), "device": name, "variant": str(variant)}
+    return code | {"versions": versions(), "device": name, "variant": str(compute)}

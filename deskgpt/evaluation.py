@@ -11,9 +11,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from deskgpt.compute import ComputeMode, Pass, autocast, forward_result
+from deskgpt.compute import ComputeMode, autocast, named_losses
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
+from deskgpt.pass_facts import Pass
 from model import GPT
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
@@ -30,17 +31,17 @@ class Evaluation:
 
 
 def evaluation_loss(
-    model: nn.Module, variant: ComputeMode, x: Tensor, y: Tensor
+    model: nn.Module, compute: ComputeMode, x: Tensor, y: Tensor
 ) -> dict[str, Tensor]:
     """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
-    with autocast(x.device, variant.dtype):
-        return {"loss": forward_result(model(x, y))[1]}
+    with autocast(x.device, compute.dtype):
+        return {"loss": named_losses(model(x, y))["loss"]}
 
 
 @torch.no_grad()
 def evaluate(
     model: GPT,
-    variant: ComputeMode,
+    compute: ComputeMode,
     batches: Iterable[tuple[Tensor, Tensor, float]],
     dist: DistContext,
     loss_of: Pass,
@@ -55,7 +56,7 @@ def evaluate(
     losses = []
     counts = []
     # On a CPU, evaluate uncompiled: another compilation takes longer than it saves.
-    is_eager = variant.compiled and dist.device.type == "cpu"
+    is_eager = compute.compiled and dist.device.type == "cpu"
     stance = torch.compiler.set_stance("force_eager") if is_eager else nullcontext()
     model.eval()
     try:

@@ -1,47 +1,31 @@
-"""Metrics of a run: lines on the terminal, events in log.jsonl, Weights & Biases.
-
-And the screen at its end.
-"""
+"""Metrics of a run: lines on the terminal, events in log.jsonl, Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deskgpt import device as machine
 from deskgpt import peaks
-from deskgpt.checkpoint import (
-    CKPT,
-    CKPT_BEST,
-    archive_previous_run,
-    best_on_disk,
-    run_folder,
-)
+from deskgpt.checkpoint import CKPT, CKPT_BEST, archive_previous_run, run_folder
 from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
 from deskgpt.distributed import unsharded
-from deskgpt.errors import clock, in_gib, millions, reason
+from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.files import (
-    cache_path,
-    cannot_write,
-    check_not_replaced,
-    note_once,
-    read_small,
-    untrusted_settings,
-)
-from deskgpt.stopping import LogWindow, StepTimer
+from deskgpt.files import cache_path, check_not_replaced, note_once, read_small
+from deskgpt.resume import StartSettings
+from deskgpt.stopping import LogWindow, StepTimer, StopConditions, StopSettings
 from deskgpt.train_state import TrainState
 
 # A number of a step: a float, a 0-d tensor, or a function of the steps since the last line.
@@ -53,37 +37,15 @@ RESERVED_FIELDS |= {"peak_memory_bytes"}
 STEP_FIELDS = STEP_NUMBERS | RESERVED_FIELDS
 
 
-class LogSettings(Protocol):
-    """What this file reads of train.py's settings."""
+class LogSettings(StartSettings, StopSettings, Protocol):
+    """What this file reads of train.py's settings, beside what a start and a stop do."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def init_from(self) -> str: ...
-    @property
-    def out_dir(self) -> str: ...
-    @property
-    def eval_only(self) -> bool: ...
-    @property
-    def eval_interval(self) -> int: ...
     @property
     def log_interval(self) -> int: ...
     @property
-    def max_minutes(self) -> float: ...
-    @property
-    def max_hours(self) -> float: ...
-    @property
     def grad_clip(self) -> float: ...
     @property
-    def decay_lr(self) -> bool: ...
-    @property
-    def dp_shard(self) -> int: ...
-    @property
     def wandb_log(self) -> bool: ...
-    @property
-    def wandb_project(self) -> str: ...
-    @property
-    def wandb_run_name(self) -> str: ...
 
 
 class RunLogger:
@@ -93,7 +55,8 @@ class RunLogger:
     Biases and to the page of bench/report.py.
     """
 
-    def __init__(self, config: LogSettings, state: TrainState) -> None:
+    def __init__(self, config: LogSettings, state: TrainState, stop: StopConditions) -> None:
+        """Print and log what runs, and on what; from here on, steps are timed."""
         from deskgpt.compiling import compile_s
 
         self.config = config
@@ -101,54 +64,51 @@ class RunLogger:
         self.data = state.data
         self.dist = state.dist
         self.print0 = state.dist.print0
-        self.timer = StepTimer(
-            self.dist.device, compile_s if state.variant.compiled else lambda: 0.0
-        )
         # What prints and logs numbers of the device.
         self.deferred = DeferredCalls(self.dist.device)
         self.log = open_log(config, state)
         if self.log.wandb_run:
             state.wandb_run_id = self.log.wandb_run.id
-        # Of all ranks, each once: cards of a run can differ.
-        self.device = " + ".join(
-            dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
-        )
-        self.warm_up_s = 0.0
-        self._ends_at = math.inf  # by max_minutes or max_hours
-        self._is_mfu_possible = True
+        self._ends_at = min(stop.max_minutes_end, stop.max_hours_end)
         self.flops_per_token = state.model.estimate_flops()
         # Of the steps since the last log line, still on the device.
         self._grad_norms: list[Tensor] = []
         self._tokens = 0  # of these steps
-        peak, self.peak_source = peaks.peak_flops(self.dist.device, state.variant.dtype)
+        peak, peak_source = peaks.peak_flops(self.dist.device, state.compute.dtype)
         # Of all ranks
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
+        self.warm_up_s = time.perf_counter() - stop.started
+        self._print_start(peak_source)
+        self.timer = StepTimer(
+            self.dist.device, compile_s if state.compute.compiled else lambda: 0.0
+        )
 
     # ---- the beginning ---------------------------------------------------------------------------
 
-    def start(self, started: float) -> None:
-        """Print and log what runs, and on what; from here on, steps are timed. started: when the
-        run began.
-        """
+    def _print_start(self, peak_source: str) -> None:
         from deskgpt.sharding import describe_shards
 
         state = self.state
-        variant = state.variant
+        compute = state.compute
         batching = state.batching
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = describe_shards(self.config.dp_shard, self.dist.world)
-        self.print0(f"device: {self.dist.world} x {self.device}, {variant}{shards}")
+        # Of all ranks, each once: cards of a run can differ.
+        names = dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
+        device = " + ".join(names)
+        self.print0(f"device: {self.dist.world} x {device}, {compute}{shards}")
         if variables := machine.torch_variables():
             self.print0(f"variables that change how torch computes:{variables}")
-        self.warm_up_s = time.perf_counter() - started
-        limits_s = (60 * self.config.max_minutes, 3600 * self.config.max_hours)
-        self._ends_at = started + min(filter(None, limits_s), default=math.inf)
-        self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({self.peak_source})")
+        self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({peak_source})")
         self.print0(f"tokens per iteration will be: {batching.tokens_per_step:,}")
+        steps = max(0, state.schedule.max_iters - state.step)
         if not self.config.eval_only:
-            self.print0(self._plan_line())
+            self.print0(
+                f"at most {steps:,} steps; an evaluation every {self.config.eval_interval:,}, into "
+                f"{self.config.out_dir}"
+            )
         self.log.write(
             "start",
             settings=state.settings_now(),
@@ -162,37 +122,17 @@ class RunLogger:
             val_tokens=self.data.val.tokens,
             val_sha256=self.data.metadata["val data"]["fingerprint"],
             bytes_per_token=self.data.bytes_per_token,
-            device=self.device,
+            device=device,
             world_size=self.dist.world,
-            **asdict(variant),
+            **asdict(compute),
             peak_flops=self.peak_flops,
-            peak_source=self.peak_source,
+            peak_source=peak_source,
             warm_up_s=self.warm_up_s,
             versions=state.metadata["versions"],
             git_commit=state.metadata["code"],
             code_digest=state.metadata["code_digest"],
         )
         self.warn(state.schedule.warnings())
-        self.timer.start()
-
-    def _plan_line(self) -> str:
-        """Return a line about what will happen: steps, a predicted time, evaluations, where
-        checkpoints go.
-        """
-        end = self.state.schedule.max_iters
-        steps = end - self.state.step
-        if steps <= 0:
-            return (
-                f"already at step {self.state.step:,} of max_iters={end:,}: raise "
-                "--max_iters to train longer"
-            )
-        planned = f"{steps:,} steps"
-        if self.config.max_minutes:
-            planned = f"as many of {steps:,} steps as fit into {self.config.max_minutes:g} minutes"
-        return (
-            f"{planned}; an evaluation every {self.config.eval_interval:,}, into "
-            f"{self.config.out_dir}"
-        )
 
     def warn(self, lines: list[str]) -> None:
         for line in lines:
@@ -242,10 +182,8 @@ class RunLogger:
         """Return a tensor's mean over the ranks, on the host; anything else as it is."""
         if not isinstance(value, Tensor):
             return value
-        value = unsharded(value.detach())
-        if self.dist.world > 1:
-            value = self.dist.sum(value.double()) / self.dist.world
-        return copy_to_host(value)
+        value = unsharded(value.detach()).float()
+        return copy_to_host(self.dist.sum(value) / self.dist.world)
 
     def _line(
         self,
@@ -285,11 +223,10 @@ class RunLogger:
             peak_memory_bytes=memory,
             **own,
         )
-        if mfu > 1 and self._is_mfu_possible:
-            self._is_mfu_possible = False
-            remedy = f"if it was measured, delete {cache_path('peaks')} to measure it again"
-            self.warn(
-                [f"mfu {mfu:.0%}: the peak is too low, or GPT.estimate_flops too high; {remedy}"]
+        if mfu > 1:
+            note_once(
+                "mfu above 100%: the peak is too low, or GPT.estimate_flops too high; if the peak "
+                f"was measured, delete {cache_path('peaks')} to measure it again"
             )
 
     def _left_s(self, step: int, step_s: float) -> float:
@@ -303,12 +240,6 @@ class RunLogger:
         """Print a line and log an event of this kind, such as a spike."""
         self.print0(text)
         self.log.write(kind, **fields)
-
-    def smaller_batch(self, settings: dict[str, int]) -> None:
-        """Print and log that the run goes on in smaller micro-batches, because memory ran out."""
-        flags = " ".join(f"--{name}={value}" for name, value in settings.items())
-        line = f"out of memory, nothing is lost: continuing with {flags}, the same training"
-        self.event("out_of_memory", line, iter=self.state.step, **settings)
 
     # ---- evaluations and saves -------------------------------------------------------------------
 
@@ -336,55 +267,6 @@ class RunLogger:
         if texts:
             self.log.write("sample", iter=step, texts=texts)
 
-    # ---- the end ---------------------------------------------------------------------------------
-
-    def end(self, stop: str | None, quiet: bool = False) -> float:
-        """Print the screen and log the "end" event, unless quiet or eval_only.
-
-        Return the best val loss, inf without one.
-
-        stop: why the run ends before max_iters, such as a signal's name.
-        """
-        from deskgpt.loss_bands import compare_with_bands
-
-        state, timer = self.state, self.timer
-        best = min(state.evaluations, key=lambda e: e.val_loss, default=None)
-        best_val_loss = best.val_loss if best else math.inf
-        if quiet or self.config.eval_only:
-            return best_val_loss
-        if stop and state.step > 0:
-            self.print0(f"stopped by {stop} at step {state.step}")
-        memory = peak_memory_bytes(self.dist.device)
-        steps = state.step - state.first_step
-        self.print0(
-            f"{steps} steps: {clock(timer.train_s())} of training, "
-            f"{clock(timer.total_s['evaluation'])} of evaluation, "
-            f"{clock(timer.total_s['saving'])} of saving, {clock(self.warm_up_s)} to start"
-        )
-        self.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
-        self.print0(f"best val loss {best_val_loss:.4f}")
-        of_data = (self.data.metadata["val data"]["fingerprint"], self.data.train.tokens)
-        sentence = compare_with_bands(
-            state.settings_now(), of_data, {e.step: e.val_loss for e in state.evaluations}
-        )
-        if sentence:
-            self.print0(sentence)
-        self.log.write(
-            "end",
-            iter=state.step,
-            stop=stop,
-            train_s=timer.train_s(),
-            data_wait_s=timer.wait_s,
-            eval_s=timer.total_s["evaluation"],
-            save_s=timer.total_s["saving"],
-            peak_memory_bytes=memory,
-            best_val_loss=best_val_loss,
-            best_iter=best.step if best else None,
-        )
-        if self.dist.is_first:
-            print_next_commands(self.config, state, stop)
-        return best_val_loss
-
 
 def open_log(config: LogSettings, state: TrainState) -> RunLog:
     """Return the log of this run; move an earlier run in out_dir aside.
@@ -396,64 +278,13 @@ def open_log(config: LogSettings, state: TrainState) -> RunLog:
         return RunLog(None)
     wandb_run = None
     if config.wandb_log:
-        wandb_run = start_wandb(
-            config.wandb_project, config.wandb_run_name, asdict(config), state.wandb_run_id
-        )
+        wandb_run = start_wandb(state.settings, state.wandb_run_id)
     out_dir = run_folder(config.out_dir)
     if config.init_from != "resume":
         old = archive_previous_run(out_dir, (CKPT, CKPT_BEST, "log.jsonl"))
         if old:
             dist.print0(f"{out_dir} held an earlier run; it is now in {old}")
     return RunLog(out_dir / "log.jsonl", wandb_run)
-
-
-def print_next_commands(config: LogSettings, state: TrainState, stop: str | None) -> None:
-    """Print the best model on the disk, and the commands to sample from it, to resume and to
-    compare.
-    """
-    print0 = state.dist.print0
-    out_dir = run_folder(config.out_dir)
-    found = best_on_disk(out_dir, print0)
-    if found is None:
-        print0(f"no intact checkpoint is in {out_dir}")
-        return
-    model, step = found
-    kind = "best model" if model.name == CKPT_BEST else "last model"
-    print0(f"{kind} of step {step}: {model}")
-    chat = ["--chat"] if state.data.chat is not None else []
-    print0(
-        "sample:  "
-        + shlex.join(["python", "sample.py", f"--out_dir={model}", "--num_samples=3", *chat])
-    )
-    print0(
-        "page:    " + shlex.join(["python", "sample.py", f"--out_dir={model}", "--serve", *chat])
-    )
-    # The settings that the checkpoint does not give, and those without which a resumed run would
-    # have nothing to do.
-    more = [f"--{name}={value}" for name, value in untrusted_settings(asdict(config)).items()]
-    label = "resume:  "
-    if state.step >= state.schedule.max_iters:
-        label = "train longer: "
-        more.append(f"--max_iters={2 * state.step}")
-        # The learning rate's end moves, too
-        if config.decay_lr and not state.schedule.lr_decay_iters:
-            more.append("--resume_changed=True")
-    elif stop == "patience":
-        more.append("--patience=0")
-    launcher = (
-        f"torchrun --standalone --nproc_per_node={state.dist.world}"
-        if state.dist.distributed
-        else "python"
-    )
-    # Several machines: torchrun's options have their addresses.
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        launcher = "torchrun (with its options as before)"
-    print0(
-        f"{label}{launcher} "
-        + shlex.join(["train.py", "--init_from=resume", f"--out_dir={out_dir}", *more])
-    )
-    print0("report:  " + shlex.join(["python", "bench/report.py", str(out_dir)]))
-    print0("compare: " + shlex.join(["python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"]))
 
 
 # ---- log.jsonl and Weights & Biases --------------------------------------------------------------
@@ -479,10 +310,7 @@ class RunLog:
         self.path = path
         self.wandb_run = wandb_run
         if path:
-            try:
-                self._append(b"")
-            except OSError as e:
-                raise cannot_write(path, e) from None
+            self._append(b"")
 
     def write(self, event: str, **fields: Any) -> None:
         if self.path:
@@ -498,37 +326,32 @@ class RunLog:
                     f"cannot write {self.path}: {e.strerror}; the run continues and tries again"
                 )
         if self.wandb_run and event in ("iter", "eval"):
-            numbers = {
-                name: value for name, value in fields.items() if isinstance(value, int | float)
+            metrics = {
+                NANOGPTS_NAMES.get(name, name): value
+                for name, value in fields.items()
+                if isinstance(value, int | float)
             }
-            metrics = {NANOGPTS_NAMES.get(name, name): value for name, value in numbers.items()}
             if "mfu" in metrics:
                 metrics["mfu"] *= 100  # nanoGPT logs percent
             self._wandb(lambda run: run.log(metrics, step=fields["iter"]))
 
     def _append(self, line: bytes) -> None:
-        """Also ends a line that a crash left torn.
+        """Append a line, after ending one that a crash or a full disk left torn.
 
-        Raises OSError, with the file as it was before; ValueError if its folder is another one now.
+        Raises OSError; ValueError if its folder is another one now.
         """
         assert self.path is not None
         check_not_replaced(self.path.parent)
         with open(
             self.path,
             "a+b",
-            buffering=0,
             opener=lambda p, flags: os.open(p, flags | NO_LINK, 0o666),
         ) as file:
             size = file.tell()
             file.seek(max(0, size - 1))
             if size and file.read(1) != b"\n":
                 line = b"\n" + line
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                file.truncate(size)
-                raise
+            file.write(line)
 
     def close(self) -> None:
         self._wandb(lambda run: run.finish())
@@ -543,8 +366,8 @@ class RunLog:
                 self.wandb_run = None
 
 
-def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
-    """Start a Weights & Biases run, or continue run_id's.
+def start_wandb(settings: dict[str, Any], run_id: str | None) -> Any:
+    """Start a Weights & Biases run, or continue run_id's. settings: of train.py, by name.
 
     WANDB_MODE=offline needs neither account nor network.
 
@@ -552,13 +375,10 @@ def start_wandb(project: str, name: str, config: dict[str, Any], run_id: str | N
     """
     import wandb
 
-    if run_id := os.environ.get("WANDB_RUN_ID", run_id):
-        print(
-            f"note: W&B leaves out steps that run {run_id} has: for a copied or rewound "
-            "folder, set WANDB_RUN_ID"
-        )
+    run_id = os.environ.get("WANDB_RUN_ID", run_id)  # another one for a copied or rewound folder
+    project, name = settings["wandb_project"], settings["wandb_run_name"]
     try:
-        return wandb.init(project=project, name=name, config=config, id=run_id, resume="allow")
+        return wandb.init(project=project, name=name, config=settings, id=run_id, resume="allow")
     except Exception as e:  # wandb's own errors, and pydantic's for a bad WANDB_ variable
         raise ValueError(
             f"wandb cannot start: {reason(e)}; WANDB_MODE=offline keeps the run on this "

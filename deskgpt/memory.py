@@ -46,7 +46,7 @@ class StepShape:
 
     config: GPTConfig
     batch_size: int  # sequences per micro-batch
-    variant: ComputeMode
+    compute: ComputeMode
     device_type: str
     shards: int = 1  # ranks that share one copy of weights, gradients and optimizer states
     ddp: bool = False  # each of several ranks has a copy of its own
@@ -58,12 +58,12 @@ class StepShape:
     @property
     def matmul_bytes(self) -> int:
         """Return the bytes of a number in the matmuls' dtype."""
-        return 4 if self.variant.dtype == "float32" else 2
+        return 4 if self.compute.dtype == "float32" else 2
 
     @property
     def residual_bytes(self) -> int:
         """Return the bytes of a number of the residual stream."""
-        return 4 if self.variant.residual_dtype == "float32" else 2
+        return 4 if self.compute.residual_dtype == "float32" else 2
 
     @property
     def peak_bytes(self) -> int:
@@ -84,9 +84,9 @@ def step_memory(step: StepShape) -> dict[str, int]:
     weights = sum(p.nbytes for p in model.parameters())
     blocks = sum(p.nbytes for p in model.transformer.h.parameters())
     width = step.tokens * step.config.n_embd
-    kept = kept_by_block(step, step.variant.recompute)
+    kept = kept_by_block(step, step.compute.recompute)
     activations = step.config.n_layer * kept + 2 * width * step.residual_bytes
-    if step.matmul_bytes == 2 and step.variant.recompute == "none" and step.shards == 1:
+    if step.matmul_bytes == 2 and step.compute.recompute == "none" and step.shards == 1:
         activations += blocks // 2  # autocast's copies of the matrices
     computed_again = kept_by_block(step, "none") - kept + 2 * width * step.matmul_bytes
     parts = {
@@ -112,7 +112,7 @@ def with_fewest_chunks(step: StepShape, limit_bytes: float) -> StepShape:
     if step.device_type != "cuda":
         return step
     for chunks in LOSS_CHUNKS:
-        step = replace(step, variant=replace(step.variant, loss_chunks=chunks))
+        step = replace(step, compute=replace(step.compute, loss_chunks=chunks))
         if step.peak_bytes <= limit_bytes:
             break
     return step
@@ -132,7 +132,7 @@ def kept_by_block(step: StepShape, recompute: str) -> int:
     of_channel += 4 * m + 4 * m  # the MLP before and after its activation
     if config.qk_norm or config.position == "rope":
         of_channel += 2 * m  # normalized and rotated q and k
-    if config.qk_norm and not step.variant.compiled:
+    if config.qk_norm and not step.compute.compiled:
         of_channel += 12  # copies of q and k in float32, or of what an RMS norm takes on a CPU
     of_head = 4  # attention's logarithms of sums
     if config.dropout and step.device_type == "cpu":  # without fused kernels
@@ -152,9 +152,9 @@ def loss_bytes(step: StepShape) -> int:
     if step.tokens * V <= kernels.LOGITS_ON_CPU:
         return step.tokens * V * (m + 8)
     chunk = kernels.tokens_per_chunk(
-        step.tokens, V, step.device_type, step.variant.loss_chunks, kernel_bytes=0
+        step.tokens, V, step.device_type, step.compute.loss_chunks, kernel_bytes=0
     )
-    softmax = chunk * V * (m if step.variant.compiled else 4 if m == 4 else 8)
+    softmax = chunk * V * (m if step.compute.compiled else 4 if m == 4 else 8)
     head = V * C * 4
     in_16_bits = V * C * m if m == 2 else 0
     sum_before = head if chunk < step.tokens else 0  # of the gradients of earlier chunks
@@ -208,7 +208,7 @@ def describe_memory(device: torch.device) -> str:
 
 
 def check_batch_fits(
-    config: GPTConfig, device: torch.device, shards: int, batching: BatchSplit, variant: ComputeMode
+    config: GPTConfig, device: torch.device, shards: int, batching: BatchSplit, compute: ComputeMode
 ) -> None:
     """Raise ValueError, naming a smaller micro-batch, if a CPU surely lacks the memory to train
     with this one.
@@ -219,7 +219,7 @@ def check_batch_fits(
     if device.type != "cpu":
         return
     check_model_fits(config, device, True, shards)  # no micro-batch helps a model that is too large
-    step = StepShape(config, batching.batch_size, variant, "cpu", shards=shards)
+    step = StepShape(config, batching.batch_size, compute, "cpu", shards=shards)
     if MIN_SHARE_OF_PREDICTION * step.peak_bytes > machine.usable_memory_bytes(device):
         raise batch_too_large(device, batching, may_halve=False)
 
@@ -248,7 +248,7 @@ def batch_too_large(
 
 
 def larger_batch(
-    config: GPTConfig, device: torch.device, batching: BatchSplit, variant: ComputeMode
+    config: GPTConfig, device: torch.device, batching: BatchSplit, compute: ComputeMode
 ) -> int:
     """Return the micro-batch, in sequences, whose fixed costs are small on this device, or the
     largest that fits.
@@ -262,11 +262,11 @@ def larger_batch(
     model = GPT.without_storage(config)
     fixed_bytes = FIXED_BYTES_PER_PARAMETER * sum(p.numel() for p in model.parameters())
     fixed_flops = fixed_bytes * FLOPS_PER_BYTE / TARGET_FIXED_SHARE
-    peak, _ = peaks.peak_flops(device, variant.dtype)
+    peak, _ = peaks.peak_flops(device, compute.dtype)
     # A peak that is NaN, unknown, changes nothing.
     fixed_flops = max(fixed_flops, QUEUEING_S_PER_LAYER * config.n_layer * peak)
     enough = fixed_flops / model.estimate_flops() / batching.block_size
-    step = StepShape(config, batching.batch_size, variant, device.type, ddp=batching.world > 1)
+    step = StepShape(config, batching.batch_size, compute, device.type, ddp=batching.world > 1)
     of_rank = batching.global_batch_size // batching.world
     limit_bytes = USABLE_SHARE * machine.memory_bytes(device)
     return max(largest_batch(step, of_rank, limit_bytes, enough), batching.batch_size)
@@ -355,9 +355,9 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
     # As choose_compute decides it for a long run.
     compiled = config.compile is not False and device_type == "cuda"
     residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
-    variant = ComputeMode(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
+    compute = ComputeMode(dtype, compiled, False, config.activation_checkpoint, residual_dtype)
     shards = shards_of(config.dp_shard, ranks)
-    step = StepShape(model_config, batching.batch_size, variant, device_type, shards, ddp=ranks > 1)
+    step = StepShape(model_config, batching.batch_size, compute, device_type, shards, ddp=ranks > 1)
     step = with_fewest_chunks(step, USABLE_SHARE * total_bytes)
     parts = step_memory(step)
     limit = free_bytes

@@ -5,7 +5,6 @@ many.
 from __future__ import annotations
 
 import math
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor
 
 from deskgpt.device import copy_to_host
-from deskgpt.distributed import local
 from deskgpt.logger import RunLogger
 from deskgpt.saving import Checkpointer
 from deskgpt.train_state import TrainState
 
-KEPT_STEPS = 256  # steps whose numbers wait on the device at most, however rare log lines are
 MAX_BAD_STEPS = 10  # steps in a row with NaN or infinite gradients, all skipped, that end the run
 
 
@@ -27,7 +24,7 @@ class LossMonitor:
     at each step.
 
     It looks at them as logger.deferred does: at once, on CUDA when the next step is queued. All
-    ranks call `record` and `flush` at the same steps.
+    ranks call `add` and `flush` at the same steps.
     """
 
     def __init__(
@@ -36,14 +33,13 @@ class LossMonitor:
         """on_spike: go or stop."""
         self.state = state
         self.logger = logger
-        self.saver = checkpointer
+        self.checkpointer = checkpointer
         if on_spike not in ("go", "stop"):
             raise ValueError(f"on_spike={on_spike} does nothing: write it in {__name__}")
         self.on_spike = on_spike
         self.dist = state.dist
         self.has_scale = state.scaler.is_enabled()  # in float16
         self.parameters = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
-        self.good_norms: deque[float] = deque(maxlen=4)  # the last ones, of all gradients
         # The last steps, and which of their gradients were not finite.
         self.consecutive_bad_steps: list[tuple[int, str]] = []
         # On the device: (step, (3 + parameters,): loss, norm of all gradients, loss scale if any,
@@ -64,11 +60,7 @@ class LossMonitor:
             # A tensor: get_scale() would wait for the device.
             numbers.append(self.state.scaler._scale)
         self._pending.append((step, torch.cat([torch.stack(numbers), grad_norms])))
-        if (
-            self.dist.device.type == "cpu"
-            or len(self._pending) >= KEPT_STEPS
-            or self.logger.should_log(step)
-        ):
+        if self.dist.device.type == "cpu" or self.logger.should_log(step):
             self._fetch()
 
     def is_healthy(self) -> bool:
@@ -99,7 +91,6 @@ class LossMonitor:
             scale = norms.pop(0) if self.has_scale else None
             if math.isfinite(grad_norm):
                 self.consecutive_bad_steps.clear()
-                self.good_norms.append(grad_norm)
             # Above a scale of 1, float16 gradients that overflow are the scaler's normal way of
             # finding the right scale. It has then halved the scale of such a step.
             elif not scale or scale < 0.5:
@@ -144,9 +135,8 @@ class LossMonitor:
                 median=median,
             )
             if self.on_spike == "stop":
-                raise ValueError(
-                    f"on_spike=stop: a loss of {loss:.4f} at step {step}; {self.saver.kept_text()}"
-                )
+                kept = self.checkpointer.kept_text()
+                raise ValueError(f"on_spike=stop: a loss of {loss:.4f} at step {step}; {kept}")
 
     def _report(self, kind: str, step: int, loss: float, text: str, **fields: Any) -> None:
         """Log the step, its data rows, and their files and offsets."""
@@ -168,28 +158,13 @@ class LossMonitor:
 
     def diagnose(self, step: int) -> str:
         """Return what is known of a failure at this step, and what to try."""
-        state = self.state
-        norms = ", ".join(f"{norm:.3g}" for norm in self.good_norms) or "none that is finite"
-        seen = (
-            f"computed in {state.variant}, loss scale {state.scaler.get_scale():g}; "
-            f"gradient norms before: {norms}; "
-            f"{self.saver.kept_text()}"
-        )
-        # On whichever rank
-        is_bad = torch.stack([~local(p).isfinite().all() for p in self.parameters.values()])
-        bad = [
-            name
-            for name, n in zip(self.parameters, self.dist.sum(is_bad.float()).tolist(), strict=True)
-            if n
-        ]
-        if bad:
-            return (
-                f"{seen}; the weights themselves are not finite ({bad[0]}): resume "
-                "another checkpoint"
+        remedy = "try a lower --learning_rate, then --compile=False and --dtype=float32"
+        if step == self.state.first_step:
+            remedy = (
+                "no update of this run came before, so it is not the learning rate: try "
+                "--compile=False and --dtype=float32, then other data or weights to start from"
             )
-        if self.good_norms and step != state.first_step:
-            return f"{seen}; try a lower --learning_rate, then --compile=False and --dtype=float32"
         return (
-            f"{seen}; no update of this run came before, so it is not the learning rate: try "
-            "--compile=False and --dtype=float32, then other data or weights to start from"
+            f"computed in {self.state.compute}, loss scale {self.state.scaler.get_scale():g}; "
+            f"{self.checkpointer.kept_text()}; {remedy}"
         )

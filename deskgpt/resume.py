@@ -209,7 +209,7 @@ def choose_compute_and_batch(
     batch = choose_batch(config, start, compute, dist)
     step = StepShape(start.model_config, batch.batch_size, compute, dist.device.type, shards)
     usable_bytes = USABLE_SHARE * machine.memory_bytes(dist.device)
-    fewest = with_fewest_chunks(step, usable_bytes).variant.loss_chunks
+    fewest = with_fewest_chunks(step, usable_bytes).compute.loss_chunks
     n_chunks = int(dist.max(max(fewest, earlier.get("loss_chunks", 1))))
     return replace(compute, loss_chunks=n_chunks), batch
 

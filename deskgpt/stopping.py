@@ -118,6 +118,11 @@ class StopSettings(Protocol):
     def schedule(self) -> Schedule: ...
 
 
+WARMUP_SHARE = 0.1  # of the steps that fit into max_minutes warm the learning rate up at most
+FEW_STEPS = 50  # below which a user is told that the minutes are too few
+PLANS = 40  # how often the steps are planned, evenly spread over the run
+
+
 class StopConditions:
     """Decides when to save and stop, the same on all ranks.
 
@@ -131,8 +136,11 @@ class StopConditions:
         self.save_minutes = config.save_minutes
         self.patience = config.patience
         self.smaller: dict[str, int] | None = None  # the settings with which the run goes on
-        self._budget = TimeBudget(config, self.started, dist)
-        self._ends_at = self.started + (3600 * config.max_hours or math.inf)
+        self.max_hours_end = self.started + (3600 * config.max_hours or math.inf)
+        self.max_minutes_end = self.started + (60 * config.max_minutes or math.inf)
+        self._asked_for = config.schedule()  # before max_minutes shortens it
+        self._eval_interval = config.eval_interval
+        self._next_plan = 1  # the step at which max_minutes plans again
         self._failure: Exception | None = None
         signal_handler.signal = None  # an earlier run in the same process may have left one
 
@@ -148,7 +156,7 @@ class StopConditions:
             signal_handler.handle_signals()
         now = time.perf_counter()
         reason = "save" if now >= saved_at + (60 * self.save_minutes or math.inf) else ""
-        if now >= self._ends_at:
+        if now >= self.max_hours_end:
             reason = "max_hours"
         agreed = self._agree(reason)
         if agreed not in ("", "save"):
@@ -175,11 +183,32 @@ class StopConditions:
             self.reason = "patience"
 
     def replan(self, schedule: Schedule, step: int, first_step: int, timer: StepTimer) -> Schedule:
-        """Return the schedule after `step` steps, which max_minutes shortens as the steps take.
+        """Return the schedule that fits into max_minutes after `step` steps, evaluations included.
 
-        first_step: of this process.
+        It is planned PLANS times, from the steps that this process has taken since first_step. The
+        schedule ends with max_iters, so it ends on time. A run that would end earlier by itself
+        keeps its own, and so does one without max_minutes.
         """
-        return self._budget.replan(schedule, step, step - first_step, timer)
+        if self.max_minutes_end == math.inf or step < self._next_plan:
+            return schedule
+        wanted = self._asked_for
+        step_s = self.dist.max(timer.train_s() / (step - first_step))
+        eval_s = self.dist.max(sum(timer.last_s.values()))
+        left_s = -self.dist.max(time.perf_counter() - self.max_minutes_end)  # the least of all
+        # The last evaluation comes after the steps, the others between them.
+        fit = int((left_s - eval_s) / (step_s + eval_s / self._eval_interval))
+        max_iters = min(wanted.max_iters, step + max(0, fit))
+        self._next_plan = step + max(1, max_iters // PLANS)
+        if step == first_step + 1:
+            is_enough = max_iters >= min(FEW_STEPS, wanted.max_iters)
+            few = "" if is_enough else ", too few to learn much: give it more minutes"
+            self.dist.print0(f"max_minutes leaves time for about {max_iters:,} steps{few}")
+        return replace(
+            wanted,
+            max_iters=max_iters,
+            warmup_iters=min(wanted.warmup_iters, math.ceil(max_iters * WARMUP_SHARE)),
+            lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
+        )
 
     def stop_on_signal(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items until a signal comes.
@@ -238,69 +267,15 @@ class Schedule:
         return self.lr_decay_iters or self.max_iters
 
     def warnings(self) -> list[str]:
-        """Return a line for each pair of settings that contradict each other."""
-        found = []
+        """Return a line if the warm-up is longer than the run."""
         last = min(self.max_iters, self.end)
-        if self.decay_lr and self.warmup_iters >= last > 0:
-            name = "max_iters" if last == self.max_iters else "lr_decay_iters"
-            found.append(
-                f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up "
-                f"never reaches learning_rate={self.learning_rate:g}; try "
-                f"--warmup_iters={last // 10}"
-            )
-        if self.decay_lr and self.min_lr is not None and self.min_lr > self.learning_rate:
-            found.append(
-                f"min_lr={self.min_lr:g} is above learning_rate={self.learning_rate:g}: "
-                "the rate rises"
-            )
-        return found
-
-
-WARMUP_SHARE = 0.1  # of the steps warm the learning rate up at most
-FEW_STEPS = 50  # below which a user is told that the minutes are too few
-PLANS = 40  # how often the steps are planned, evenly spread over the run
-
-
-class TimeBudget:
-    """Fits a new run into max_minutes from its start: max_iters, and what is longer in the
-    schedule.
-
-    The schedule ends with max_iters, so it ends on time. Ranks plan together. A run that would end
-    earlier by itself keeps its schedule. Without max_minutes nothing changes.
-    """
-
-    def __init__(self, config: StopSettings, started: float, dist: DistContext) -> None:
-        """started: when the clock began."""
-        self.wanted = config.schedule()
-        self.eval_interval = config.eval_interval
-        self.ends_at = started + (60 * config.max_minutes or math.inf)
-        self.dist = dist
-        self._next_step = 1  # at which the steps are planned
-
-    def replan(self, schedule: Schedule, step: int, done: int, timer: StepTimer) -> Schedule:
-        """Return the schedule that fits after `step` steps: planned PLANS times, from the `done`
-        steps of this process.
-        """
-        if self.ends_at == math.inf or step < self._next_step:
-            return schedule
-        wanted = self.wanted
-        step_s = self.dist.max(timer.train_s() / done)
-        eval_s = self.dist.max(sum(timer.last_s.values()))
-        left_s = -self.dist.max(time.perf_counter() - self.ends_at)  # the least of all ranks
-        # The last evaluation comes after the steps, the others between them.
-        fit = int((left_s - eval_s) / (step_s + eval_s / self.eval_interval))
-        max_iters = min(wanted.max_iters, step + max(0, fit))
-        self._next_step = step + max(1, max_iters // PLANS)
-        if done == 1:
-            is_enough = max_iters >= min(FEW_STEPS, wanted.max_iters)
-            few = "" if is_enough else ", too few to learn much: give it more minutes"
-            self.dist.print0(f"max_minutes leaves time for about {max_iters:,} steps{few}")
-        return replace(
-            wanted,
-            max_iters=max_iters,
-            warmup_iters=min(wanted.warmup_iters, math.ceil(max_iters * WARMUP_SHARE)),
-            lr_decay_iters=min(wanted.lr_decay_iters, max_iters),
-        )
+        if not self.decay_lr or not self.warmup_iters >= last > 0:
+            return []
+        name = "max_iters" if last == self.max_iters else "lr_decay_iters"
+        return [
+            f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up never "
+            f"reaches learning_rate={self.learning_rate:g}; try --warmup_iters={last // 10}"
+        ]
 
 
 # ---- where its time goes -------------------------------------------------------------------------
@@ -321,6 +296,7 @@ class StepTimer:
 
     Its clock is read when the device has finished what is queued, and stands still while
     torch.compile compiles. What the blocks of `timed` take is not of the steps, also if they raise.
+    Steps are timed from when it is made.
     """
 
     def __init__(self, device: torch.device, compile_s: Callable[[], float] = lambda: 0.0) -> None:
@@ -333,10 +309,6 @@ class StepTimer:
         self._started_at = self._now()
         self.window_ended_s = 0.0  # training time at the end of the last window
         self._window_wait_s = 0.0  # wait for data by then
-
-    def start(self) -> None:
-        """Count the time of the steps from now on."""
-        self._started_at = self._now()
 
     def _now(self) -> float:
         from deskgpt.device import synchronize

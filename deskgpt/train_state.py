@@ -75,7 +75,7 @@ class SpikeDetector:
 
 
 # What a checkpoint keeps in a form or a place of its own, or not at all. It keeps all other fields.
-KEPT_ELSEWHERE = {"settings", "model", "optimizer", "scaler", "variant", "batching", "schedule"}
+KEPT_ELSEWHERE = {"settings", "model", "optimizer", "scaler", "compute", "batching", "schedule"}
 KEPT_ELSEWHERE |= {"rate", "data", "dist", "metadata", "wandb_run_id", "first_step", "step"}
 KEPT_ELSEWHERE |= {"row0", "evaluations", "spikes", "_extra", "_saved_extra"}
 # In the metadata of a checkpoint: those of its steps, by which a resumed run is compared.
@@ -98,7 +98,7 @@ class TrainState:
     model: GPT
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    variant: ComputeMode
+    compute: ComputeMode
     batching: BatchSplit
     schedule: Schedule
     rate: Callable[[Schedule, int], float]  # the learning rate of a schedule at a step
@@ -123,7 +123,7 @@ class TrainState:
         self.metadata = (
             self.data.metadata
             | self.data.eval_metadata(self.batching)
-            | code_versions(self.variant, self.dist.device)
+            | code_versions(self.compute, self.dist.device)
         )
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -251,7 +251,7 @@ class TrainState:
             tokenizer=self.data.tokenizer,
             chat=self.data.chat,
             # As saved_compute reads it
-            variant=asdict(self.variant) | {"device": self.dist.device.type},
+            variant=asdict(self.compute) | {"device": self.dist.device.type},
             wandb_run_id=self.wandb_run_id,
             progress={
                 **{name: getattr(self, name) for name in self._plain_fields()},

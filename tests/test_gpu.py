@@ -133,13 +133,13 @@ def test_compiled_run_takes_the_steps_of_the_uncompiled_one(recompute, settings,
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_variant_computes_what_eager_float32_does(compiled, dtype, settings):
-    variant = ComputeMode(dtype, compiled)
-    if compiled and variant.dtype == "bfloat16":
-        variant = replace(variant, residual_dtype="bfloat16")
+    compute = ComputeMode(dtype, compiled)
+    if compiled and compute.dtype == "bfloat16":
+        compute = replace(compute, residual_dtype="bfloat16")
     config = GPTConfig(**GPT2, **settings)
     model = make(config).to(DEVICE)
     idx, targets = batch(config)
-    assert check_model(model, variant, idx, targets, train.forward_backward) == []
+    assert check_model(model, compute, idx, targets, train.forward_backward) == []
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -308,17 +308,17 @@ def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, cha
 def test_predicted_total_is_what_cuda_allocates(dtype, settings):
     small: dict[str, Any] = {"n_layer": 2, "n_head": 1, "n_embd": 64, "block_size": 128}
     config = GPTConfig(**(small if PRETENDED else {}), **settings)
-    variant = ComputeMode(dtype)
-    predicted = StepShape(config, 8, variant, "cuda").peak_bytes
+    compute = ComputeMode(dtype)
+    predicted = StepShape(config, 8, compute, "cuda").peak_bytes
     if predicted > 0.9 * usable_memory_bytes(DEVICE):
         pytest.skip(f"needs {predicted / 2**30:.1f} GiB of the card's memory")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = GPT(config).to(DEVICE)
     optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-    take_step(model, optimizer, variant, batch(config, rows=8))  # makes AdamW's moments
+    take_step(model, optimizer, compute, batch(config, rows=8))  # makes AdamW's moments
     torch.cuda.reset_peak_memory_stats()
-    take_step(model, optimizer, variant, batch(config, rows=8))
+    take_step(model, optimizer, compute, batch(config, rows=8))
     allocated = torch.cuda.max_memory_allocated() - before
     assert 0.9 * allocated < predicted < 1.1 * allocated
 

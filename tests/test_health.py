@@ -29,7 +29,6 @@ from configurator import read_settings
 from data.batches import Split
 from deskgpt import loss_bands
 from deskgpt.checkpoint import load_checkpoint
-from deskgpt.distributed import gradient_norms
 from deskgpt.loss_bands import band_sentence
 from deskgpt.monitor import LossMonitor
 from deskgpt.stopping import EvalRecord, without_improvement
@@ -83,12 +82,6 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_loss_and_window
     saved = load_checkpoint(tmp_path)
     assert saved.iter_num == 6
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
-
-
-def test_norms_are_those_of_their_parameters_and_0_without_a_gradient():
-    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
-    parameters[0].grad, parameters[2].grad = torch.full((4,), 2.0), torch.ones(4)
-    assert gradient_norms(parameters).tolist() == [4, 0, 2]
 
 
 @pytest.mark.parametrize("first_bad", [0, 5])
@@ -169,6 +162,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert re.search(r"^resume: .* --patience=0$", out, re.M)
 
 
+@pytest.mark.slow
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
@@ -204,17 +198,12 @@ def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(
     data = (start["val_sha256"], start["train_tokens"])
     key = loss_bands.seed_invariant_key(start["settings"], *data)
     losses = {e["iter"]: [e["val_loss"]] * 8 for e in events(out, "eval")}
-    band = json.dumps({"experiment": key, "val_losses": losses})
-    (tmp_path / "tiny.json").write_text(band)
-
-    def sentence(data=data, **changed):
-        return loss_bands.compare_with_bands(start["settings"] | changed, data, {20: 3.0})
-
-    assert sentence(learning_rate=3e-3) == sentence(eval_iters=4) == sentence(("other", 7)) == ""
-    assert sentence().startswith("unusual")
+    (tmp_path / "tiny.json").write_text(json.dumps({"experiment": key, "val_losses": losses}))
     # Of the same batch
     main(replace(c, batch_size=2, gradient_accumulation_steps=2, eval_iters=4))
     assert re.search(r"^as usual: .* at step 20,", capfd.readouterr().out, re.M)
+    main(replace(c, learning_rate=3e-3))  # another experiment
+    assert "usual" not in capfd.readouterr().out
 
 
 def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_of_other_steps():

@@ -41,31 +41,31 @@ SMALL = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=4, n_embd=64,
 GPT2 = GPTConfig(bias=False)
 
 
-def counted_peak(config: GPTConfig, batch_size: int, variant: ComputeMode) -> int:
+def counted_peak(config: GPTConfig, batch_size: int, compute: ComputeMode) -> int:
     """Return the most bytes that the tensors of a real step on the CPU hold."""
     with Work() as work:
         model = GPT(config)
         optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.95), 0.95)
-        apply_compute(model, variant)
+        apply_compute(model, compute)
         batch = tuple(torch.zeros(2, batch_size, config.block_size, dtype=torch.int64))
-        take_step(model, optimizer, variant, batch)  # makes what the optimizer keeps
+        take_step(model, optimizer, compute, batch)  # makes what the optimizer keeps
         work.peak = work.alive
-        take_step(model, optimizer, variant, batch)
+        take_step(model, optimizer, compute, batch)
     return work.peak
 
 
 @pytest.mark.parametrize(
-    ("config", "variant", "chunk"),  # tokens of the loss at once, all or some
+    ("config", "compute", "chunk"),  # tokens of the loss at once, all or some
     [
         (replace(SMALL, dropout=0.2), ComputeMode("float16"), 128),
         (replace(SMALL, block_size=128), ComputeMode(recompute="full"), 128),
         (replace(SMALL, **MODERN_SETTINGS), ComputeMode(), 512),
     ],
 )
-def test_prediction_is_within_a_tenth_of_a_real_step(config, variant, chunk, monkeypatch):
+def test_prediction_is_within_a_tenth_of_a_real_step(config, compute, chunk, monkeypatch):
     monkeypatch.setattr(kernels, "LOGITS_ON_CPU", chunk * config.vocab_size)
-    predicted = StepShape(config, 4, variant, "cpu").peak_bytes
-    assert predicted == pytest.approx(counted_peak(config, 4, variant), rel=0.1)
+    predicted = StepShape(config, 4, compute, "cpu").peak_bytes
+    assert predicted == pytest.approx(counted_peak(config, 4, compute), rel=0.1)
 
 
 # ---- what fits -----------------------------------------------------------------------------------
@@ -107,15 +107,15 @@ def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, cost, expect
 def test_card_computes_the_fewest_chunks_of_the_loss_that_fit_and_a_cpu_asks_for_none():
     step = StepShape(replace(GPT2, n_layer=1), 16, COMPILED, "cuda")
     chunks = (1, 2, 4, 8)
-    variants = [replace(COMPILED, loss_chunks=n) for n in chunks]
-    sizes = [replace(step, variant=variant).peak_bytes for variant in variants]
+    modes = [replace(COMPILED, loss_chunks=n) for n in chunks]
+    sizes = [replace(step, compute=compute).peak_bytes for compute in modes]
     assert sizes == sorted(sizes, reverse=True)
     for n, size in zip(chunks, sizes, strict=True):
-        assert with_fewest_chunks(step, size).variant.loss_chunks == n
-        assert with_fewest_chunks(step, size - 1).variant.loss_chunks == min(2 * n, 8)
+        assert with_fewest_chunks(step, size).compute.loss_chunks == n
+        assert with_fewest_chunks(step, size - 1).compute.loss_chunks == min(2 * n, 8)
     # In chunks, before it takes a smaller micro-batch.
     assert largest_batch(step, 16, sizes[2]) == 16
-    assert with_fewest_chunks(replace(step, device_type="cpu"), 0).variant == COMPILED
+    assert with_fewest_chunks(replace(step, device_type="cpu"), 0).compute == COMPILED
 
 
 def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run_no_fewer(

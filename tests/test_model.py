@@ -196,15 +196,12 @@ def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
     assert not chosen(compile="auto", earlier=eager).compiled
     found = chosen(earlier=saved_compute(earlier, CUDA))
     assert found == ComputeMode("float32", True, cuda_graph=True)
-    # As b3fc854 wrote it
-    old = {"dtype": "bfloat16", "compiled": False, "attention": "kernels", "device": "cpu"}
-    assert saved_compute(old, CPU) == {"dtype": "bfloat16", "compiled": False, "cpu_kernels": True}
     for useless in (earlier, None, {"dtype": "int4", "compiled": 1}):
         assert saved_compute(useless, CPU) == {}
 
 
 @pytest.mark.parametrize("residual", ["float32", "bfloat16"])
-def test_variant_is_what_the_model_computes_in(residual):
+def test_compute_mode_is_what_the_model_computes_in(residual):
     model = make(replace(SMALL, n_layer=1))
     apply_compute(model, ComputeMode("bfloat16", residual_dtype=residual))
     seen = []
@@ -245,9 +242,9 @@ def test_gcc_is_called_without_the_copies_that_it_gets_wrong_before_version_14(
 # ---- checked -------------------------------------------------------------------------------------
 
 
-def problems_of(model: GPT, variant: ComputeMode | None = None) -> list[str]:
+def problems_of(model: GPT, compute: ComputeMode | None = None) -> list[str]:
     idx = tokens(2, 33)
-    mode = variant or ComputeMode()
+    mode = compute or ComputeMode()
     return check_model(model, mode, idx[:, :-1], idx[:, 1:], forward_backward)
 
 
@@ -277,8 +274,8 @@ def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
     model = make(config)
     kernels = cpu_kernels.is_supported_platform() and dtype != "float16"
     residual = "bfloat16" if dtype == "bfloat16" else "float32"
-    variant = ComputeMode(dtype, cpu_kernels=kernels, residual_dtype=residual)
-    assert problems_of(model, variant) == []
+    compute = ComputeMode(dtype, cpu_kernels=kernels, residual_dtype=residual)
+    assert problems_of(model, compute) == []
     assert_equal(dict(model.state_dict()), dict(make(config).state_dict()))  # as before
     assert model.training
     assert all(p.grad is None for p in model.parameters())

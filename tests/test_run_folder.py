@@ -223,7 +223,7 @@ def test_log_continues_after_a_torn_line_and_a_full_disk_and_if_it_was_moved_awa
 def test_untrusted_log_that_is_a_link_writes_nowhere_else(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "log.jsonl").symlink_to(tmp_path / "mine")
-    with raises_one_line(tmp_path / "log.jsonl", "link", "another folder", kind=OSError):
+    with raises_one_line(tmp_path / "log.jsonl", "link", kind=OSError):
         RunLog(tmp_path / "log.jsonl")
     assert (tmp_path / "mine").read_text() == "precious"
 
@@ -239,15 +239,13 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
 
 
 @pytest.mark.slow
-def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch, capsys):
+def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     for settings in ({"max_iters": 3}, {"init_from": "resume"}):
         main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
     run_id = load_checkpoint(tmp_path / "out").wandb_run_id
     assert run_id
-    # And a copy of it would, too.
-    assert capsys.readouterr().out.count(f"steps that run {run_id} has") == 1
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"))) == 2
 

@@ -19,9 +19,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from conftest import ROOT, TINY, assert_equal, events, raises_one_line, tiny, trajectory, weights
+from conftest import (
+    ROOT,
+    assert_equal,
+    events,
+    logged,
+    raises_one_line,
+    tiny,
+    trajectory,
+    weights,
+)
 from gloo import resumed, run
-from test_loop import plain_loop
+from plain_loop import plain_loop
 from tiny_models import make, tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -30,10 +39,9 @@ import model as definition
 import train
 from deskgpt import kernels
 from deskgpt.check_model import check_model
-from deskgpt.checkpoint import load_checkpoint, save_checkpoint
+from deskgpt.checkpoint import load_checkpoint
 from deskgpt.compute import ComputeMode, apply_compute, autocast
 from deskgpt.monitor import LossMonitor
-from deskgpt.optim import keep_rates_of_groups
 from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
@@ -44,14 +52,26 @@ SOURCE = (ROOT / "train.py").read_text(encoding="utf-8")
 # ---- a changed model -----------------------------------------------------------------------------
 
 
-def with_counter_and_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop whole positions by a generator of numpy that the model owns: more, the more passes it
-    has counted.
-    """
-    init, forward = Transformer.__init__, Transformer.forward
+def extend(
+    monkeypatch: pytest.MonkeyPatch, cls: type, more: Callable[[Any, GPTConfig], None]
+) -> None:
+    """Let more(self, config) follow the class's own __init__."""
+    init = cls.__init__  # type: ignore[misc]
+
+    def extended(self: Any, config: GPTConfig) -> None:
+        init(self, config)
+        more(self, config)
+
+    monkeypatch.setattr(cls, "__init__", extended)
+
+
+def test_model_with_a_state_that_every_pass_moves_trains_as_a_plain_loop_trains_it(
+    chars, tmp_path, monkeypatch, capsys
+):
+    """It drops whole positions by a generator of numpy: more, the more passes it has counted."""
+    forward = Transformer.forward
 
     def with_generator(self: Any, config: GPTConfig) -> None:
-        init(self, config)
         self.generator = np.random.default_rng(0)
         self.passes = 0
 
@@ -60,54 +80,16 @@ def with_counter_and_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.training:
             return x
         self.passes += 1
-        return (
-            x * torch.from_numpy(self.generator.random(idx.size(1)) > 0.05 * self.passes)[:, None]
-        )
+        kept = self.generator.random(idx.size(1)) > 0.05 * self.passes
+        return x * torch.from_numpy(kept)[:, None]
 
-    monkeypatch.setattr(Transformer, "__init__", with_generator)
+    extend(monkeypatch, Transformer, with_generator)
     monkeypatch.setattr(Transformer, "forward", dropping)
-
-
-GLOBAL: dict[str, Any] = {}
-
-
-def with_globals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention reads which document a token belongs to (token 3 is rare), and a window that
-    narrows.
-    """
-    forward = Transformer.forward
-
-    def with_documents(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
-        GLOBAL["passes"] = GLOBAL.get("passes", 0) + self.training
-        GLOBAL["window"] = 4 if GLOBAL["passes"] >= 6 else 100
-        GLOBAL["documents"] = (idx == 3).cumsum(1)
-        return forward(self, idx, cache)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
-        distance = context.positions[:, None] - context.key_positions
-        is_near = (distance >= 0) & (distance < GLOBAL["window"])
-        documents = GLOBAL["documents"]
-        mask = is_near & (documents[:, None, :, None] == documents[:, None, None, :])
-        scores = q @ k.mT * q.size(-1) ** -0.5
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-
-    monkeypatch.setattr(Transformer, "forward", with_documents)
-    monkeypatch.setattr(definition, "attention", attention)
-
-
-@pytest.mark.parametrize("change", [with_counter_and_numpy, with_globals], ids=lambda f: f.__name__)
-def test_changed_model_trains_as_a_plain_loop_trains_it(
-    change, chars, tmp_path, monkeypatch, capsys
-):
-    """It keeps a state that every pass moves."""
-    change(monkeypatch)
-    GLOBAL.clear()
     c = tiny(chars, tmp_path, gradient_accumulation_steps=2, max_iters=5)
     main(c)
     assert not re.search("warning|disagrees|wrong", capsys.readouterr().out)
-    GLOBAL.clear()
     expected, losses, _ = plain_loop(c, load_checkpoint(tmp_path).model_args["vocab_size"])
-    assert [e["loss"] for e in events(tmp_path, "iter")] == pytest.approx(losses, rel=1e-5)
+    assert logged(tmp_path, "iter", "loss") == pytest.approx(losses, rel=1e-5)
     for name, w in weights(tmp_path).items():
         assert (w - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
 
@@ -166,23 +148,19 @@ def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compile
     assert counter.frame_count < 12  # although it counts its passes
 
 
+GLOBAL: dict[str, Any] = {}
+
+
 def by_number_of_the_layer(self: Any, x: Tensor, context: Any) -> Tensor:
     GLOBAL["layer"] = GLOBAL.get("layer", 0) + 1
     return x + self.mlp(self.ln_2(x), context) * (1 + GLOBAL["layer"] % 2)
-
-
-def by_a_generator_of_its_own(self: Any, x: Tensor, context: Any) -> Tensor:
-    noise = torch.randn(x.shape, generator=GLOBAL.setdefault("generator", torch.Generator()))
-    return x + self.mlp(self.ln_2(x) + noise, context)
 
 
 def by_numpys_numbers(self: Any, x: Tensor, context: Any) -> Tensor:
     return x + self.mlp(self.ln_2(x), context) if np.random.rand() < 0.5 else x
 
 
-@pytest.mark.parametrize(
-    "forward", [by_number_of_the_layer, by_a_generator_of_its_own, by_numpys_numbers]
-)
+@pytest.mark.parametrize("forward", [by_number_of_the_layer, by_numpys_numbers])
 def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_refused(
     forward, chars, tmp_path, monkeypatch
 ):
@@ -194,29 +172,27 @@ def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_
         main(tiny(chars, tmp_path / "full", max_iters=2, activation_checkpoint="full"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
     """The first token decides which; the loss is computed in chunks."""
-    init, forward = Transformer.__init__, Transformer.forward
+    forward = Transformer.forward
 
     def with_experts(self: Any, config: GPTConfig) -> None:
-        init(self, config)
         self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(3))
 
     def routed(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
         x = forward(self, idx, cache)
         return x + self.experts[int(idx[0, 0]) % 3](x)
 
-    monkeypatch.setattr(Transformer, "__init__", with_experts)
+    extend(monkeypatch, Transformer, with_experts)
     monkeypatch.setattr(Transformer, "forward", routed)
     monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1000)
     losses = []
     for ranks in (1, 2):
-        run(
-            ranks,
-            tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3),
-        )
-        losses.append([e["loss"] for e in events(tmp_path / str(ranks), "iter")])
+        c = tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3)
+        run(ranks, c)
+        losses.append(logged(tmp_path / str(ranks), "iter", "loss"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -234,13 +210,10 @@ def with_a_head_for_a_further_loss(self: Any, idx: Tensor, targets: Any = None) 
 def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
     chars, tmp_path, monkeypatch, capsys
 ):
-    init = GPT.__init__
-
     def with_head(self: Any, config: GPTConfig) -> None:
-        init(self, config)
         self.head = nn.Linear(config.n_embd, 2)
 
-    monkeypatch.setattr(GPT, "__init__", with_head)
+    extend(monkeypatch, GPT, with_head)
     monkeypatch.setattr(GPT, "forward", with_a_head_for_a_further_loss)
     for dry_run in (False, True):
         main_that_fits(tiny(chars, tmp_path, dry_run=dry_run, max_iters=1))
@@ -266,34 +239,31 @@ def other_tokens(self: GPT, x: Tensor) -> Tensor:
     return self.lm_head(x + x.roll(1, -2))
 
 
-class KeepsAList(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        self.seen = [*getattr(self, "seen", []), 1]
-
-
-def with_a_list(config: TrainConfig, model: GPT, dtype: str = "float32") -> torch.optim.Optimizer:
-    return KeepsAList(model.parameters(), config.learning_rate)
+def with_a_list(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
+    optimizer.seen = []  # type: ignore[attr-defined]
+    return optimizer
 
 
 @pytest.mark.parametrize(
-    ("changed", "change", "named", "trains"),
+    ("changed", "change", "named"),
     [
-        ("model.GPT.forward", returning(lambda loss: loss), ["tensor(", "(None, loss)"], False),
-        ("model.GPT.forward", returning(lambda loss: {"loss": loss}), ["'loss': tensor"], False),
-        ("model.GPT.forward", returning(lambda loss: (None, loss, {"aux": 0.0})), ["aux"], False),
-        ("model.GPT.forward", returning(lambda loss: (None, loss, {"lr": loss})), ["'lr'"], False),
-        ("train.build_optimizer", with_a_list, ["KeepsAList", "seen"], False),
-        ("model.Transformer.forward", mean_in_training, ["in training tokens see later"], True),
-        ("model.GPT.logits", other_tokens, ["GPT.logits of one token alone"], True),
+        ("model.GPT.forward", returning(lambda loss: loss), ["tensor(", "(None, loss)"]),
+        ("model.GPT.forward", returning(lambda loss: {"loss": loss}), ["'loss': tensor"]),
+        ("model.GPT.forward", returning(lambda loss: (None, loss, {"aux": 0.0})), ["aux"]),
+        ("model.GPT.forward", returning(lambda loss: (None, loss, {"lr": loss})), ["'lr'"]),
+        ("train.build_optimizer", with_a_list, ["SGD", "seen"]),
+        ("model.Transformer.forward", mean_in_training, ["in training tokens see later"]),
+        ("model.GPT.logits", other_tokens, ["GPT.logits of one token alone"]),
     ],
     ids=["alone", "dict", "number", "lr", "list", "mean", "logits"],
 )
 def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
-    changed, change, named, trains, chars, tmp_path, monkeypatch
+    changed, change, named, chars, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(changed, change)
-    for dry_run in (True,) if trains else (True, False):
+    is_checked_only = change in (mean_in_training, other_tokens)
+    for dry_run in (True,) if is_checked_only else (True, False):
         with raises_one_line(*named):
             main_that_fits(tiny(chars, tmp_path / str(dry_run), dry_run=dry_run, max_iters=2))
 
@@ -315,16 +285,14 @@ def test_loss_is_checked_in_chunks_at_any_size(monkeypatch):
 def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_refused(
     chars, tmp_path, monkeypatch
 ):
-    init = Transformer.__init__
     gains: list[Tensor] = []
 
     def without_wpe(self: Any, config: GPTConfig) -> None:
-        init(self, config)
         del self.wpe
         for gain in gains:
             self.gain = nn.Parameter(gain)
 
-    monkeypatch.setattr(Transformer, "__init__", without_wpe)
+    extend(monkeypatch, Transformer, without_wpe)
     monkeypatch.setattr(Transformer, "forward", lambda self, idx: self.ln_f(self.wte(idx)))
     main(tiny(chars, tmp_path, max_iters=1))
     gains.append(torch.ones(3, dtype=torch.complex64))
@@ -349,9 +317,7 @@ def edited_train(
 
 
 def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> Any:
-    module.main(
-        module.TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
-    )
+    module.main(tiny(data, out_dir, **settings))
     return trajectory(out_dir), events(out_dir, "bad_step")
 
 
@@ -363,7 +329,7 @@ def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, mo
     assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
 
 
-def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(
+def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
     chars, tmp_path, monkeypatch
 ):
     """The second step has a NaN, whose batch is reported, too."""
@@ -382,13 +348,10 @@ def test_swapped_lines_of_the_log_block_put_no_figure_into_another_step(
     settings = {"max_iters": 4, "eval_interval": 2}
     usual = run_of(train, chars, tmp_path / "usual", **settings)
     assert usual[1][0]["iter"] == 1
-    for i, j in ((0, 1), (1, 2), (2, 3), (3, 4), (1, 4)):
-        swapped = list(lines)
-        swapped[i], swapped[j] = lines[j], lines[i]
-        module = edited_train(monkeypatch, "".join(lines), "".join(swapped))
-        calls = []
-        found = run_of(module, chars, tmp_path / f"{i}{j}", **settings)
-        assert repr(found) == repr(usual), (lines[i], lines[j])  # as texts, in which NaN equals NaN
+    module = edited_train(monkeypatch, "".join(lines), "".join(reversed(lines)))
+    calls = []
+    found = run_of(module, chars, tmp_path / "reversed", **settings)
+    assert repr(found) == repr(usual)  # as texts, in which NaN equals NaN
 
 
 def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
@@ -439,8 +402,6 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
         assert all(bias == own * matrix for matrix, bias in shares)
         shares.clear()
     assert weights(tmp_path / "0.0")["transformer.ln_f.weight"].eq(1).all()
-    with raises_one_line("lr=0.1", "learning_rate=0"):
-        keep_rates_of_groups(torch.optim.SGD([{"params": [torch.ones(1)], "lr": 0.1}], lr=1.0), 0.0)
 
 
 def test_scheduler_of_torch_has_a_line_since_the_loop_sets_the_rates(
@@ -474,21 +435,25 @@ def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_wi
 
 
 @pytest.mark.parametrize(
-    "read", ["[*loader.step(step), *loader.step(step)]", "[next(loader.step(step))]"]
+    ("old", "new", "named"),
+    [
+        ("in loader.step(step)", "in [*loader.step(step), *loader.step(step)]", "--gradient_acc"),
+        ("in loader.step(step)", "in [next(loader.step(step))]", "--gradient_acc"),
+        ("**loss_sums,", "**loss_sums, time_ms=0.5", "logger.step(time_ms=...)"),
+        ("**loss_sums,", "**loss_sums, shares=torch.ones(3)", "logger.step(shares=...)"),
+    ],
+    ids=["twice", "not whole", "taken name", "three numbers"],
 )
-def test_step_that_is_not_read_whole_and_once_is_refused(read, chars, tmp_path, monkeypatch):
-    module = edited_train(monkeypatch, "in loader.step(step):", f"in {read}:")
-    with raises_one_line("step", "--gradient_accumulation_steps"):
+def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
+    old, new, named, chars, tmp_path, monkeypatch
+):
+    module = edited_train(monkeypatch, old, new)
+    with raises_one_line(named):
         run_of(module, chars, tmp_path, max_iters=3, gradient_accumulation_steps=2)
 
 
-SMALLEST: dict[str, Any] = {
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 8,
-    "vocab_size": 32,
-}
+SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
+SMALLEST |= {"vocab_size": 32}
 # A choice of a Literal, and what must not take a new one for its last branch.
 NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("position", GPT),
@@ -516,16 +481,6 @@ def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, co
         compute(config)
 
 
-def test_number_with_a_name_that_the_log_has_is_refused_by_name(chars, tmp_path, monkeypatch):
-    for name in ("time_ms", "tokens", "iter"):
-        module = edited_train(monkeypatch, "**loss_sums,", f"**loss_sums, {name}=0.5")
-        with raises_one_line(f"logger.step({name}=...)", "another name"):
-            run_of(module, chars, tmp_path / name, max_iters=1)
-    module = edited_train(monkeypatch, "**loss_sums,", "**loss_sums, shares=torch.ones(3)")
-    with raises_one_line("logger.step(shares=...)", "3 numbers"):
-        run_of(module, chars, tmp_path / "shares", max_iters=1)
-
-
 def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch):
     lbfgs = torch.optim.LBFGS
     monkeypatch.setattr(train, "build_optimizer", lambda c, model, dtype: lbfgs(model.parameters()))
@@ -547,11 +502,8 @@ def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch)
     assert GPTConfig(**SMALLEST).as_args() == saved[1]
     # Which has no other schedule and optimizer.
     nanogpts = known_settings(TrainConfig, {"learning_rate": 1e-3})
-    assert (nanogpts["norm"], nanogpts["optimizer"], nanogpts["lr_schedule"]) == (
-        "layer",
-        "adamw",
-        "cosine",
-    )
+    found = [nanogpts[name] for name in ("norm", "optimizer", "lr_schedule")]
+    assert found == ["layer", "adamw", "cosine"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -578,40 +530,12 @@ def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
     main(tiny(chars, tmp_path, max_iters=2))
     main(resumed(tmp_path))
     assert found == [12]
-    saved = load_checkpoint(tmp_path)
-    damaged = (saved.progress or {}) | {"tokens_seen": "many"}
-    save_checkpoint(dataclasses.replace(saved, progress=damaged), tmp_path, best=False)
-    with raises_one_line("damaged"):
-        main(resumed(tmp_path))
 
 
 # Each setting is of learning unless deskgpt/resume.py lists it. Whoever adds one decides, and
 # writes it here or there.
-OF_LEARNING = {
-    *(
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "block_size",
-        "dropout",
-        "bias",
-        "position",
-        "norm",
-        "qk_norm",
-        "embedding_norm",
-    ),
-    *(
-        "activation",
-        "tie_weights",
-        "zero_init",
-        "token_shift",
-        "optimizer",
-        "weight_decay",
-        "beta1",
-        "beta2",
-    ),
-    *("momentum", "grad_clip", "seed", *SCHEDULE),
-}
+OF_LEARNING = {f.name for f in dataclasses.fields(definition.ModelSettings)} | {*SCHEDULE}
+OF_LEARNING |= {"optimizer", "weight_decay", "beta1", "beta2", "momentum", "grad_clip", "seed"}
 
 
 def test_each_setting_is_of_learning_or_listed_as_one_that_is_not():

@@ -47,12 +47,12 @@ def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
 def take_step(
     model: GPT,
     optimizer: torch.optim.Optimizer,
-    variant: ComputeMode,
+    compute: ComputeMode,
     batch: tuple[torch.Tensor, ...],
 ) -> None:
     """Take an optimizer step of two micro-batches, of which the second adds to gradients."""
     for _ in range(2):
-        with autocast(batch[0].device, variant.dtype, cached=variant.recompute == "none"):
+        with autocast(batch[0].device, compute.dtype, cached=compute.recompute == "none"):
             loss = model(*batch)[1]
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

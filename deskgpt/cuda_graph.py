@@ -1,0 +1,252 @@
+"""A CUDA graph: a pass is recorded once, and from then on replayed by one call.
+
+Imported by runs that record (deskgpt/compute.py decides), and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from deskgpt.errors import reason
+from deskgpt.pass_facts import Facts, Pass, generator_states, hooks_of, noticed_waits
+
+MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
+GENERATOR = "a generator on the CPU: Python's, NumPy's or torch's"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a graph reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Any]  # in the order of the arguments
+    kinds: list[Any]  # of the arguments
+    outputs: dict[str, Tensor]
+    gradients: list[tuple[nn.Parameter, Tensor]]  # with the memory to which the graph adds
+    facts: Facts  # what the pass may have read
+
+
+class CudaGraph:
+    """A pass that is recorded once and then replayed: its kernels are queued by one call.
+
+    Call it as the pass itself. On a fast card the CPU needs longer to queue the kernels of a small
+    model than the card needs to run them. A graph replays the same kernels on the same memory, so
+    it is for a pass whose Python code changes nothing and reads nothing that changes:
+
+    - The first passes run without a graph, and are observed. If one changes an attribute of a
+      module or a global of model.py, draws from a generator on the CPU, waits for the card or
+      calls hooks, no graph is recorded, and one line says why.
+    - The pass that is recorded is one of the run: its Python code runs once, and so do its
+      kernels, in a first replay.
+    - Before each replay, what the recorded pass may have read is compared: attributes, globals,
+      training mode, which parameters are trained, shapes. After a change one pass runs without a
+      graph, and the next one is recorded anew.
+
+    Random numbers go on: torch hands the seed of its CUDA generator to each replay. All of it is
+    on the run's own stream, since CUDA's default stream cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        run: Pass,
+        model: nn.Module,
+        *,
+        enabled: bool = True,
+        eager_calls: int = 2,
+        shares_memory_with: CudaGraph | None = None,
+        on_refusal: Callable[[str], object] = print,
+    ) -> None:
+        """run takes tensors, and numbers, which a replay hands over as tensors; it returns tensors
+        by name, without a graph of autograd, which are overwritten by the next call. It may add to
+        the gradients of the model.
+
+        eager_calls: before the recording, for what torch sets up at first. shares_memory_with:
+        another pass, whose results are no longer needed when this one runs; the memory of both is
+        freed together. on_refusal is told why there is no graph any more.
+        """
+        self.run = run
+        self.model = model
+        self.enabled = enabled
+        self.on_refusal = on_refusal
+        # Of memory
+        self.memory_group: list[CudaGraph] = (
+            shares_memory_with.memory_group if shares_memory_with else []
+        )
+        self.memory_group.append(self)
+        self.recordings = 0
+        self.drops = 0  # recordings that this pass has made worthless
+        self._eager_calls = eager_calls  # to come before the next recording
+        self._recording: Recording | None = None
+
+    def __call__(self, *args: Any) -> dict[str, Tensor]:
+        if not self.enabled or exchanges_gradients(self.run):
+            return self.run(*args)
+        recording = self._recording
+        if recording is not None:
+            change = "the shape or value of an argument"
+            if recording.kinds == [kind_of(value) for value in args]:
+                change = recording.facts.first_change()
+            if not change:
+                return self._replay(recording, args)
+            self.drop(f"{change} changes")
+        if not self.enabled:
+            return self.run(*args)
+        return self._observed(args) if self._eager_calls else self._record(args)
+
+    def drop(self, why: str) -> None:
+        """Free the graph and its memory, to be recorded anew a few times."""
+        if not any(other._recording for other in self.memory_group):
+            return
+        for other in self.memory_group:
+            other._recording = None
+            # What has changed may be compiled anew, and cannot be recorded.
+            other._eager_calls = max(other._eager_calls, 1)
+        torch.cuda.empty_cache()
+        self.drops += 1
+        if self.drops == MAX_RECORDINGS:
+            self.refuse(f"{why} again and again")
+
+    def refuse(self, why: str) -> None:
+        """Go on without a graph, and say why."""
+        if not self.enabled:
+            return
+        self.enabled = False
+        self.drop(why)
+        self.on_refusal(why)
+
+    # ---- without a graph -------------------------------------------------------------------------
+
+    def _observed(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Run the pass, and refuse a graph if its Python code changes what a replay would not
+        change.
+        """
+        self._eager_calls -= 1
+        facts = Facts(self.run, self.model)
+        waits: list[str] = []
+        # Only the last one before a recording is watched: earlier ones compile, which waits.
+        with nullcontext() if self._eager_calls else noticed_waits(waits):
+            outputs = self.run(*args)
+        changed = facts.first_change()
+        if changed:
+            self.refuse(f"each pass changes {changed}")
+        elif hooks := hooks_of(self.model):
+            self.refuse(f"{hooks[0]} has a hook, whose Python code runs in each pass")
+        elif waits:
+            self.refuse(f"the pass waits for the card, in {waits[0]}")
+        return outputs
+
+    # ---- with a graph ----------------------------------------------------------------------------
+
+    def _record(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """Record the pass, and replay it once: so it has run.
+
+        If it cannot be recorded, run it without a graph.
+        """
+        device = next(self.model.parameters()).device
+        facts = Facts(self.run, self.model)
+        inputs = [static_input(value, device) for value in args]
+        gradients = []
+        without_gradient = [p for p in self.model.parameters() if p.grad is None]
+        if torch.is_grad_enabled():
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                    p.grad = gradient
+                    gradients.append((p, gradient))
+        versions = [gradient._version for _, gradient in gradients]
+        drawn = generator_states()
+        state = torch.cuda.get_rng_state(device)
+
+        graph = torch.cuda.CUDAGraph()
+        why = ""
+        try:
+            # The threads of the loader go on meanwhile: the mode says that their calls are none of
+            # the recording's.
+            stream = torch.cuda.current_stream(device)
+            recordings = [r for r in (other._recording for other in self.memory_group) if r]
+            pool = recordings[0].graph.pool() if recordings else None
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                outputs = self.run(*inputs)
+            if any(p.grad is not gradient for p, gradient in gradients):
+                why = "each pass replaces gradients"
+        except RuntimeError as e:  # it does not fit, waits for the card, or copies from the CPU
+            why = f"the pass cannot be recorded ({reason(e)})"
+        if why:
+            del graph
+            for p, gradient in gradients:
+                p.grad = gradient
+            for p in without_gradient:
+                p.grad = None
+            torch.cuda.set_rng_state(state, device)
+            self.refuse(why)
+            return self.run(*args)
+
+        added = []
+        for (p, gradient), version in zip(gradients, versions, strict=True):
+            if gradient._version != version:
+                added.append((p, gradient))
+            elif any(p is other for other in without_gradient):  # the loss does not depend on it
+                p.grad = None
+        kinds = [kind_of(value) for value in args]
+        self._recording = Recording(graph, inputs, kinds, outputs, added, facts)
+        self.recordings += 1
+        graph.replay()
+        if changed := facts.first_change() or (generator_states() != drawn and GENERATOR):
+            # This replay was right: its numbers are those of the pass that has just been recorded.
+            outputs = {name: value.clone() for name, value in outputs.items()}
+            self.refuse(f"each pass changes {changed}")
+        return outputs
+
+    def _replay(self, recording: Recording, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        fresh = []
+        for p, gradient in recording.gradients:
+            if p.grad is gradient:
+                continue
+            if p.grad is None:  # as after optimizer.zero_grad()
+                fresh.append(gradient)
+            else:
+                gradient.copy_(p.grad)
+            p.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
+        for static, value in zip(recording.inputs, args, strict=True):
+            if isinstance(value, Tensor):
+                static.copy_(value)
+            elif isinstance(static, Tensor):
+                static.fill_(value)
+        recording.graph.replay()
+        return recording.outputs
+
+
+def kind_of(value: Any) -> Any:
+    """Return what must stay the same of an argument: a float is handed to a graph, as tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return float if isinstance(value, float) else value
+
+
+def static_input(value: Any, device: torch.device) -> Any:
+    """Return the memory from which a graph reads an argument: of a tensor, or of a float; anything
+    else as it is.
+    """
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float32, device=device)
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def exchanges_gradients(run: Pass) -> bool:
+    """Return whether DDP would exchange gradients among ranks in this pass, which no graph
+    records.
+    """
+    args = run.args if isinstance(run, functools.partial) else ()
+    return any(getattr(arg, "require_backward_grad_sync", False) for arg in args)
