@@ -161,6 +161,7 @@ from deskgpt.compute import ComputeMode, CudaGraph, autocast, forward_result, se
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
     DistContext,
+    dist_env,
     gradient_norms,
     init_distributed,
     shutdown_distributed,
@@ -564,7 +565,7 @@ def finish(
     Return the best validation loss.
     """
     if stop.reason and monitor.is_healthy():
-        checkpointer.save_if_new(state, logger, is_restarting=stop.smaller is not None)
+        checkpointer.save_if_due(state, logger, is_restarting=stop.smaller is not None)
     if stop.smaller:
         logger.smaller_batch(stop.smaller)
     best_val_loss = logger.end(stop.reason, quiet=stop.smaller is not None)
@@ -591,8 +592,6 @@ def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Except
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keep other runs out of out_dir, if this process is one that writes there."""
-    from deskgpt.launcher import dist_env
-
     reads_only = settings["eval_only"] or settings["dry_run"] or settings["plan_for"]
     if reads_only or dist_env(os.environ).rank > 0:
         return nullcontext()
