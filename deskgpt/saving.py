@@ -86,8 +86,8 @@ class Checkpointer:
     ) -> None:
         """Save the run as it is now, unless its step was saved already. All ranks call this.
 
-        val: an evaluation of this model, which may be the best. save_is_due: False saves after an
-        evaluation only. is_restarting: save untrained weights, too.
+        val: an evaluation of this model, which may be the best. save_is_due: save even if the
+        evaluation does not ask for it. is_restarting: save untrained weights, too.
         """
         with logger.timer.timed("saving"):
             is_best = val is not None and self.is_best(val.loss, state.step)
