@@ -152,6 +152,7 @@ from deskgpt.checkpoint import run_folder
 from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_seed
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import (
+    dist_env,
     gradient_norms,
     init_distributed,
     shutdown_distributed,
@@ -537,7 +538,7 @@ def finish(
     from deskgpt.end_screen import end_run
 
     if stop.reason and monitor.is_healthy():
-        checkpointer.save_if_new(state, logger, is_restarting=stop.smaller is not None)
+        checkpointer.save_if_due(state, logger, is_restarting=stop.smaller is not None)
     best_val_loss = math.inf
     if stop.smaller:
         flags = " ".join(f"--{name}={value}" for name, value in stop.smaller.items())
@@ -568,8 +569,6 @@ def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Except
 
 def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
     """Keep other runs out of out_dir, if this process is one that writes there."""
-    from deskgpt.launcher import dist_env
-
     env = dist_env(os.environ)
     if env.rank > 0 or settings["eval_only"] or settings["dry_run"] or settings["plan_for"]:
         return nullcontext()

@@ -10,8 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,8 @@ class DistContext:
     rank: int = 0
     world: int = 1  # number of ranks
     distributed: bool = False  # started by torchrun, with one rank or several
+    local_rank: int = 0  # among the local_world ranks of this host
+    local_world: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -89,10 +91,33 @@ def agree(dist: DistContext, own: Any, otherwise: Any = None) -> Any:
     everyone = dist.gather(own)
     if otherwise is None:
         return min(everyone)
-    return own if all(theirs == own for theirs in everyone) else otherwise
+    return own if len({*everyone}) == 1 else otherwise
 
 
 # ---- the start ----------------------------------------------------------------------------------
+
+
+def dist_env(environ: Mapping[str, str]) -> DistContext:
+    """Return where torchrun has placed this process, its device not chosen yet.
+
+    Raises ValueError if a variable is missing: the others are then left over from something else.
+    """
+    if not environ.get("RANK"):
+        return ALONE
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise ValueError(
+                f"RANK={environ['RANK']} is set, but {name} is not: unset RANK to train alone; for "
+                "N ranks on this machine: torchrun --standalone --nproc_per_node=N train.py"
+            )
+    return replace(
+        ALONE,
+        rank=int(environ["RANK"]),
+        world=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        local_world=int(environ["LOCAL_WORLD_SIZE"]),
+        distributed=True,
+    )
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
@@ -101,11 +126,9 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     timeout_s: the longest that ranks wait for each other. Raises ValueError if device or backend do
     not fit this machine, OSError if the ranks do not meet.
     """
-    from deskgpt.launcher import dist_env
-
     env = dist_env(os.environ)
     device = resolve_device(device_name, env.local_rank, env.local_world)
-    dist = DistContext(device, env.rank, env.world, env.distributed)
+    dist = replace(env, device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # The default one cannot be recorded as a graph.
@@ -115,55 +138,42 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
     if dist.distributed:
         allow_open_files()  # gloo connects every rank with every other one
-        if backend == "auto":
-            backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":
-            raise ValueError(
-                f"backend=nccl is for CUDA, the device is {device}; try --backend=auto"
-            )
-        if backend == "nccl":
-            backend = "cpu:gloo,cuda:nccl"  # gloo for what the ranks agree on, such as when to stop
-        address = (
-            f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-        )
-        hint = address_hint(os.environ["MASTER_ADDR"])
-        if hint and env.local_rank == 0:  # torch waits in silence, since it may get an address
-            print(f"waiting up to {timeout_s:g} s for the other ranks{hint}", file=sys.stderr)
+            raise ValueError(f"backend=nccl is for CUDA, not for {device}; try --backend=auto")
+        is_gloo = backend == "gloo" or device.type != "cuda"
+        # gloo for what the ranks agree on, such as when to stop
+        backend = "gloo" if is_gloo else "cpu:gloo,cuda:nccl"
+        host = os.environ["MASTER_ADDR"]
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:  # torch waits in silence, since it may get an address
+            if env.local_rank == 0:
+                print(
+                    f"waiting up to {timeout_s:g} s: MASTER_ADDR={host} has no address here; add "
+                    "--local-addr=127.0.0.1 to torchrun if all ranks are on this host, or an "
+                    "address that the others reach",
+                    file=sys.stderr,
+                )
         try:
             torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as e:
             # The port is taken, the host is unknown, or a rank has not come in time.
             why = str(e).splitlines()[0]
             raise OSError(
-                f"cannot meet the other {env.world - 1} ranks at {address}: {why}{hint}; to "
-                "train alone, unset RANK and WORLD_SIZE"
+                f"cannot meet the other {env.world - 1} ranks at {host}:"
+                f"{os.environ['MASTER_PORT']}: {why}; to train alone, unset RANK"
             ) from None
-    if device_name == "auto" and device.type == "cpu" and dist.is_first:
-        reason = unused_gpu()
-        if reason:
-            dist.print0(f"{reason}; training on the CPU")
+    reason = unused_gpu() if device_name == "auto" and device.type == "cpu" else None
+    if reason:
+        dist.print0(f"{reason}; training on the CPU")
     return dist
-
-
-def address_hint(host: str) -> str:
-    """Return what to type if the ranks' meeting place has no address here; "" if it has one."""
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return (
-            f"; MASTER_ADDR={host} has no address here: add --local-addr=127.0.0.1 to torchrun if "
-            "all ranks are on this host, or an address that the others reach"
-        )
-    return ""
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
 def wrap_ddp(model: nn.Module, dist: DistContext) -> nn.Module:
-    """Return the model in DDP, which averages gradients over the ranks; itself without ranks, or if
-    it is sharded.
-    """
+    """Return the model in DDP, which averages gradients; itself without ranks, or if sharded."""
     if not dist.distributed or is_sharded(model):
         return model
     # DDP broadcasts buffers before each forward pass. The rotary table never changes.
@@ -176,9 +186,8 @@ def wrap_ddp(model: nn.Module, dist: DistContext) -> nn.Module:
 
 
 def shutdown_distributed(ddp_model: nn.Module, dist: DistContext) -> None:
-    """End the averaging, then the process group.
-
-    No rank leaves while another works: torchrun would take that for a failure.
+    """End the averaging, then the process group. No rank leaves while another works: torchrun would
+    take that for a failure.
 
     DDP must not be the last to hold the group: freed under Python's lock, it waits for a thread of
     gloo that may want that lock, and the process hangs (pytorch issue 56297).
@@ -197,20 +206,15 @@ def use_up_ddp_warning() -> None:
     """
     some = DDP(nn.LayerNorm(1), find_unused_parameters=True)  # which draws no random numbers
     kept = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        some(torch.ones(1, 1))
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
+    some(torch.ones(1, 1))
+    os.dup2(kept, 2)
+    os.close(kept)
 
 
 def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the norms (parameters,) of all gradients, 0 if there is none; sharded ones count as a
-    whole.
-    """
+    """Return the norms (parameters,) of all gradients, 0 without one; sharded ones as a whole."""
     nothing = torch.zeros((), device=parameters[0].device)
     gradients = [nothing if p.grad is None else local(p.grad) for p in parameters]
     found = torch.stack(list(torch._foreach_norm(gradients)))
@@ -224,15 +228,11 @@ def gradient_norms(parameters: Sequence[Tensor]) -> Tensor:
 
 # ---- sharded weights, as far as a loop sees them -------------------------------------------------
 
-
 # torch.distributed.fsdp takes most of a second to import, so only functions that shard import it.
 
 
 def shards_of(dp_shard: int, world: int) -> int:
-    """Return how many ranks share one copy: dp_shard, or all for -1.
-
-    Raises ValueError if it is no divisor.
-    """
+    """Return how many ranks share one copy: dp_shard, or all for -1. Raises ValueError."""
     n = world if dp_shard == -1 else dp_shard
     if n < 1 or world % n:
         raise ValueError(

@@ -57,21 +57,8 @@ class OneLineParser(argparse.ArgumentParser):
         found = re.search(r"^ {4}(.+)$", doc or "", re.M)
         self.example = f"; for example: {found[1]}" if found else ""
 
-    def print_help(self, file: Any = None) -> None:
-        """Print as argparse does, but raise OSError if that cannot be printed."""
-        print(self.format_help(), end="", file=file)
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message + self.example)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, with the home folder in place of "~", which a shell leaves alone
-        after "--to=".
-        """
-        home = os.path.expanduser("~")
-        words = sys.argv[1:] if args is None else map(str, args)
-        at_home = [re.sub(r"^(--[\w-]+=|)~(?=/|$)", rf"\g<1>{home}", word) for word in words]
-        return super().parse_args(at_home, namespace)
 
 
 @contextmanager
@@ -85,8 +72,6 @@ def one_line_errors(
     remedy to print when memory runs out. output_lasts: continue when nothing can be printed.
     """
     try:
-        if sys.stdout is None and not output_lasts:
-            raise OSError("standard output is closed: print to a file, or to /dev/null")
         with safe_output(output_lasts):
             yield
     except KeyboardInterrupt:
@@ -117,9 +102,8 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     if is_out_of_memory(e):
         return f"out of memory; {if_out_of_memory}"
     if isinstance(e, RuntimeError) and LOST_RANK.search(f"{type(e).__name__} {e}"):
-        why = re.sub(r"^\[\S+\] |\. .*", "", reason(e))  # without gloo's source file and advice
         return (
-            f"lost the other ranks ({why}); the line of the one that ended first says why, "
+            f"lost the other ranks ({reason(e)}); the line of the one that ended first says why, "
             "and one without a line hangs; start the same command again, with --init_from=auto"
         )
     if type(e).__name__ == "CheckpointError":  # torch's, of a pass that is not checked (kernels.py)
@@ -132,10 +116,6 @@ def message_for_user(e: Exception, if_out_of_memory: str) -> str | None:
     # A package, not a module inside one.
     if isinstance(e, ModuleNotFoundError) and e.name and "." not in e.name:
         return f"this needs the package {e.name}, which is not installed: pip install {e.name}"
-    if isinstance(e, ImportError) and not raised_in_our_code(e):
-        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        return f"the package {package} is installed, but cannot be imported: {reason(e)}"
     if isinstance(e, ValueError) and raised_in_our_code(e):
         return str(e)
     return None
@@ -244,7 +224,6 @@ def safe_output(ignore_write_errors: bool = False) -> Iterator[None]:
 
 LONGEST_VALUE = 100  # characters of a value in a message
 LONGEST_REASON = 200  # of a library's error
-DAY_S = 24 * 60 * 60
 
 
 def millions(parameters: int) -> str:
@@ -258,11 +237,9 @@ def in_gib(size: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as 42.0s, 3m07s, 5h02m or, from two days on, 3.4 days."""
+    """Return seconds as 42.0s, 3m07s or 5h02m."""
     if seconds < 60:
         return f"{seconds:.1f}s"
-    if seconds >= 2 * DAY_S:
-        return f"{seconds / DAY_S:,.1f} days"
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes}m{s:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 

@@ -5,12 +5,10 @@ the run before.
 from __future__ import annotations
 
 import math
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -19,8 +17,6 @@ from data.batches import BatchSplit
 from data.dataset import Dataset
 from deskgpt import device as machine
 from deskgpt.checkpoint import (
-    EVAL_WINDOWS,
-    VAL_DATA,
     Checkpoint,
     is_checkpoint,
     load_checkpoint,
@@ -34,7 +30,7 @@ from deskgpt.compute import (
     choose_compute,
     saved_compute,
 )
-from deskgpt.device import git_commit, versions
+from deskgpt.device import code_digest, versions
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import ConfigError, shortened
 from deskgpt.files import note_once, untrusted_settings
@@ -43,14 +39,13 @@ from deskgpt.train_state import LR_HISTORY, TrainState, sample_lrs
 from model import GPT, GPT2_CHOICES, MODERN_CHOICES, GPTConfig, ModelSettings
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
-OF_EVALUATION = {VAL_DATA, EVAL_WINDOWS}
+OF_EVALUATION = {"val data", "windows per evaluation"}
 # In a checkpoint's metadata: a change is printed.
 OF_CODE = ("code", "code_digest", "versions", "device", "variant")
-Rate = Callable[[Schedule, int], float]  # the learning rate at a step
 
 
 class StartSettings(ComputeSettings, Protocol):
-    """What this file reads of train.py's settings, beside what choose_compute reads."""
+    """What this file and saving.py read of train.py's settings beside those of ComputeSettings."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -61,10 +56,6 @@ class StartSettings(ComputeSettings, Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def block_size(self) -> int: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
     def auto_batch(self) -> str | bool: ...
     @property
     def eval_only(self) -> bool: ...
@@ -74,6 +65,8 @@ class StartSettings(ComputeSettings, Protocol):
     def sample_interval(self) -> int: ...
     @property
     def dist_timeout_s(self) -> float: ...
+    @property
+    def always_save_checkpoint(self) -> bool: ...
     def model_config(self, vocab_size: int) -> GPTConfig: ...
     def schedule(self) -> Schedule: ...
     def batch_split(self, rank: int = 0, world: int = 1) -> BatchSplit: ...
@@ -89,11 +82,6 @@ class Start:
     checkpoint: Checkpoint
     earlier: StartSettings | None = None  # the settings of the run that is resumed
 
-    @property
-    def is_finetuning(self) -> bool:
-        """Return whether a new run starts from trained weights."""
-        return self.earlier is None and self.source != "scratch"
-
 
 def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start:
     """Find what init_from names: the last good checkpoint of the run that is resumed, or only
@@ -103,19 +91,19 @@ def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start
     """
     new_model = config.model_config(data.vocab_size)
     is_resumed = config.init_from == "resume"
-    if not is_resumed and run_folder(config.out_dir) != Path(config.out_dir):
-        raise ValueError(
-            f"out_dir={config.out_dir} is a checkpoint's name; a new run needs a folder, "
-            "such as --out_dir=out"
-        )
     if config.init_from == "scratch":
         return Start("scratch", new_model, Checkpoint({}, {}))
     source = config.out_dir if is_resumed else config.init_from
     given = RESUMED_SETTINGS
     # Other ranks get theirs from rank 0.
     reads = dist.is_first or shards_of(config.dp_shard, dist.world) == 1
+    earlier = None
     if is_resumed:
         saved = load_to_resume(source, dist, checksums=reads)
+        dist.print0(f"resuming {source} at step {saved.iter_num}")
+        # nanoGPT's checkpoint has fewer settings; one that came later has its default.
+        known = known_settings(type(config), saved.config)
+        earlier = build(type(config), known | settings_of_model(saved.model_args, source))
     elif is_checkpoint(source):
         trained = load_checkpoint(source, dist.print0, dist, checksums=reads)
         saved = Checkpoint(trained.model, trained.model_args, tokenizer=trained.tokenizer)
@@ -126,15 +114,7 @@ def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start
         saved = Checkpoint(weights, model_args, tokenizer=tokenizer_of(source))
         # GPT-2's folder lacks the others
         given = RESUMED_SETTINGS if exported_model_args(source) else MODERN_CHOICES
-    model_config = GPTConfig.from_args(saved.model_args | {"dropout": config.dropout}, source)
-    start = Start(source, model_config, saved)
-    if is_resumed:
-        dist.print0(f"resuming {source} at step {saved.iter_num}")
-        # nanoGPT's checkpoint has fewer settings; one that came later has its default.
-        known = known_settings(type(config), saved.config)
-        known |= settings_of_model(saved.model_args, source)
-        start.earlier = build(type(config), known)
-
+    model_config = GPTConfig.from_args(saved.model_args | {"dropout": new_model.dropout}, source)
     for name in given:
         wanted = getattr(new_model, name)
         actual = getattr(model_config, name)
@@ -145,49 +125,52 @@ def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start
             raise ValueError(
                 f"{name}={wanted}, but {source} has {name}={actual}: use --{name}={actual}"
             )
-    return start
+    return Start(source, model_config, saved, earlier)
 
 
 def check_same_experiment(
-    config: StartSettings, start: Start, data: Dataset, rate: Rate, dist: DistContext
+    config: StartSettings,
+    start: Start,
+    data: Dataset,
+    rate: Callable[[Schedule, int], float],
+    dist: DistContext,
 ) -> None:
     """Open the data for the model, and print how a resumed run differs from the run before; forget
-    a best loss of other evaluations.
+    a best loss of other evaluations. rate: the learning rate of a schedule at a step.
 
     Raises ValueError if the data do not belong to the model or are damaged, if hosts differ, and if
     a change matters for what is learned or compared, unless resume_changed.
     """
+    checkpoint = start.checkpoint
+    batch = config.batch_split(dist.rank, dist.world)
     vocab_size = start.model_config.vocab_size
-    tokenizer = start.checkpoint.tokenizer
-    data.open(config.block_size, config.seed, vocab_size, tokenizer, dist.is_first)
-    steps = start.checkpoint.iter_num
-    check_same_on_all_hosts(asdict(config), data.metadata | {"checkpoint": f"step {steps}"}, dist)
+    data.open(batch.block_size, config.seed, vocab_size, checkpoint.tokenizer, dist.is_first)
+    steps = checkpoint.iter_num
+    check_same_on_all_hosts(asdict(config) | data.metadata | {"step of checkpoint": steps}, dist)
     if start.earlier is None:
         return
-    saved = start.checkpoint.metadata or {}
-    batch = config.batch_split(dist.rank, dist.world)
+    saved = checkpoint.metadata or {}
     now = data.metadata | learning_settings(config) | data.eval_metadata(batch)
     changes = changes_between(saved | learning_settings(start.earlier), now)
     old = start.earlier.schedule()
     new = config.schedule()
     rates = saved.get(LR_HISTORY) or sample_lrs(lambda step: rate(old, step), steps)
-    changes += first_changed_lr(rates, lambda step: rate(new, step))
-    of_schedule = changes_between(asdict(old), asdict(new))
+    changes |= first_changed_lr(rates, lambda step: rate(new, step))
+    all_changes = changes | changes_between(asdict(old), asdict(new))
+    lines = [f"{name}: {change}" for name, change in all_changes.items()]
     if changes and not config.resume_changed and not config.eval_only:
         raise ValueError(
-            f"{start.source} belongs to another experiment: "
-            f"{'; '.join(map(str, changes + of_schedule))}. Continue all the same with "
-            "--resume_changed=True, or begin a new run with its weights: "
+            f"{start.source} belongs to another experiment: {'; '.join(lines)}. Continue all the "
+            "same with --resume_changed=True, or begin a new run with its weights: "
             f"--init_from={start.source}"
         )
-    for change in changes + of_schedule:
-        dist.print0(f"changed: {change}")
-    if OF_EVALUATION & {change.name.partition(",")[0] for change in changes}:
+    for line in lines:
+        dist.print0(f"changed: {line}")
+    if OF_EVALUATION & {name.partition(",")[0] for name in changes}:
         dist.print0("the best val loss is reset, since earlier losses are from another evaluation")
-        start.checkpoint.best_val_loss = math.inf
-        progress = start.checkpoint.progress
+        checkpoint.best_val_loss = math.inf
         # Nor do they count for patience
-        start.checkpoint.progress = progress and progress | {"evaluations": []}
+        checkpoint.progress = checkpoint.progress and checkpoint.progress | {"evaluations": []}
 
 
 def choose_compute_and_batch(
@@ -195,53 +178,44 @@ def choose_compute_and_batch(
 ) -> tuple[ComputeMode, BatchSplit]:
     """Return how this run computes, and how it cuts a step: by rule, the same on all ranks.
 
-    A resumed run computes as before. The loss is computed in the fewest chunks that fit into all
-    memory of the device, not into what is free just now: the same run takes the same chunks each
-    time. Raises ValueError if a setting does not fit this machine.
+    A resumed run computes as before. On CUDA, if auto_batch allows, a new one takes larger
+    micro-batches that fit, on all ranks what the smallest card can hold. Masks of dropout belong to
+    a micro-batch, so with dropout the size changes only for a user who asks for it. The loss is
+    computed in the fewest chunks that fit into all memory of the device, not into what is free just
+    now: the same run takes the same chunks each time. Raises ValueError if a setting does not fit
+    this machine, or if a CPU surely lacks the memory.
     """
-    from deskgpt.memory import USABLE_SHARE, StepShape, with_fewest_chunks
+    from deskgpt.memory import (
+        USABLE_SHARE,
+        StepShape,
+        check_batch_fits,
+        larger_batch,
+        with_fewest_chunks,
+    )
     from deskgpt.sharding import check_sharding
 
     check_sharding(config.dp_shard, dist.world, config.dtype, config.sample_interval)
     shards = shards_of(config.dp_shard, dist.world)
+    model = start.model_config
     earlier = saved_compute(start.checkpoint.variant, dist.device)
     compute = choose_compute(config, dist, earlier)
-    batch = choose_batch(config, start, compute, dist)
-    step = StepShape(start.model_config, batch.batch_size, compute, dist.device.type, shards)
+    batch = config.batch_split(dist.rank, dist.world)
+    if not config.eval_only:
+        check_batch_fits(model, dist.device, shards, batch, compute)
+    is_wanted = not model.dropout if config.auto_batch == "auto" else config.auto_batch
+    is_new = start.earlier is None and not config.eval_only
+    if is_wanted and is_new and dist.device.type == "cuda" and shards == 1:
+        batch_size = agree(dist, larger_batch(model, dist.device, batch, compute))
+        if batch_size > batch.batch_size:
+            batch = batch.with_batch_size(batch_size)
+            dist.print0(
+                f"auto_batch: using {batch.flags()} (predicted to fit; the same tokens per step)"
+            )
+    step = StepShape(model, batch.batch_size, compute, dist.device.type, shards)
     usable_bytes = USABLE_SHARE * machine.memory_bytes(dist.device)
     fewest = with_fewest_chunks(step, usable_bytes).compute.loss_chunks
     n_chunks = int(dist.max(max(fewest, earlier.get("loss_chunks", 1))))
     return replace(compute, loss_chunks=n_chunks), batch
-
-
-def choose_batch(
-    config: StartSettings, start: Start, compute: ComputeMode, dist: DistContext
-) -> BatchSplit:
-    """Return how the settings cut a step; on CUDA, if auto_batch allows, in larger micro-batches
-    that fit.
-
-    All ranks have the same micro-batch, which the smallest card can hold. A resumed run keeps its
-    own. Masks of dropout belong to a micro-batch, so with dropout the size changes only for a user
-    who asks for it. Raises ValueError if a CPU surely lacks the memory.
-    """
-    from deskgpt.memory import check_batch_fits, larger_batch
-
-    batch = config.batch_split(dist.rank, dist.world)
-    if config.eval_only:
-        return batch
-    shards = shards_of(config.dp_shard, dist.world)
-    check_batch_fits(start.model_config, dist.device, shards, batch, compute)
-    wanted = not config.dropout if config.auto_batch == "auto" else config.auto_batch
-    is_new = start.earlier is None
-    if not wanted or not is_new or dist.device.type != "cuda" or config.dp_shard != 1:
-        return batch
-    batch_size = agree(dist, larger_batch(start.model_config, dist.device, batch, compute))
-    if batch_size > batch.batch_size:
-        batch = batch.with_batch_size(batch_size)
-        dist.print0(
-            f"auto_batch: using {batch.flags()} (predicted to fit; the same tokens per step)"
-        )
-    return batch
 
 
 def build_model(
@@ -263,7 +237,7 @@ def build_model(
             model = GPT.from_state(start.model_config, weights, start.source)
         else:
             model = GPT(start.model_config)
-        model.crop_block_size(config.block_size)
+        model.crop_block_size(config.batch_split().block_size)
     if shards == 1:
         model = model.to(dist.device)
     else:
@@ -281,8 +255,8 @@ def restore(start: Start, state: TrainState, trains: bool) -> None:
     saved = start.checkpoint
     if start.earlier is not None:
         of_code = {name: state.metadata[name] for name in OF_CODE}
-        for change in changes_between(saved.metadata, of_code):
-            state.dist.print0(f"changed: {change}")
+        for name, change in changes_between(saved.metadata, of_code).items():
+            state.dist.print0(f"changed: {name}: {change}")
         state.resume(saved, start.source, trains)
     saved.model = {}
     saved.optimizer = None
@@ -292,18 +266,51 @@ def restore(start: Start, state: TrainState, trains: bool) -> None:
 
 # The one classification of train.py's settings. A setting belongs to learning unless it is listed
 # here: a resumed run, a band of losses, bench/ask.py and bench/compare.py compare all others.
-OUTPUT = {"out_dir", "log_interval", "always_save_checkpoint", "save_minutes", "sample_interval"}
-OUTPUT |= {"wandb_log", "wandb_project", "wandb_run_name"}
-# How many windows it reads is compared apart.
-EVALUATION = {"eval_interval", "eval_iters", "eval_tokens", "eval_only"}
-START = {"init_from", "resume_changed", "dry_run", "plan_for"}
-END = {"max_hours", "max_minutes", "patience", "on_spike"}
-# The sequences per step are compared apart.
-MICRO_BATCH_SETTINGS = {"batch_size", "gradient_accumulation_steps", "auto_batch"}
-MACHINE = {"device", "dtype", "cpu_kernels", "compile", "activation_checkpoint"}
-MACHINE |= {"cuda_graph", "deterministic", "backend", "dp_shard", "dist_timeout_s"}
-DATA = {"dataset"}  # a path; what is in it is compared apart
-NOT_LEARNING = frozenset(OUTPUT | EVALUATION | START | END | MICRO_BATCH_SETTINGS | MACHINE | DATA)
+NOT_LEARNING = frozenset(
+    {
+        # output
+        "out_dir",
+        "log_interval",
+        "always_save_checkpoint",
+        "save_minutes",
+        "sample_interval",
+        "wandb_log",
+        "wandb_project",
+        "wandb_run_name",
+        # evaluation; how many windows it reads is compared apart
+        "eval_interval",
+        "eval_iters",
+        "eval_tokens",
+        "eval_only",
+        # start
+        "init_from",
+        "resume_changed",
+        "dry_run",
+        "plan_for",
+        # end
+        "max_hours",
+        "max_minutes",
+        "patience",
+        "on_spike",
+        # micro-batch; the sequences per step are compared apart
+        "batch_size",
+        "gradient_accumulation_steps",
+        "auto_batch",
+        # machine
+        "device",
+        "dtype",
+        "cpu_kernels",
+        "compile",
+        "activation_checkpoint",
+        "cuda_graph",
+        "deterministic",
+        "backend",
+        "dp_shard",
+        "dist_timeout_s",
+        # data: a path; what is in it is compared apart
+        "dataset",
+    }
+)
 # Of learning too, but compared by the rates of the steps so far: with the same past, it is the same
 # experiment.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
@@ -314,7 +321,7 @@ WITHOUT_CHOICE = GPT2_CHOICES | {"optimizer": "adamw", "lr_schedule": "cosine"}
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # What max_minutes settles. A run that resumes keeps it.
 SET_BY_MAX_MINUTES = ("max_iters", "warmup_iters", "lr_decay_iters")
-ON_A_HOST = ("out_dir", "dataset", "device")  # paths and names that can differ between hosts
+ON_A_HOST = {"out_dir", "dataset", "device"}  # paths and names that can differ between hosts
 
 
 # ---- the settings of a start ---------------------------------------------------------------------
@@ -339,17 +346,16 @@ def settings_of_start(cls: type, argv: list[str]) -> dict[str, Any]:
     source = settings["init_from"]
     if source in ("resume", "auto"):
         return resumed_settings(cls, argv, settings["out_dir"])
-    if source == "scratch":
-        return settings
+    model_args: dict[str, Any] | None = None
     if is_checkpoint(source):
-        model_args: dict[str, Any] | None = load_checkpoint(source, checksums=False).model_args
-    else:
+        model_args = load_checkpoint(source, checksums=False).model_args
+    elif source != "scratch":
         from deskgpt.gpt2_weights import exported_model_args
 
         model_args = exported_model_args(source)
-    if not model_args:
-        return settings
-    return read_settings(cls, argv, settings_of_model(model_args, source))
+    return (
+        read_settings(cls, argv, settings_of_model(model_args, source)) if model_args else settings
+    )
 
 
 def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]:
@@ -363,31 +369,28 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
     known = known_settings(cls, saved.config)
     left_out = untrusted_settings(known)
     base = {name: value for name, value in known.items() if name not in left_out}
-    base |= {"out_dir": out_dir, "init_from": "resume", "eval_only": False, "resume_changed": False}
+    base |= {"out_dir": out_dir, "eval_only": False, "resume_changed": False}
     base["max_minutes"] = 0.0  # the steps that it allowed are in max_iters
     earlier = read_settings(cls, [], base)
 
-    settings = read_settings(cls, [*of_model, *argv], earlier)
-    settings["init_from"] = "resume"
+    settings = read_settings(cls, [*of_model, *argv], earlier) | {"init_from": "resume"}
     for name, value in left_out.items():
         if settings[name] != earlier[name]:
             continue  # the user has typed it again
-        text = shortened(value)
+        text = f"{name}={shortened(value)}"
+        line = f"{text} of {out_dir} is left out; to have it again, add --{text}"
         if name == "dataset":
-            raise ConfigError(
-                f"dataset={text} of {out_dir} is on another host: to use it, add --dataset={text}"
-            )
-        note_once(f"{name}={text} of {out_dir} is left out; to have it again, add --{name}={text}")
+            raise ConfigError(line)
+        note_once(line)
     if settings["max_minutes"]:  # as in the same command again
         settings |= {name: earlier[name] for name in SET_BY_MAX_MINUTES} | {"max_minutes": 0.0}
         note_once(
             f"max_minutes planned {out_dir} at its start; it keeps "
             f"max_iters={settings['max_iters']}"
         )
-    counts_batches = not earlier["eval_tokens"] and not settings["eval_tokens"]
-    same_count = counts_batches and settings["eval_iters"] == earlier["eval_iters"]
+    counts = (settings["eval_iters"], settings["eval_tokens"])
     # An evaluation keeps its windows
-    if same_count and settings["batch_size"] != earlier["batch_size"]:
+    if counts == (earlier["eval_iters"], 0) and settings["batch_size"] != earlier["batch_size"]:
         settings["eval_tokens"] = (
             earlier["eval_iters"] * earlier["batch_size"] * settings["block_size"]
         )
@@ -412,15 +415,14 @@ def settings_to_continue(config: StartSettings, smaller: dict[str, int]) -> dict
 
 def known_settings(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint that there still are; nanoGPT has others, too."""
-    names = {f.name for f in fields(cls)}
     saved = WITHOUT_CHOICE | saved
-    return {name: value for name, value in saved.items() if name in names}
+    return {f.name: saved[f.name] for f in fields(cls) if f.name in saved}
 
 
 def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the settings of a saved model, without dropout, which may change."""
-    found = asdict(GPTConfig.from_args(model_args, source))
-    return {name: found[name] for name in RESUMED_SETTINGS}
+    found = GPTConfig.from_args(model_args, source)
+    return {name: getattr(found, name) for name in RESUMED_SETTINGS}
 
 
 # ---- differences between the resumed run and this one --------------------------------------------
@@ -428,32 +430,19 @@ def settings_of_model(model_args: dict[str, Any], source: str) -> dict[str, Any]
 Metadata = dict[str, Any]
 
 
-class Change(NamedTuple):
-    """A setting or a property of the data that differs from the resumed run's."""
-
-    name: str
-    before: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.before} before, {self.now} now"
-
-
-def changes_between(before: Any, now: Metadata) -> list[Change]:
-    """Return the keys that both have and whose values differ, in `now`'s order.
+def changes_between(before: Any, now: Metadata, prefix: str = "") -> dict[str, str]:
+    """Return the keys that both have and whose values differ, in `now`'s order, each with a text of
+    both values.
 
     before: of a checkpoint, so it may be of any type.
     """
-    found = []
+    found: dict[str, str] = {}
     for name, value in now.items():
         old = before.get(name) if isinstance(before, dict) else None
         if isinstance(value, dict):
-            found += [
-                change._replace(name=f"{name}, {change.name}")
-                for change in changes_between(old, value)
-            ]
+            found |= changes_between(old, value, f"{prefix}{name}, ")
         elif isinstance(old, str | float | int) and value is not None and old != value:
-            found.append(Change(name, shortened(old), shortened(value)))
+            found[prefix + name] = f"{shortened(old)} before, {shortened(value)} now"
     return found
 
 
@@ -464,37 +453,27 @@ def learning_settings(config: StartSettings) -> Metadata:
     """
     left_out = NOT_LEARNING | {*SCHEDULE}
     found = {name: value for name, value in asdict(config).items() if name not in left_out}
-    if found["optimizer"] != "muon":
-        del found["momentum"]
     return found | {"sequences per step": config.batch_split().global_batch_size}
 
 
-def first_changed_lr(before: Any, rate: Callable[[int], float]) -> list[Change]:
-    """Return the first of the steps done (sample_lrs) that has another learning rate today, or
-    nothing.
+def first_changed_lr(before: dict[str, float], rate: Callable[[int], float]) -> dict[str, str]:
+    """Return the first of the steps done (sample_lrs) that has another learning rate today, with
+    both, or nothing.
     """
-    for step, old in before.items() if isinstance(before, dict) else ():
-        if isinstance(step, str) and step.isdecimal() and isinstance(old, float):
-            now = rate(int(step))
-            if not math.isclose(old, now):
-                return [Change(f"learning rate at step {int(step):,}", f"{old:.6g}", f"{now:.6g}")]
-    return []
+    for step, old in before.items():
+        now = rate(int(step))
+        if not math.isclose(old, now):
+            return {f"learning rate at step {step}": f"{old:.6g} before, {now:.6g} now"}
+    return {}
 
 
-def check_same_on_all_hosts(
-    settings: Mapping[str, Any], metadata: Metadata, dist: DistContext
-) -> None:
+def check_same_on_all_hosts(settings: Metadata, dist: DistContext) -> None:
     """Raises ValueError, on all ranks, if settings, data or code are not the same on all hosts."""
-    if dist.world == 1:
-        return
-    own: Metadata = {name: str(value) for name, value in settings.items() if name not in ON_A_HOST}
-    own |= metadata | {"torch": versions()["torch"], "code": git_commit()}
-    everyone = dist.gather((platform.node(), own))
-    first_host, first = everyone[0]
-    for rank, (host, theirs) in enumerate(everyone):
-        for change in changes_between(first, theirs):
-            raise ValueError(
-                f"{change.name} is {change.before} on rank 0 (host {first_host}), but "
-                f"{change.now} on rank {rank} (host {host}): all hosts need the same code, "
-                "data and settings"
-            )
+    everyone = dist.gather(settings | {"torch": versions()["torch"], "code": code_digest()})
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if name not in ON_A_HOST and theirs[name] != value:
+                raise ValueError(
+                    f"{name} is {shortened(value)} on rank 0, but {shortened(theirs[name])} on "
+                    f"rank {rank}: all hosts need the same code, data and settings"
+                )

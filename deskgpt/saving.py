@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +20,12 @@ from deskgpt.checkpoint import (
     run_folder,
     save_checkpoint,
 )
-from deskgpt.distributed import DistContext, is_dtensor, is_sharded, local, unsharded
+from deskgpt.distributed import ALONE, DistContext, is_dtensor, is_sharded, local, unsharded
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import check_not_replaced
 from deskgpt.logger import RunLogger
-from deskgpt.resume import Start
+from deskgpt.resume import Start, StartSettings
 from deskgpt.train_state import TrainState
-
-
-class SaveSettings(Protocol):
-    """What this file reads of train.py's settings."""
-
-    @property
-    def out_dir(self) -> str: ...
-    @property
-    def always_save_checkpoint(self) -> bool: ...
-    @property
-    def eval_only(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -45,16 +33,15 @@ class Checkpointer:
     """Writes the checkpoints of a run into out_dir, and knows the last and the best one there.
 
     If the disk fails, that is printed, and the run continues. What can never be saved, such as a
-    weight that is NaN, ends it with a ValueError: it would train on for nothing. Of a sharded run
-    all ranks give their rows to rank 0, which writes: what is saved and what is the best is decided
-    there.
+    weight that is NaN, ends it with a ValueError: it would train on for nothing. Rank 0 writes, and
+    decides what is saved and what is the best. In a sharded run all ranks give it their rows.
     """
 
     out_dir: Path
     print0: Callable[[str], None]
     # Of the best checkpoint on the disk; infinite if it has none that can be compared.
     best_val_loss: float
-    shard_ranks: DistContext | None = None  # the ranks of a sharded run
+    dist: DistContext = ALONE
     # Of the last checkpoint that was written; at first of the one that is resumed.
     saved_step: int | None = None
     is_finetuning: bool = False  # starts from trained weights: step 0 may be the best, and is saved
@@ -65,15 +52,15 @@ class Checkpointer:
     saved_at: float = field(default_factory=time.perf_counter)  # the instant of the last save
 
     @classmethod
-    def of(cls, config: SaveSettings, start: Start, state: TrainState) -> Checkpointer:
+    def of(cls, config: StartSettings, start: Start, state: TrainState) -> Checkpointer:
         """Return the checkpointer of a run that goes on from `start`."""
         return cls(
             run_folder(config.out_dir),
             state.dist.print0,
             start.checkpoint.best_val_loss,
-            state.dist if is_sharded(state.model) else None,
+            state.dist,
             state.first_step or None,
-            start.is_finetuning,
+            start.earlier is None and start.source != "scratch",
             saves_each_evaluation=config.always_save_checkpoint,
             writes=not config.eval_only,
         )
@@ -87,44 +74,30 @@ class Checkpointer:
         Random weights are never the best: they are not worth a file.
         """
         is_best = val_loss < self.best_val_loss and (step > 0 or self.is_finetuning)
-        return self.shard_ranks.gather(is_best)[0] if self.shard_ranks else is_best
+        return self.dist.gather(is_best)[0]  # rank 0 alone knows of a save that failed
 
     def save_if_due(
-        self, state: TrainState, logger: RunLogger, val: Evaluation | None, save_is_due: bool
-    ) -> None:
-        """Save if the time has come, or after this evaluation of the step."""
-        if val is not None and not save_is_due:
-            save_is_due = self.saves_each_evaluation or self.is_best(val.loss, state.step)
-        if save_is_due:
-            self.save_if_new(state, logger, val)
-
-    def save_if_new(
         self,
         state: TrainState,
         logger: RunLogger,
         val: Evaluation | None = None,
+        save_is_due: bool = True,
         is_restarting: bool = False,
     ) -> None:
         """Save the run as it is now, unless its step was saved already. All ranks call this.
 
-        val: an evaluation of this model, which may be the best. is_restarting: save untrained
-        weights, too.
+        val: an evaluation of this model, which may be the best. save_is_due: save even if the
+        evaluation does not ask for it. is_restarting: save untrained weights, too.
         """
-        self.saved_at = time.perf_counter()
-        if not self.writes:
-            return
         with logger.timer.timed("saving"):
             is_best = val is not None and self.is_best(val.loss, state.step)
             is_untrained = state.step == 0 and not (self.is_finetuning or is_restarting)
-            is_saved = not is_best and (
-                is_untrained or (state.step == self.saved_step and self.error is None)
-            )
-            if self.shard_ranks:
-                # Rank 0 alone knows of a save that failed.
-                is_saved = self.shard_ranks.gather(is_saved)[0]
-            if is_saved:
+            is_saved = is_untrained or (state.step == self.saved_step and self.error is None)
+            is_due = save_is_due or self.saves_each_evaluation
+            if not self.writes or not self.dist.gather(is_best or (is_due and not is_saved))[0]:
                 return
-            if state.dist.is_first or self.shard_ranks:
+            self.saved_at = time.perf_counter()
+            if self.dist.is_first or is_sharded(state.model):
                 logger.event(
                     "save", f"saving checkpoint to {self.out_dir}", iter=state.step, best=is_best
                 )
@@ -144,10 +117,9 @@ class Checkpointer:
         never be written, or out_dir is another folder now.
         """
         self.error = None
-        if self.shard_ranks:
-            checkpoint = gathered_on_first(checkpoint)
-            if not self.shard_ranks.is_first:
-                return
+        checkpoint = gathered_on_first(checkpoint)
+        if not self.dist.is_first:
+            return
         check_not_replaced(self.out_dir)
         try:
             if not self.is_out_dir_clean:

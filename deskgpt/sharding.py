@@ -9,6 +9,7 @@ float32. Each rank's own rows are float32.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -54,19 +55,16 @@ def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 60
 
     timeout_s: the longest that ranks wait for each other.
     """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     n = shards_of(dp_shard, world)
-    if n == world:
-        return init_device_mesh(device_type, (n,), mesh_dim_names=("dp_shard",))
-    # Groups that init_device_mesh makes would wait for torch's own 10 or 30 minutes.
-    ranks = torch.arange(world).view(-1, n)
-    timeout = timedelta(seconds=timeout_s)
-    replicas, _ = torch.distributed.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    shards, _ = torch.distributed.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-    return DeviceMesh.from_group(
-        [replicas, shards], device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    shape = (n,) if n == world else (world // n, n)
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # as torchtitan does: they wait for 10 or 30 minutes
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: str = "float32") -> None:
@@ -90,13 +88,12 @@ def refuse_shared(model: GPT) -> None:
     """Raise ValueError for a parameter that two units share, as in a changed model; torch would
     print nothing.
     """
-    first: dict[Tensor, str] = {}
+    units: dict[Tensor, set[str]] = defaultdict(set)
     for name, p in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(p, name)
-        blocks = {n.split(".")[2] if n.startswith("transformer.h.") else "" for n in (name, other)}
-        if len(blocks) > 1:
+        units[p].add(name.split(".")[2] if name.startswith("transformer.h.") else "")
+        if len(units[p]) > 1:
             raise ValueError(
-                f"dp_shard: {other} is also {name}, in another unit; take --dp_shard=1"
+                f"dp_shard: {name} is a parameter of another unit, too; take --dp_shard=1"
             )
 
 
@@ -111,9 +108,8 @@ def sharded_copy(model: GPT, mesh: DeviceMesh, device: torch.device, dtype: str 
     swap(True)  # otherwise to_empty makes several of a tied weight
     copy.to_empty(device=device)
     swap(False)
-    copy_full(dict(model.named_parameters()), dict(copy.named_parameters()))
-    # Also those that a state_dict leaves out.
-    copy_full(dict(model.named_buffers()), dict(copy.named_buffers()))
+    for tensors in (GPT.named_parameters, GPT.named_buffers):  # also what a state_dict leaves out
+        copy_full(dict(tensors(model)), dict(tensors(copy)))
     return copy
 
 
@@ -123,10 +119,15 @@ def gathered(rows: Tensor, like: Any) -> Tensor:
     """
     from torch.distributed.tensor import DTensor
 
-    shape = {"shape": like.size(), "stride": like.stride()}
-    return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, **shape
-    ).full_tensor()
+    found = DTensor.from_local(
+        rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.size(),
+        stride=like.stride(),
+    )
+    return found.full_tensor()
 
 
 def rows_of(tensor: Tensor, like: Any) -> Tensor:

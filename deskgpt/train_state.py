@@ -4,12 +4,11 @@ its progress; and what is kept of an optimizer.
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -74,10 +73,9 @@ class SpikeDetector:
 # ---- the state -----------------------------------------------------------------------------------
 
 
-# What a checkpoint keeps in a form or a place of its own, or not at all. It keeps all other fields.
-KEPT_ELSEWHERE = {"settings", "model", "optimizer", "scaler", "compute", "batching", "schedule"}
-KEPT_ELSEWHERE |= {"rate", "data", "dist", "metadata", "wandb_run_id", "first_step", "step"}
-KEPT_ELSEWHERE |= {"row0", "evaluations", "spikes", "_extra", "_saved_extra"}
+# Fields that a checkpoint keeps in a form or a place of its own, or not at all, as it does those
+# without a default. It keeps all others.
+KEPT_ELSEWHERE = {"wandb_run_id", "first_step", "step", "row0", "evaluations", "spikes"}
 # In the metadata of a checkpoint: those of its steps, by which a resumed run is compared.
 LR_HISTORY = "learning rates"
 MOST_EVALUATIONS = 10_000  # the last ones: more would make a file's pickle larger than what is read
@@ -104,8 +102,6 @@ class TrainState:
     rate: Callable[[Schedule, int], float]  # the learning rate of a schedule at a step
     data: Dataset
     dist: DistContext
-    # Of data and code: what a resumed run compares.
-    metadata: dict[str, Any] = field(default_factory=dict)
     wandb_run_id: str | None = None
     first_step: int = 0  # of this process
     step: int = 0  # optimizer steps done
@@ -116,49 +112,34 @@ class TrainState:
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
     # Of each group: its lr at the last step / self.rate.
     rate_factors: list[float] = field(default_factory=list)
-    _extra: dict[str, Any] = field(default_factory=dict)  # see register_state
-    _saved_extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metadata = (
+        # Of data and code: what a resumed run compares.
+        self.metadata: dict[str, Any] = (
             self.data.metadata
             | self.data.eval_metadata(self.batching)
             | code_versions(self.compute, self.dist.device)
         )
-        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError(
-                f"{type(self.optimizer).__name__} computes gradients in its step; the loop gives "
-                "each step those of one batch: take an optimizer that needs no closure"
+                "LBFGS computes gradients in its step; the loop gives each step those of one "
+                "batch: take an optimizer that needs no closure"
             )
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
-        named = self.model.named_parameters()
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._extra: dict[str, Any] = {}  # see register_state
+        self._saved_extra: dict[str, Any] = {}
+        self._frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         own = attributes_of(self.model)
         self._attributes = {name: attribute_state(value) for name, value in own.items()}
         if not self.settings["eval_only"]:
             self._check_saves()
 
-    def _check_frozen(self) -> None:
-        """Raise ValueError if a parameter that was frozen at the start is trained, but not by the
-        optimizer.
-        """
-        for name, p in self._frozen:
-            groups = self.optimizer.param_groups if p.requires_grad else []
-            if groups and not any(p is other for group in groups for other in group["params"]):
-                raise ValueError(
-                    f"{name} is trained now, but the optimizer was made without it: freeze it "
-                    "after build_optimizer, which takes what is trained then"
-                )
-
     def settings_now(self) -> dict[str, Any]:
         """Return the settings with the micro-batch and the schedule that the run has found."""
-        is_as_asked = self.settings["batch_size"] == self.batching.batch_size
-        return (
-            self.settings
-            | ({} if is_as_asked else self.batching.settings())
-            | asdict(self.schedule)
-        )
+        found = self.settings | asdict(self.schedule)
+        if self.batching.batch_size != self.settings["batch_size"]:
+            found |= self.batching.settings()
+        return found
 
     def rows_before(self, step: int) -> int:
         """Return the rows of training data that the steps before this one read."""
@@ -177,31 +158,36 @@ class TrainState:
         self.evaluations.append(EvalRecord(self.step, train.loss, val.loss, val.standard_error))
 
     def note_rates(self, step: int) -> None:
-        """Note the share of `rate` that each group ran at in this step.
+        """Note the share of `rate` that each group ran at in this step. Raise ValueError if a
+        parameter that was frozen at the start is trained, but not by the optimizer.
 
         After the first step of a resumed run, print a share that differs from the one before. So a
         rate that is changed in main is noticed; `rate` itself is compared before a run resumes.
         """
-        self._check_frozen()
+        groups = self.optimizer.param_groups
+        optimized = {p for group in groups for p in group["params"]}
+        for name, p in self._frozen.items():
+            if p.requires_grad and p not in optimized:
+                raise ValueError(
+                    f"{name} is trained now, but the optimizer was made without it: freeze it "
+                    "after build_optimizer, which takes what is trained then"
+                )
         rate = self.rate(self.schedule, step)
         if not rate:
             return
-        groups = self.optimizer.param_groups
         factors = [float(group["lr"] / rate) for group in groups]
-        for group, factor in zip(groups, factors, strict=True):
-            is_set_here = math.isclose(factor, group.get("lr_scale", 1.0))
+        if step == self.first_step:
+            own = [group.get("lr_scale", 1.0) for group in groups]
             # torch's schedulers add initial_lr
-            if step == self.first_step and is_set_here and "initial_lr" in group:
+            if "initial_lr" in groups[0] and np.allclose(factors, own):
                 self.dist.print0(
                     "warning: a torch.optim.lr_scheduler has no effect, since the loop sets each "
                     "group's lr to learning_rate() at every step: write the schedule there"
                 )
-                break
-        before = self.rate_factors if step == self.first_step else []
-        for i, (old, new) in enumerate(zip(before, factors, strict=False)):
-            if not math.isclose(old, new, rel_tol=1e-6):
-                text = f"{new:.6g} times learning_rate() in group {i} now, {old:.6g} times before"
-                self.dist.print0(f"changed: learning rate at step {step:,}: {text}")
+            for i, (old, new) in enumerate(zip(self.rate_factors, factors, strict=False)):
+                if not math.isclose(old, new, rel_tol=1e-6):
+                    text = f"{new:.6g} times learning_rate() in group {i}, {old:.6g} times before"
+                    self.dist.print0(f"changed: learning rate at step {step:,}: {text}")
         self.rate_factors = factors
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -209,7 +195,7 @@ class TrainState:
     def register_state(self, name: str, part: Any) -> None:
         """Keep this in checkpoints, too: an object with state_dict and load_state_dict, such as an
         average of the weights. In a resumed run it gets its state back at once. Raises ValueError
-        in a sharded run, and if a file could not keep the state, or has one that does not fit.
+        in a sharded run, and if a file could not keep the state.
         """
         if is_sharded(self.model):
             raise ValueError(
@@ -217,13 +203,8 @@ class TrainState:
             )
         savable(part.state_dict(), name)
         self._extra[name] = part
-        try:
-            if name in self._saved_extra:
-                part.load_state_dict(self._saved_extra[name])
-        except Exception as e:  # whatever that class raises
-            raise ValueError(
-                f"{self.settings['out_dir']}: its {name} does not fit this run ({reason(e)})"
-            ) from None
+        if name in self._saved_extra:
+            part.load_state_dict(self._saved_extra[name])
 
     def checkpoint(self, best_val_loss: float = math.inf) -> Checkpoint:
         """Return all of the state. best_val_loss: of the best checkpoint on the disk, once this one
@@ -295,6 +276,7 @@ class TrainState:
         self.first_step = self.step = saved.iter_num
         self.wandb_run_id = saved.wandb_run_id
         self._saved_extra = saved.extra_state or {}
+        progress = saved.progress or {}
         for name, part in self._extra.items():
             self.register_state(name, part)
         try:
@@ -302,45 +284,41 @@ class TrainState:
                 if not all(0 <= float(x) < math.inf for x in saved.scaler.values()):
                     raise ValueError
                 self.scaler.load_state_dict(saved.scaler)
-            self._restore_progress(saved)
+            for name in self._plain_fields() & progress.keys():
+                default = getattr(self, name)
+                if default is not None and type(progress[name]) is not type(default):
+                    raise TypeError
+                setattr(self, name, progress[name])
+            self.rate_factors = [float(factor) for factor in self.rate_factors]
+            # nanoGPT's, and those of the version before, have not counted their rows.
+            sizes = ("batch_size", "gradient_accumulation_steps")
+            rows_per_step = math.prod(saved.config.get(n, self.settings[n]) for n in sizes)
+            rows = progress.get("rows", self.step * rows_per_step)
+            if not is_number(rows):
+                raise ValueError
+            self.row0 += rows - self.rows_before(self.step)
+            self.spikes.losses.extend(map(float, progress.get("losses", [])))
+            self.evaluations += [EvalRecord(*row) for row in progress.get("evaluations", [])]
+            own = attributes_of(self.model)
+            for name, state in progress.get("generators", {}).items():
+                if name in own:
+                    own[name].set_state(state)
+            lost = ", ".join(progress.get("changed attributes", []))
         except Exception:  # an untrusted state can raise nearly anything
             raise ValueError(
                 f"{source}: its loss scale, or its record of past losses, is damaged"
             ) from None
-
-    def _restore_progress(self, saved: Checkpoint) -> None:
-        """Take back what a checkpoint has counted and measured."""
-        progress = saved.progress or {}
-        # nanoGPT's, and those of the version before, have not counted their rows.
-        sizes = ("batch_size", "gradient_accumulation_steps")
-        rows_per_step = math.prod(saved.config.get(n, self.settings[n]) for n in sizes)
-        rows = progress.get("rows", self.step * rows_per_step)
-        for name in self._plain_fields() & progress.keys():
-            own = getattr(self, name)
-            if own is not None and type(progress[name]) is not type(own):
-                raise TypeError
-            setattr(self, name, progress[name])
-        if not is_number(rows):
-            raise ValueError
-        self.row0 += rows - self.rows_before(self.step)
-        self.rate_factors = [float(factor) for factor in self.rate_factors]
-        self.spikes.losses.extend(map(float, progress.get("losses", [])))
-        for step, *losses in progress.get("evaluations", []):
-            known = [None if x is None else float(x) for x in losses]
-            self.evaluations.append(EvalRecord._make([int(step), *known]))
-        for name, value in attributes_of(self.model).items():
-            if name in progress.get("generators", {}):
-                value.set_state(progress["generators"][name])
-        if lost := progress.get("changed attributes"):
-            names = shortened(", ".join(lost))
+        if lost:
             self.dist.print0(
-                f"changed: attributes of the model that are in no checkpoint begin anew: {names}; "
-                "keep them in buffers or get_extra_state"
+                "changed: attributes of the model that are in no checkpoint begin anew: "
+                f"{shortened(lost)}; keep them in buffers or get_extra_state"
             )
 
     def _plain_fields(self) -> set[str]:
         """Return the names of the fields that a checkpoint keeps as they are."""
-        return {f.name for f in fields(self)} - KEPT_ELSEWHERE
+        required = (MISSING, MISSING)
+        found = {f.name for f in fields(self) if (f.default, f.default_factory) != required}
+        return found - KEPT_ELSEWHERE
 
 
 # ---- a model's attributes ------------------------------------------------------------------------
@@ -366,9 +344,8 @@ def attribute_state(value: Any) -> Any:
 
 OUR_OPTIMIZERS = (torch.optim.AdamW, Muon)
 OPTIONS = ("lr", "betas", "eps", "weight_decay")  # in the groups of these: numbers, to be checked
-SET_BY_SETTINGS = ("weight_decay", "betas", "momentum")
-SET_BY_THE_MACHINE = ("lr_scale", "fused", "foreach", "capturable")
-SET_IN_A_STEP = {"grad_scale", "found_inf"}  # attributes, by a GradScaler
+SET_BY_SETTINGS = {"weight_decay", "betas", "momentum"}
+SET_BY_THE_MACHINE = {"lr_scale", "fused", "foreach", "capturable"}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: GPT) -> dict[str, Any]:
@@ -423,24 +400,24 @@ def load_optimizer(
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any], settings_are_same: bool) -> None:
     from deskgpt.sharding import sharded_as
 
-    set_now = SET_BY_THE_MACHINE if settings_are_same else SET_BY_THE_MACHINE + SET_BY_SETTINGS
+    is_ours = type(optimizer) in OUR_OPTIMIZERS
     groups = []
     for mine, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        saved.pop("lr_scale", None)
-        if type(optimizer) in OUR_OPTIMIZERS:
-            options = {name: saved[name] for name in OPTIONS}
-            torch.optim.AdamW([torch.zeros(1)], **options)  # raises ValueError for wrong ones
+        kept = saved.keys() - SET_BY_THE_MACHINE
+        if is_ours:
+            torch.optim.AdamW([torch.zeros(1)], **{name: saved[name] for name in OPTIONS})
             kept = {"params", "momentum", *OPTIONS} & mine.keys()
-            saved = mine | {name: saved[name] for name in kept}
-        groups.append(saved | {name: mine[name] for name in set_now if name in mine})
+        if not settings_are_same:
+            kept -= SET_BY_SETTINGS
+        groups.append(mine | {name: saved[name] for name in kept})
         for p, number in zip(mine["params"], saved["params"], strict=True):
             moments = state["state"].get(number, {})  # none before its first gradient
-            if moments and type(optimizer) in OUR_OPTIMIZERS:
+            if moments and is_ours:
                 check_moments(moments, p, "momentum" in mine)
             for kind, value in moments.items():
-                if is_dtensor(p) and isinstance(value, Tensor) and value.dim():
+                if is_dtensor(p) and isinstance(value, Tensor):
                     # In place, so that full ones are freed one by one.
-                    moments[kind] = sharded_as(value, p)
+                    moments[kind] = sharded_as(value, p) if value.dim() else value.clone()
     device = optimizer.param_groups[0]["params"][0].device
     groups = tree_map_only(Tensor, lambda x: x.to(device), groups)
     optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
@@ -454,11 +431,10 @@ def check_moments(moments: dict[str, Any], p: Tensor, is_momentum: bool) -> None
     """Raise ValueError or KeyError if AdamW's or Muon's moments of a parameter have another kind or
     shape, which fused kernels do not check.
     """
-    if not moments["step"] >= 0:
-        raise ValueError(f"its step is {moments['step']}")
-    for kind in ["momentum_buffer"] if is_momentum else ["exp_avg", "exp_avg_sq"]:
-        if moments[kind].shape != p.shape or moments[kind].dtype != p.dtype:
-            raise ValueError(f"its {kind} has not the shape {tuple(p.shape)}")
+    kinds = ["momentum_buffer"] if is_momentum else ["exp_avg", "exp_avg_sq"]
+    shapes = [(moments[kind].shape, moments[kind].dtype) for kind in kinds]
+    if shapes != [(p.shape, p.dtype)] * len(kinds) or not moments["step"] >= 0:
+        raise ValueError(f"its moments have not the shape {tuple(p.shape)}")
 
 
 def names_of(optimizer: torch.optim.Optimizer, model: GPT) -> list[str]:
@@ -481,10 +457,11 @@ def own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     Raises ValueError if it has anything else there, such as tensors, arrays or objects.
     """
-    known = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() | SET_IN_A_STEP
-    own = {name: value for name, value in vars(optimizer).items() if name not in known}
     if type(optimizer) in OUR_OPTIMIZERS:
         return {}
+    # A GradScaler sets the last two in a step.
+    known = {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), "grad_scale", "found_inf"}
+    own = {name: value for name, value in vars(optimizer).items() if name not in known}
     for name, value in own.items():
         if not isinstance(value, PLAIN):
             raise ValueError(
@@ -500,9 +477,6 @@ LRS_KEPT = 64  # steps, evenly spread
 
 
 def sample_lrs(rate: Callable[[int], float], done: int) -> dict[str, float]:
-    """Return the learning rates at up to RATES_COMPARED of the steps done, evenly spread, by
-    step.
-    """
-    n = min(done, LRS_KEPT)
-    steps = [round(i * (done - 1) / max(1, n - 1)) for i in range(n)]
+    """Return the learning rates at up to LRS_KEPT of the steps done, evenly spread, by step."""
+    steps = np.linspace(0, done - 1, min(done, LRS_KEPT)).astype(int).tolist()
     return {str(step): rate(step) for step in steps}

@@ -63,7 +63,6 @@ SETTINGS: list[tuple[str, list[str], int]] = [
     ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
     ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),
     ("--device=cuda:99", ["cuda:99", "--device="], 1),
-    ("--out_dir={run}/ckpt.pt", ["{run}/ckpt.pt", "--out_dir="], 1),  # a new run in a checkpoint
     ("--dataset={run}/ckpt.pt", ["dataset {run}/ckpt.pt has no train.bin"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
     ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import re
 import signal
 import sys
 import time
 from dataclasses import asdict, replace
 
-import psutil
 import pytest
 import torch
 from conftest import (
@@ -38,9 +36,8 @@ from configurator import build
 from data.batches import Split
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
 from deskgpt.compute import choose_compute
-from deskgpt.distributed import DistContext
+from deskgpt.distributed import ALONE, DistContext, dist_env
 from deskgpt.errors import one_line_errors
-from deskgpt.launcher import DistEnv, dist_env
 from deskgpt.memory import larger_batch
 from deskgpt.resume import (
     Start,
@@ -60,36 +57,13 @@ pytestmark = pytest.mark.skipif(
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def test_rank_and_world_size_come_from_torchrun_and_are_0_of_1_without_it():
-    assert dist_env(TORCHRUN) == DistEnv(1, 4, 1, 2, distributed=True)
-    assert dist_env({}) == DistEnv(0, 1, 0, 1, distributed=False)
-    # torchrun within a step of SLURM, and one process in a batch script of it
-    assert dist_env(TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}).distributed
-    assert dist_env({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}) == DistEnv()
-    # restarts with a store of their own
-    assert dist_env(TORCHRUN | RESTARTS | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).distributed
-    # Empty ones count as not set
-    assert dist_env({"PMI_SIZE": "", "RANK": "", "WORLD_SIZE": ""}) == DistEnv()
-
-
-@pytest.mark.parametrize(
-    ("environ", "named"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, ["srun", "SLURM_STEP_NUM_TASKS=4"]),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["mpirun", "OMPI_COMM_WORLD_SIZE=2"]),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK", "unset"]),
-        (TORCHRUN | {"MASTER_ADDR": ""}, ["RANK=1", "MASTER_ADDR= "]),
-        (TORCHRUN | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"]),
-        (TORCHRUN | {"LOCAL_RANK": "x"}, ["LOCAL_RANK=x", "unset"]),
-        (TORCHRUN | RESTARTS, ["--max_restarts=3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]),
-    ],
-)
-def test_inconsistent_variables_of_a_launcher_are_named_with_the_remedy(environ, named):
-    with raises_one_line(*named):
-        dist_env(environ)
+    assert dist_env(TORCHRUN) == DistContext(CPU, 1, 4, True, local_rank=1, local_world=2)
+    assert dist_env({}) == dist_env({"RANK": ""}) == ALONE
+    with raises_one_line("RANK=1", "MASTER_ADDR is not", "unset", "torchrun"):
+        dist_env(TORCHRUN | {"MASTER_ADDR": ""})
 
 
 # ---- ranks do what one does ----------------------------------------------------------------------
@@ -115,10 +89,8 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
     monkeypatch.setattr(name, lambda device: f"device of rank {os.environ['RANK']}")
     found = on_ranks(lambda ranks: train_on(ranks, replace(c, out_dir=str(two))), 2, tmp_path)
     assert found == pytest.approx([best, best], rel=1e-5)
-    for kind, names in (
-        ("eval", ("train_loss", "val_loss", "val_se")),
-        ("iter", ("loss", "grad_norm")),
-    ):
+    of_eval = ("train_loss", "val_loss", "val_se")
+    for kind, names in (("eval", of_eval), ("iter", ("loss", "grad_norm"))):
         for name in names:
             expected = logged(one, kind, name)
             assert logged(two, kind, name) == pytest.approx(expected, rel=1e-5), name
@@ -129,45 +101,37 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
     [peak] = logged(one, "start", "peak_flops")
     assert start["peak_flops"] == pytest.approx(2 * peak, rel=0.2)
     for e in events(two, "iter"):
-        per_s = e["tokens_per_s"]
-        assert per_s * e["time_ms"] / 1e3 == pytest.approx(128)
-        flops = per_s * start["flops_per_token"]
+        assert e["tokens_per_s"] * e["time_ms"] / 1e3 == pytest.approx(128)
+        flops = e["tokens_per_s"] * start["flops_per_token"]
         assert e["mfu"] == pytest.approx(flops / start["peak_flops"])
 
 
-# GiB, fastest dtype and whether there is Triton, of two ranks' cards; the dtype that both take, and
-# whether they compile.
+# GiB, fastest dtype and whether there is Triton, of two ranks' cards.
+CARDS = [(80, "bfloat16", True), (15, "float16", False)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cards", "dtype", "compiled"),
-    [
-        ([(24, "bfloat16", True), (12, "bfloat16", True)], "bfloat16", True),
-        ([(8, "bfloat16", True), (24, "bfloat16", False)], "bfloat16", False),
-        ([(80, "bfloat16", True), (15, "float16", True)], "float32", True),
-    ],
-)
-def test_ranks_with_other_cards_compute_alike(cards, dtype, compiled, tmp_path, monkeypatch):
-    c = TrainConfig(batch_size=4, gradient_accumulation_steps=32, compile="auto")
+def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
+    c = TrainConfig(batch_size=4, gradient_accumulation_steps=32)
     model_config = GPTConfig.from_settings(c, 50304)
-    monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda *_: (1e14, ""))
 
     def choose(ranks):
-        gib, fastest, has_triton = cards[ranks.rank]
+        gib, fastest, has_triton = CARDS[ranks.rank]
+        monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda *_: (1e14, ""))
         monkeypatch.setattr("deskgpt.compute.default_dtype", lambda device: fastest)
         monkeypatch.setattr("deskgpt.compute.has_triton", lambda device: has_triton)
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
         ranks = replace(ranks, device=torch.device("cuda"))
         start = Start("scratch", model_config, Checkpoint({}, {}))
-        mode, batching = choose_compute_and_batch(c, start, ranks)
+        mode, batch = choose_compute_and_batch(c, start, ranks)
         fits = larger_batch(model_config, ranks.device, c.batch_split(ranks.rank, 2), mode)
-        return asdict(mode), asdict(batching) | {"rank": 0}, batching.rank, fits
+        return asdict(mode), batch.batch_size, batch.global_batch_size, fits
 
-    (mode, batching, rank, fits), other = on_ranks(choose, 2, tmp_path)
-    assert (mode["dtype"], mode["compiled"]) == (dtype, compiled)
-    assert (mode, batching, rank + 1) == other[:3]
-    assert fits != other[3]
-    assert batching["batch_size"] == min(fits, other[3])
-    assert batching["batch_size"] * batching["grad_accum_steps"] == 128
+    first, other = on_ranks(choose, 2, tmp_path)
+    assert (first[0]["dtype"], first[0]["compiled"]) == ("float32", False)
+    assert first[:3] == other[:3]
+    assert first[1:3] == (other[3], 128)
+    assert first[3] > other[3]
 
 
 def test_ranks_without_a_card_are_refused_beside_those_with_one(tmp_path):
@@ -243,24 +207,17 @@ def test_init_from_auto_begins_as_the_config_file_says_then_resumes_and_never_ov
 # ---- what the ranks agree on ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_settings_and_data_must_agree_between_hosts(tmp_path, monkeypatch):
-    monkeypatch.setattr("deskgpt.resume.git_commit", lambda: None)
-
+def test_settings_and_data_must_agree_between_hosts(tmp_path):
     def check(ranks, changed):
-        """Check values that are all a, but for one that is b on rank 2."""
-        names = ("out_dir", "min_lr", "train data")
-        values = dict.fromkeys(names, "a") | ({changed: "b"} if ranks.rank == 2 else {})
-        data = {"train data": {"fingerprint": values.pop("train data")}}
-        check_same_on_all_hosts(values, data, ranks)
+        values = {"out_dir": 1, "train data": 1} | {changed: 1 + ranks.rank}
+        check_same_on_all_hosts(values, ranks)
 
     def work(ranks):
         check(ranks, "out_dir")  # the same folder may have another path there
-        for changed in ("min_lr", "train data"):
-            with raises_one_line(changed, "a", "rank 0", "b", "rank 2", platform.node()):
-                check(ranks, changed)
+        check(ranks, "train data")
 
-    assert on_ranks(work, 3, tmp_path) == [None] * 3
+    for message in on_ranks(work, 2, tmp_path):
+        assert_one_line(message, "train data is 1 on rank 0, but 2 on rank 1")
 
 
 @pytest.mark.slow
@@ -312,9 +269,7 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, char
     first = begin_host(0)
     second = begin_host(1)
     until(lambda: "iter 20:" in printed())
-    [rank] = psutil.Process(second.pid).children()
     second.kill()
-    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
     until(lambda: "stopped by SIGTERM at step" in printed())  # and saved
     again = begin_host(1)  # the same command, while the other torchrun waits for it
     assert [first.wait(120), again.wait(120)] == [0, 0]
@@ -336,27 +291,18 @@ COMMANDS = {
 
 
 @pytest.mark.nightly
-def test_slurm_script_saves_and_requeues_before_its_time_is_up_and_then_resumes(
-    chars, begin, tmp_path
-):
+def test_slurm_script_saves_and_requeues_before_its_time_is_up(chars, begin, tmp_path):
     for name, lines in COMMANDS.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/bash\ncd {tmp_path}\n{lines}\n")
         program.chmod(0o755)
-    out, full, terminal = tmp_path / "out", tmp_path / "full", tmp_path / "terminal"
+    out, terminal = tmp_path / "out", tmp_path / "terminal"
     environ = SLURM | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", "slurm.sbatch", *flags(**ENDLESS, dataset=chars, out_dir=out)]
-
     job = begin(terminal, *command, **environ)
     until(lambda: "iter 20:" in terminal.read_text() or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(60) != 0
-    asked = tmp_path / "asked"
-    assert asked.read_text() == "--signal=TERM 123\nrequeue 123\n"
+    assert (tmp_path / "asked").read_text() == "--signal=TERM 123\nrequeue 123\n"
     step = load_checkpoint(out).iter_num
     assert f"stopped by SIGTERM at step {step}\n" in terminal.read_text()
-    assert begin(terminal, *command, **environ).wait(120) == 0
-    assert f"resuming {out} at step {step}\n" in terminal.read_text()
-    assert asked.read_text().count("requeue") == 1
-    run(2, tiny(chars, full, **ENDLESS))
-    assert_equal(weights(out), weights(full))

@@ -26,7 +26,7 @@ from conftest import (
     assert_one_line,
     assert_same_run,
     contents,
-    events,
+    logged,
     raises_one_line,
     tiny,
 )
@@ -37,13 +37,12 @@ from torch import nn
 import model
 import train
 from data.batches import Loader, Split
-from deskgpt.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.device import code_digest
 from deskgpt.logger import RunLogger
-from deskgpt.optim import make_optimizer
 from deskgpt.resume import resumed_settings
 from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
-from model import GPT, Block, ForwardContext, GPTConfig
+from model import Block, ForwardContext, GPTConfig
 from train import TrainConfig, main
 
 NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
@@ -70,7 +69,7 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
         )
     )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
-    assert [e["iter"] for e in events(tmp_path / "halves", "iter")] == list(range(6))
+    assert logged(tmp_path / "halves", "iter") == list(range(6))
 
 
 class Passes(nn.Module):
@@ -134,22 +133,20 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
 
 
 def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp_path, monkeypatch):
-    rows: list[int] = []
+    rows: set[int] = set()
     offsets = Split.sequence_offsets
 
     def noted(self: Split, step: int, numbers: Any, global_batch: int) -> Any:
-        rows.extend(step * global_batch + numbers)
+        rows.update(step * global_batch + numbers)
         return offsets(self, step, numbers, global_batch)
 
-    monkeypatch.setattr(Split, "sequence_offsets", noted)
     main(tiny(chars, tmp_path, max_iters=3, lr_decay_iters=9))
-    rows.clear()
+    monkeypatch.setattr(Split, "sequence_offsets", noted)
     main(resumed(tmp_path, batch_size=8, resume_changed=True, max_iters=6))
-    assert {*range(3 * 4, 3 * 4 + 3 * 8)} <= {*rows}
+    assert {*range(3 * 4, 3 * 4 + 3 * 8)} <= rows
     assert min(rows) == 3 * 4
-    found = [(e["iter"], e["tokens"] / 16) for e in events(tmp_path, "eval")]
-    assert found == [(0, 0), (3, 12), (3, 12), (6, 36)]
-    assert [e["tokens"] / 16 for e in events(tmp_path, "iter")] == [4, 8, 12, 20, 28, 36]
+    assert [n / 16 for n in logged(tmp_path, "eval", "tokens")] == [0, 12, 12, 36]
+    assert [n / 16 for n in logged(tmp_path, "iter", "tokens")] == [4, 8, 12, 20, 28, 36]
 
 
 # ---- stopped and killed runs ---------------------------------------------------------------------
@@ -239,23 +236,20 @@ def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
 
     stopped(tiny(chars, tmp_path, **LONG), lambda: setattr(train, "evaluate", signalled))
     assert load_checkpoint(tmp_path).iter_num == 15
-    assert [e["iter"] for e in events(tmp_path, "eval")] == [0, 5, 10]
+    assert logged(tmp_path, "eval") == [0, 5, 10]
     now = time.perf_counter
     an_hour_later = partial(setattr, time, "perf_counter", lambda: now() + 3600)
-    c = tiny(
-        chars, tmp_path, init_from="resume", max_hours=1.0, always_save_checkpoint=False, **LONG
-    )
+    c = tiny(chars, tmp_path, init_from="resume", max_hours=1.0, **LONG)
     assert stopped(c, partial(at_step, 21, an_hour_later)) == 0
     assert "stopped by max_hours at step 22\n" in capfd.readouterr().out
-    main(replace(c, always_save_checkpoint=True))
+    main(c)
     assert_same_run(full_run, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("minutes", "steps"), [(0.0, [6, 8]), (1e-9, list(range(1, 9)))])
-def test_save_minutes_saves_between_evaluations(minutes, steps, chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=8, eval_interval=6, save_minutes=minutes))
-    assert [e["iter"] for e in events(tmp_path, "save")] == steps
+def test_save_minutes_saves_between_evaluations(chars, tmp_path):
+    main(tiny(chars, tmp_path, max_iters=4, eval_interval=6, save_minutes=1e-9))
+    assert logged(tmp_path, "save") == [1, 2, 3, 4]
 
 
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
@@ -269,16 +263,6 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
         handler._handle(signal.SIGINT, None)
     assert exit.value.code == 143
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
-
-
-@pytest.mark.slow
-@NEEDS_SIGNALS
-def test_signal_during_set_up_ends_the_run_at_once(chars, tmp_path):
-    prepare = partial(
-        setattr, train, "build_optimizer", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    assert stopped(tiny(chars, tmp_path), prepare) == -signal.SIGTERM
-    assert not list_checkpoints(tmp_path)
 
 
 @pytest.mark.slow
@@ -355,22 +339,16 @@ def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_fi
 def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
     saved = load_checkpoint(out)
 
-    def resumed(*argv: str, **settings: Any) -> dict[str, Any]:
+    def settings_of(*argv: str, **settings: Any) -> dict[str, Any]:
         save_checkpoint(replace(saved, config=saved.config | settings), out, best=False)
         return resumed_settings(TrainConfig, list(argv), str(out))
 
-    for value in (True, torch.tensor([])):
-        assert resumed(wandb_log=value)["wandb_log"] is False
-        assert_one_line(capfd.readouterr().err, out, "--wandb_log=")
-    elsewhere = {"dataset": r"\\host\share"}
+    assert settings_of(wandb_log=True)["wandb_log"] is False
+    assert_one_line(capfd.readouterr().err, out, "--wandb_log=")
+    assert settings_of("--wandb_log=True", wandb_log=True)["wandb_log"] is True
     with raises_one_line("host", out, "--dataset="):
-        resumed(**elsewhere)
-    assert (
-        resumed("--wandb_log=True", "--dataset=//host/share", wandb_log=True, **elsewhere)[
-            "wandb_log"
-        ]
-        is True
-    )
+        settings_of(dataset=r"\\host\share")
+    settings_of("--dataset=//host/share", dataset=r"\\host\share")
 
 
 # What is changed, and the names and values that the error has.
@@ -413,26 +391,21 @@ def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     assert "changed" not in capsys.readouterr().out
 
 
-def test_changed_code_library_and_dtype_are_printed_and_the_run_resumes(out, capsys):
+def test_finished_run_that_is_resumed_prints_changed_code_and_a_damaged_best_model(out, capsys):
     saved = load_checkpoint(out)
     assert saved.metadata is not None
     earlier = {"code_digest": "0" * 16, "versions": saved.metadata["versions"] | {"torch": "1.0"}}
     save_checkpoint(replace(saved, metadata=saved.metadata | earlier), out, best=False)
+    (out / "ckpt_best.pt").write_bytes(b"cut")
     main(resumed(out, dtype="bfloat16"))
-    assert [e["iter"] for e in events(out, "eval")] == [0, 3, 4, 4]  # a finished run evaluates
+    assert logged(out, "eval") == [0, 3, 4, 4]  # a finished run evaluates
+    printed = capsys.readouterr().out
     # Also if both are the same commit "+changes".
-    code, versions, variant = re.findall("^changed: .*", capsys.readouterr().out, re.M)
+    code, versions, variant = re.findall("^changed: .*", printed, re.M)
     assert_one_line(code, "code_digest: '0000000000000000' before", code_digest())
     assert_one_line(versions, "torch: '1.0' before", torch.__version__)
     assert_one_line(variant, "float32", "bfloat16")
-    assert events(out, "start")[-1]["code_digest"] == code_digest()
-
-
-def test_finished_run_that_is_resumed_names_a_damaged_best_checkpoint(out, capsys):
-    (out / "ckpt_best.pt").write_bytes(b"cut")
-    main(resumed(out))
-    printed = capsys.readouterr().out
-    damaged, last = printed.split("best val loss")[1].splitlines()[1:3]
+    damaged, last = printed.split("best val loss")[-1].splitlines()[1:3]
     assert_one_line(damaged, out / "ckpt_best.pt", "cut short")
     assert last == f"best intact model, of step 4: {out / 'ckpt.pt'}"
 
@@ -445,82 +418,54 @@ def test_resume_changed_is_not_saved_and_another_micro_batch_evaluates_the_same_
     assert resumed(out, **smaller, eval_iters=3).eval_tokens == 0
 
 
-@pytest.mark.slow
-def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(chars, tmp_path, capsys):
-    out_dir = str(tmp_path)
-    main(tiny(chars, tmp_path, max_minutes=60.0, max_iters=4))
-    for argv in (
-        ["--init_from=resume"],
-        ["--init_from=auto", "--max_minutes=0.01", "--max_iters=9"],
-    ):
-        found = resumed_settings(TrainConfig, [f"--out_dir={out_dir}", *argv], out_dir)
-        assert (found["init_from"], found["max_iters"], found["max_minutes"]) == ("resume", 4, 0.0)
-    assert_one_line(capsys.readouterr().err.splitlines()[-1], "max_minutes", "max_iters=4")
+def test_resumed_run_keeps_the_steps_that_its_minutes_came_to(half, capsys):
+    out = str(half / "out")
+    argv = [f"--out_dir={out}", "--max_minutes=0.01", "--max_iters=9"]
+    found = resumed_settings(TrainConfig, argv, out)
+    assert (found["init_from"], found["max_iters"], found["max_minutes"]) == ("resume", 4, 0.0)
+    assert_one_line(capsys.readouterr().err, "max_minutes", "max_iters=4")
 
 
 # ---- nanoGPT's runs, and ours for nanoGPT --------------------------------------------------------
 
 
-def nanogpt_run(folder: Path) -> None:
-    """Write a checkpoint as nanoGPT does after three steps of a compiled model, with the data it
-    was trained on.
-    """
-    torch.manual_seed(0)
-    size: dict[str, Any] = {
-        name: TINY[name] for name in ("n_layer", "n_head", "n_embd", "block_size")
-    }
-    args = size | {"bias": False, "vocab_size": 64, "dropout": 0.0}
-    model = GPT(GPTConfig(**args, activation="gelu"))
-    optimizer = make_optimizer(model, "adamw", 0.1, 1e-3, (0.9, 0.99), 0.95, "cpu")
-    for _ in range(3):
-        x = torch.randint(0, 64, (2, 16))
-        model(x, x)[1].backward()
-        optimizer.step()
-    settings = TINY | {"out_dir": "out", "dataset": str(write_random(folder)), "max_iters": 5}
-    settings |= {"learning_rate": 1e-3, "min_lr": 1e-4, "lr_decay_iters": 5, "warmup_iters": 0}
-    settings |= {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl"}
+def nanogpt_checkpoint(half: Path) -> dict[str, Any]:
+    """Return our run's checkpoint as nanoGPT writes it, of a compiled model."""
+    saved = torch.load(half / "out" / "ckpt.pt")
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(2)}
-    saved = {
-        "model": {f"_orig_mod.{k}": v for k, v in (model.state_dict() | masks).items()},
-        "optimizer": optimizer.state_dict(),
-        "model_args": args,
-        "iter_num": 3,
+    machine = {"device": "cuda", "dtype": "float16", "compile": True, "backend": "nccl"}
+    config = {name: saved["config"][name] for name in (*TINY, "dataset", "lr_decay_iters")}
+    return {
+        "model": {f"_orig_mod.{k}": v for k, v in (saved["model"] | masks).items()},
+        "optimizer": {name: saved["optimizer"][name] for name in ("state", "param_groups")},
+        "model_args": saved["model_args"],
+        "iter_num": 4,
         "best_val_loss": torch.tensor(9.0),
-        "config": settings,
+        "config": config | machine | {"out_dir": "out", "max_iters": 6},
     }
-    torch.save(saved, folder / "ckpt.pt")
 
 
 @pytest.mark.slow
-def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(tmp_path, script):
-    folder = tmp_path / "nanogpt"
-    nanogpt_run(folder)
+def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(half, tmp_path, script):
+    torch.save(nanogpt_checkpoint(half), tmp_path / "ckpt.pt")
     machine = ("--compile=False", "--cpu_kernels=False", "--device=cpu")
-    done = script("train.py", "--init_from=resume", f"--out_dir={folder}", *machine)
+    done = script("train.py", "--init_from=resume", f"--out_dir={tmp_path}", *machine)
     assert done.code == 0, done.err
-    saved = load_checkpoint(folder)
-    assert saved.iter_num == 5
+    saved = load_checkpoint(tmp_path)
+    assert saved.iter_num == 6
     assert saved.model_args["activation"] == "gelu"
-    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {5}
+    assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {6}
     assert saved.best_val_loss < 9
-    assert [e["lr"] for e in events(folder, "iter")] == pytest.approx([4.11e-4, 1.86e-4], rel=0.01)
-    assert events(folder, "eval")[-1]["tokens"] == 5 * 4 * 16  # as if all steps were alike
-    done = script(
-        "sample.py", f"--out_dir={folder}", "--start=ab", "--num_samples=2", "--max_new_tokens=30"
-    )
+    assert logged(tmp_path, "iter") == [4, 5]
+    assert logged(tmp_path, "eval", "tokens")[-1] == 6 * 4 * 16  # as if all steps were alike
+    done = script("sample.py", f"--out_dir={tmp_path}", "--start=ab", "--max_new_tokens=30")
     assert done.code == 0, done.err
-    samples = done.out.split("\n---------------\n")[:-1]
-    assert len(samples) == 2
-    assert all(
-        s.startswith("ab") and len(s) == 32 and set(s) <= {chr(i + 40) for i in range(64)}
-        for s in samples
-    )
+    assert re.match("ab[(-g]{30}\n", done.out)
 
 
 def test_our_checkpoints_have_what_nanogpt_reads(half):
     saved = torch.load(half / "out" / "ckpt.pt", weights_only=True)
-    entries = "model optimizer model_args iter_num best_val_loss config"
-    assert {*entries.split()} <= saved.keys()
+    assert saved.keys() >= nanogpt_checkpoint(half).keys()
     model_args = "n_layer n_head n_embd block_size bias vocab_size dropout"
     assert saved["model_args"].keys() == {*model_args.split()}
     assert not [k for k in saved["model"] if k.startswith(("_orig_mod.", "module."))]
