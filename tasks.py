@@ -6,6 +6,7 @@
     python tasks.py train --text novel.txt    the same on your own text
     python tasks.py train --to novel.gguf     also a file for llama.cpp (my-model: a folder)
     python tasks.py train -- --n_embd=256     with other settings of train.py
+    python tasks.py chat                      a small model that answers, in ten minutes
     python tasks.py test                      the quick tests; `-- -k word`: with this word
     python tasks.py test-all, test-nightly, check, qualify, check-cards    as `make` lists them
 
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", choices=["train", *TASKS])
+    parser.add_argument("task", choices=["train", "chat", *TASKS])
     parser.add_argument(
         "--text", type=absolute, default="", help="train on this file or folder, not on plays"
     )
@@ -73,7 +74,8 @@ def main(argv: list[str]) -> None:
         "--to", type=absolute, default="", help="also export the model, as export.py --to does"
     )
     home = os.path.expanduser  # a variable of the environment may hold "~"
-    parser.add_argument("--out", type=home, default="out-first", help="where the run is saved")
+    about = "where the run is saved (default: out-first, or out-exercises)"
+    parser.add_argument("--out", type=home, default="", help=about)
     parser.add_argument("--venv", type=home, default=".venv", help="the environment's folder")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
@@ -88,10 +90,13 @@ def main(argv: list[str]) -> None:
         except ValueError as e:
             sys.exit(f"error: {e}")
     os.chdir(ROOT)
-    requirements = "requirements.txt" if args.task == "train" else "requirements-dev.txt"
+    requirements = "requirements-dev.txt" if args.task in TASKS else "requirements.txt"
     python = install(ROOT / args.venv, requirements)
     if args.task == "train":
-        train(python, args.text, args.out, args.to, extra)
+        train(python, args.text, args.out or "out-first", args.to, extra)
+        return
+    if args.task == "chat":
+        chat(python, args.out or "out-exercises", extra)
         return
     *commands, last = TASKS[args.task]
     for command in commands:
@@ -164,6 +169,21 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
     if to:
         # Written, and not compared
         run(python, "export.py", f"--out_dir={out}", f"--to={to}", accepted=3)
+
+
+def chat(python: Path, out: str, extra: list[str]) -> None:
+    """Train a model from nothing that answers questions, count what it answers that it was never
+    asked, and show a page to talk with it.
+    """
+    data = ROOT / "data" / "exercises"
+    learned, asked = data / "exercises.jsonl", data / "test.jsonl"
+    run(python, "data/chat/exercises.py", f"--out={learned}")
+    form = ["--name=exercises", "--tokenizer=bytes", "--block_size=160"]
+    run(python, "data/chat/prepare.py", learned, *form)
+    run(python, "train.py", "config/train_exercises.py", f"--out_dir={out}", *extra)
+    run(python, "data/chat/exercises.py", "--test", "--seed=2", "--number=2000", f"--out={asked}")
+    run(python, "bench/answers.py", out, asked)
+    run(python, "sample.py", "--serve", f"--out_dir={out}")
 
 
 def prepare(python: Path, text: str) -> str:

@@ -213,7 +213,7 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
         "tasks.py test-all --venv v -- --a=1 --b",
     ]
     listed = shell("make", cwd=machine.folder).stdout
-    assert {*re.findall(r"^make ([\w-]+)", listed, re.M)} == {"train", *tasks.TASKS}
+    assert {*re.findall(r"^make ([\w-]+)", listed, re.M)} == {"train", "chat", *tasks.TASKS}
     assert machine.calls() == []
 
 
