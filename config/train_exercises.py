@@ -1,5 +1,5 @@
-# A model that answers questions after ten minutes on two CPU cores, from nothing: make chat. What it
-# learns is made by data/chat/exercises.py.
+# A model that answers questions after ten minutes on two CPU cores, from nothing: make chat.
+# data/chat/exercises.py makes what it learns.
 
 out_dir = "out-exercises"
 dataset = "exercises"

@@ -1,5 +1,5 @@
-"""Make dialogues that a small model can learn in minutes: sums, letters of words, weekdays, and a few
-sentences about itself.
+"""Make dialogues that a small model can learn in minutes: sums, letters of words, weekdays, and
+what it says about itself.
 
     python data/chat/exercises.py --number 100000 --out exercises.jsonl
     python data/chat/prepare.py exercises.jsonl --name exercises --tokenizer bytes --block_size 160
@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # The repository; Python adds only this folder.
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.text.prepare import whole_number
-from deskgpt.errors import OneLineParser, one_line_errors
+from deskgpt.errors import ROOT, OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
 
 TEST_PART = 10  # of the questions, one of this many is never asked in training
