@@ -31,6 +31,27 @@ from deskgpt.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 HELP = {"-h", "--help"}
+# What other programs call our settings; none of these names is like the right one.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "steps": "max_iters",
+    "epochs": "max_iters",
+    "num_epochs": "max_iters",
+    "gpu": "device",
+    "hidden_size": "n_embd",
+    "d_model": "n_embd",
+    "layers": "n_layer",
+    "num_layers": "n_layer",
+    "heads": "n_head",
+    "num_heads": "n_head",
+    "context_length": "block_size",
+    "seq_len": "block_size",
+    "prompt": "start",
+    "tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "n": "num_samples",
+}
 
 # ---- reading settings ----------------------------------------------------------------------------
 
@@ -116,6 +137,14 @@ def is_known(name: str, cls: type, where: str) -> bool:
     retired: dict[str, str] = getattr(cls, "retired", {})
     if name not in retired:
         hint = did_you_mean(name, settings_of(cls), "--help lists the settings")
+        meant = OTHER_NAMES.get(name)
+        negated = name.removeprefix("no-").removeprefix("no_")
+        if name == "vocab_size":
+            hint = "the tokenizer of the data has it"
+        elif meant in settings_of(cls):
+            hint = f"did you mean {meant}?"
+        elif negated != name and negated in settings_of(cls):
+            hint = f"write --{negated}=False"
         raise ConfigError(f"{where} is not a setting; {hint}")
     note_once(f"{name} is no longer used: {retired[name]}")
     return False
@@ -149,6 +178,8 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
     if not Path(path).is_file():
         files = map(str, Path(path).parent.glob("*.py"))
         hint = did_you_mean(path, files, "settings are written --key=value")
+        if Path(path, "ckpt.pt").exists() and "out_dir" in settings_of(cls):
+            hint = f"for the run in this folder write --out_dir={path}"
         raise ConfigError(f"{path!r} is not a config file; {hint}")
     try:
         tree = ast.parse(Path(path).read_bytes())

@@ -6,6 +6,7 @@
     python tasks.py train --text novel.txt    the same on your own text
     python tasks.py train --to novel.gguf     also a file for llama.cpp (my-model: a folder)
     python tasks.py train -- --n_embd=256     with other settings of train.py
+    python tasks.py chat                      a small model that answers, in ten minutes
     python tasks.py test                      the quick tests; `-- -k word`: with this word
     python tasks.py test-all, test-nightly, check, qualify, check-cards    as `make` lists them
 
@@ -32,6 +33,7 @@ import shlex
 import signal
 import subprocess
 import sysconfig
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -54,6 +56,7 @@ TASKS = {  # commands of the environment's Python; the last one gets what follow
     "check-cards": [["bench/check_cards.py"]],
 }
 print0 = functools.partial(print, flush=True)  # at once, before what the next command prints
+wrap = functools.partial(textwrap.wrap, width=76, break_long_words=False, break_on_hyphens=False)
 
 
 def main(argv: list[str]) -> None:
@@ -63,7 +66,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", choices=["train", *TASKS])
+    parser.add_argument("task", choices=["train", "chat", *TASKS])
     parser.add_argument(
         "--text", type=absolute, default="", help="train on this file or folder, not on plays"
     )
@@ -71,7 +74,8 @@ def main(argv: list[str]) -> None:
         "--to", type=absolute, default="", help="also export the model, as export.py --to does"
     )
     home = os.path.expanduser  # a variable of the environment may hold "~"
-    parser.add_argument("--out", type=home, default="out-first", help="where the run is saved")
+    about = "where the run is saved (default: out-first, or out-exercises)"
+    parser.add_argument("--out", type=home, default="", help=about)
     parser.add_argument("--venv", type=home, default=".venv", help="the environment's folder")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
@@ -86,10 +90,13 @@ def main(argv: list[str]) -> None:
         except ValueError as e:
             sys.exit(f"error: {e}")
     os.chdir(ROOT)
-    requirements = "requirements.txt" if args.task == "train" else "requirements-dev.txt"
+    requirements = "requirements-dev.txt" if args.task in TASKS else "requirements.txt"
     python = install(ROOT / args.venv, requirements)
     if args.task == "train":
-        train(python, args.text, args.out, args.to, extra)
+        train(python, args.text, args.out or "out-first", args.to, extra)
+        return
+    if args.task == "chat":
+        chat(python, args.out or "out-exercises", extra)
         return
     *commands, last = TASKS[args.task]
     for command in commands:
@@ -112,6 +119,7 @@ FAST = [
     "--eval_tokens=65536",
     "--max_iters=1600",
 ]
+MINUTES = ["--max_minutes=3", "--sample_interval=2"]  # texts too: one sees it learn
 SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
 # What other programs compute too. On a CPU the loss is about 0.05 higher
 # (bench/results/2026-11-22-token-shift.md).
@@ -138,8 +146,8 @@ def first_model(device: str, tflops: float) -> list[str]:
 
 
 def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
-    """Prepare data, train a small model on it for about three minutes, print text from it and write
-    its report.
+    """Prepare data, train a small model on it for about three minutes, which writes texts as it
+    learns, and write its report.
 
     to: export the model there; then it is one that other programs have.
     """
@@ -151,24 +159,31 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
     settings = first_model(device, float(tflops))
     if to and device != "cuda":  # whose model is a GPT-2
         settings = [*settings, *FOR_EXPORT]
-    print0(
-        f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}: training for about three minutes"
-    )
-    run(
-        python,
-        "train.py",
-        *settings,
-        "--max_minutes=3",
-        f"--dataset={dataset}",
-        f"--out_dir={out}",
-        *extra,
-    )
-    run(python, "sample.py", f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=300")
-    if call(python, "bench/report.py", out) == 0:
-        print0(f"the run's curves and figures: {Path(out).absolute() / 'report.html'}")
+    print0(f"matmuls reach {float(tflops):.2g} TFLOP/s on {device}")
+    settings = [*settings, *MINUTES, f"--dataset={dataset}", f"--out_dir={out}", *extra]
+    # Of a setting that is there twice, the last one counts.
+    last = {word.partition("=")[0]: word for word in settings}
+    run(python, "train.py", *last.values())
+    print0("the run's curves and texts, as a page for your browser:")
+    call(python, "bench/report.py", out)
     if to:
         # Written, and not compared
         run(python, "export.py", f"--out_dir={out}", f"--to={to}", accepted=3)
+
+
+def chat(python: Path, out: str, extra: list[str]) -> None:
+    """Train a model from nothing that answers questions, count what it answers that it was never
+    asked, and show a page to talk with it.
+    """
+    data = ROOT / "data" / "exercises"
+    learned, asked = data / "exercises.jsonl", data / "test.jsonl"
+    run(python, "data/chat/exercises.py", f"--out={learned}")
+    form = ["--name=exercises", "--tokenizer=bytes", "--block_size=160"]
+    run(python, "data/chat/prepare.py", learned, *form)
+    run(python, "train.py", "config/train_exercises.py", f"--out_dir={out}", *extra)
+    run(python, "data/chat/exercises.py", "--test", "--seed=2", "--number=2000", f"--out={asked}")
+    run(python, "bench/answers.py", out, asked)
+    run(python, "sample.py", "--serve", f"--out_dir={out}")
 
 
 def prepare(python: Path, text: str) -> str:
@@ -184,16 +199,10 @@ def prepare(python: Path, text: str) -> str:
         return name
     if (ROOT / "data" / "shakespeare_char" / "val.bin").exists():
         return "shakespeare_char"
-    print0(
-        "preparing Shakespeare's plays: downloading 1 MB unless it is here already; gives "
-        "up after 20 seconds"
-    )
+    print0("preparing Shakespeare's plays: 1 MB to download unless it is here already")
     if call(python, "data/shakespeare_char/prepare.py") == 0:
         return "shakespeare_char"
-    print0(
-        "No Shakespeare, see above: training on the source code of Python's standard "
-        "library instead."
-    )
+    print0("No Shakespeare, see above: training on the source code of Python instead.")
     modules = Path(sysconfig.get_paths()["stdlib"]) / "*.py"
     run(python, "data/text/prepare.py", modules, "--name", "python_char")
     return "python_char"
@@ -226,11 +235,11 @@ def install(venv: Path, requirements: str) -> Path:
     if listed.returncode and call(python, "-m", "ensurepip"):  # an environment of uv has no pip
         sys.exit(f"error: {venv} has no pip, see above: {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
-    print0(f"{why}. Installing {requirements} into {venv.name}")
+    print0("\n".join(wrap(f"{why}. Installing {requirements} into {venv.name}")))
     command = [*pip, "install", "--disable-pip-version-check", "-r", requirements]
     if "index" not in listed.stdout and sys.platform != "darwin":  # unless the user has chosen one
         command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]
-    if call(*command, "-c", "constraints.txt"):
+    if call(*command, "-c", "constraints.txt", in_one_line=True):
         sys.exit(
             f"error: pip could not install {requirements}, see above; is there a network? "
             f"If so, {again}"
@@ -243,16 +252,25 @@ def run(*command: object, accepted: int = 0) -> None:
     """Print a command and run it; end this script with its exit status if that is neither 0 nor
     accepted.
     """
-    print0("+ " + shlex.join(map(str, command)).replace(str(ROOT) + os.sep, ""))
+    words = shlex.join(map(str, command)).replace(str(ROOT) + os.sep, "")
+    print0("+ " + " \\\n    ".join(wrap(words)))
     code = call(*command)
     if code not in (0, accepted):
         sys.exit(128 - code if code < 0 else code)  # as a shell, if a signal ended it
 
 
-def call(*command: object) -> int:
-    """Run a command and return its exit status. A kill of this process ends the command instead."""
-    process = subprocess.Popen([str(word) for word in command])
+def call(*command: object, in_one_line: bool = False) -> int:
+    """Run a command and return its exit status. A kill of this process ends the command instead.
+
+    in_one_line: show each line that it prints in place of the one before.
+    """
+    stdout = subprocess.PIPE if in_one_line else None
+    process = subprocess.Popen([str(word) for word in command], stdout=stdout, text=True)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    for line in process.stdout or ():
+        print0(f"\r{line.strip()[:78]:78}", end="")
+    if in_one_line:
+        print0()
     return process.wait()
 
 

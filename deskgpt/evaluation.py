@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from deskgpt.compute import ComputeMode, autocast, named_losses
@@ -36,6 +37,23 @@ def evaluation_loss(
     """Return the loss of one batch: all that a CUDA graph records of an evaluation."""
     with autocast(x.device, compute.dtype):
         return {"loss": named_losses(model(x, y))["loss"]}
+
+
+def exact_answers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many answers of each row (B,) the likeliest tokens write exactly, and how many
+    answers there are (B,).
+
+    logits (B, T, V); targets (B, T), -1 outside of answers: an answer is a run of targets. A model
+    that always takes the likeliest token writes it just if each of its tokens is the likeliest
+    after those before it.
+    """
+    is_target = targets != -1
+    is_first = is_target & ~F.pad(is_target, (1, 0))[:, :-1]
+    number = is_first.cumsum(1)  # of the answer that a target belongs to, from 1 on
+    is_wrong = is_target & (logits.argmax(-1) != targets)
+    n_wrong = torch.zeros_like(F.pad(number, (0, 1))).scatter_add(1, number, is_wrong.long())
+    n_answers = is_first.sum(1)
+    return n_answers - (n_wrong > 0).sum(1), n_answers
 
 
 @torch.no_grad()

@@ -112,6 +112,16 @@ def test_playground_writes_stops_and_repeats_a_text(tmp_path, scheme):
             texts.append(driver.find_element("css selector", ".text").text)
             driver.execute_script("document.querySelector('.status').textContent = ''")
         assert texts[0] == texts[1] != texts[2]
+        # The earlier texts are kept; a click brings one back, with its settings.
+        kept = driver.find_elements("css selector", "#earlier button")
+        driver.find_element("css selector", "#earlier summary").click()
+        kept[-1].click()
+        assert driver.find_element("css selector", ".text").text == texts[0]
+        assert driver.find_element("name", "seed").get_attribute("value") == "1"
+        token = driver.find_element("css selector", ".token")
+        plain = token.value_of_css_property("background-color")
+        driver.find_element("id", "heat").click()
+        assert token.value_of_css_property("background-color") != plain
 
         driver.find_element("css selector", ".token").send_keys(Keys.ARROW_RIGHT)
         # The probabilities of the second token
@@ -133,12 +143,28 @@ def test_chat_answers_and_answers_again(tmp_path, scheme):
         browser(scheme, served.address) as driver,
     ):
         until(driver.find_element("id", "generate").is_enabled)
-        driver.find_element("name", "prompt").send_keys("Who is there?", Keys.ENTER)
+        set_fields(driver, prompt="Who is there?")
+        driver.find_element("name", "prompt").send_keys(Keys.ENTER)
         again = driver.find_element("id", "again")
         until(again.is_enabled)
         first = driver.find_element("css selector", ".assistant").text
         again.click()
         until(again.is_enabled)
-        assert [x.text for x in driver.find_elements("css selector", ".user")] == ["Who is there?"]
+        asked = driver.find_elements("css selector", ".user .written")
+        assert [each.text for each in asked] == ["Who is there?"]
         (second,) = driver.find_elements("css selector", ".assistant")
         assert second.text != first
+        driver.find_element("css selector", ".user button").click()  # Edit
+        field = driver.find_element("name", "prompt")
+        assert field.get_attribute("value") == "Who is there?"
+        assert not driver.find_elements("css selector", ".assistant")
+        field.send_keys(Keys.ENTER)
+        until(again.is_enabled)
+        driver.find_element("id", "new").click()
+        assert driver.find_element("css selector", ".text").text == ""
+        markdown = "# A\n- `<b>`\n- **c**\n\n```\n* d\n```\ne\nf"
+        found = driver.execute_script("return rendered(arguments[0]).innerHTML", markdown)
+        assert found == (
+            "<h3>A</h3><ul><li><code>&lt;b&gt;</code></li><li><strong>c</strong></li></ul>"
+            "<pre><code>* d\n</code></pre><p>e<br>f</p>"
+        )

@@ -83,6 +83,11 @@ FAULTY: dict[str, list[str]] = {
     "--max_iters=-1": ["max_iters=-1", "at least 0"],
     "--out_dir=": ["--out_dir", "--out_dir=out"],
     "--max_iters 8": ["8", "--key=value"],
+    # What other programs call it; never what is spelled alike and means something else.
+    "--bs=4": ["--bs", "did you mean batch_size?"],
+    "--lr=1": ["--lr", "did you mean learning_rate?"],
+    "--no-compile": ["--no-compile", "--compile=False"],
+    "--vocab_size=9": ["--vocab_size", "tokenizer"],
 }
 
 

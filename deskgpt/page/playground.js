@@ -1,6 +1,6 @@
 // Fills the playground's page, asks its server for texts by OpenAI's API and shows them token by token. With a model that
 // answers, the page is a chat: what is asked for is then the answer to all messages so far.
-// What a model writes can be HTML: it is only ever set as textContent.
+// What a model writes can be HTML: it is only ever set as textContent, Markdown too (rendered).
 "use strict";
 
 const GONE = "the server cannot be reached; start it again and open the URL that it prints";
@@ -10,12 +10,16 @@ const tip = document.getElementById("tip");
 const generateButton = document.getElementById("generate");
 const stopButton = document.getElementById("stop");
 const againButton = document.getElementById("again");
+const copyButton = document.getElementById("copy");
+const newButton = document.getElementById("new");
+const earlier = document.getElementById("earlier");
 
 const main = document.getElementById("model");
 const text = main.querySelector(".text");
 const status = main.querySelector(".status");
 
 const ALTERNATIVES = 8; // likeliest tokens that are shown next to the drawn one
+const MOST_EARLIER = 20; // texts that the page keeps
 const KEY = location.pathname.split("/")[1]; // the page's address holds it
 const CALL = {headers: {Authorization: `Bearer ${KEY}`}};
 
@@ -73,6 +77,8 @@ function becomeChat() {
   form.elements.system.value = page.system;
   document.getElementById("of-system").hidden = false;
   againButton.hidden = false;
+  newButton.hidden = false;
+  copyButton.hidden = true; // each answer has its own
   generateButton.textContent = "Send";
   main.append(ask);
   ask.querySelector("span").textContent = "Message";
@@ -98,16 +104,119 @@ function showStatus(line, isProblem = false) {
   status.classList.toggle("bad", isProblem);
 }
 
+// Adds a text or a message, and returns the element of its words.
 function show(className, content) {
-  const made = make("div", className, content);
+  const made = make("div", className);
+  const written = make("div", "written", content);
+  made.append(written);
   text.append(made);
   text.scrollTop = text.scrollHeight;
+  return written;
+}
+
+function addAction(written, name, action) {
+  let actions = written.parentElement.querySelector(".actions");
+  if (actions === null) {
+    actions = make("div", "actions");
+    written.parentElement.append(actions);
+  }
+  const button = make("button", "", name);
+  button.type = "button";
+  button.addEventListener("click", () => action(button));
+  actions.append(button);
+}
+
+async function copy(content) {
+  await navigator.clipboard.writeText(content);
+  showStatus("copied");
+}
+
+// ---- earlier texts ----
+
+// Moves the text that is shown to the earlier ones. One of these, clicked, comes back with its settings.
+function keepText() {
+  const shown = text.firstElementChild;
+  if (shown === null) return;
+  const item = make("li");
+  const button = make("button", "", shown.textContent.trim().replace(/\s+/g, " ").slice(0, 200));
+  button.type = "button";
+  button.addEventListener("click", () => {
+    if (stopper !== null) return;
+    item.remove();
+    keepText();
+    text.append(shown);
+    for (const [name, value] of Object.entries(shown.values)) form.elements[name].value = value;
+  });
+  item.append(button);
+  const list = earlier.querySelector("ol");
+  list.prepend(item);
+  if (list.children.length > MOST_EARLIER) list.lastChild.remove();
+  earlier.hidden = false;
+  text.replaceChildren();
+}
+
+// ---- Markdown ----
+
+// Returns the words of a line with `code`, **bold** and *emphasis*.
+function inline(line) {
+  const parts = line.split(/(`[^`]+`|\*\*[^*]+\*\*|\*[^\s*][^*]*\*)/);
+  return parts.map(part => {
+    if (/^`.+`$/.test(part)) return make("code", "", part.slice(1, -1));
+    if (/^\*\*.+\*\*$/.test(part)) return make("strong", "", part.slice(2, -2));
+    if (/^\*.+\*$/.test(part)) return make("em", "", part.slice(1, -1));
+    return part;
+  });
+}
+
+// Returns an element with the Markdown of an answer: code, headings, lists and paragraphs.
+function rendered(source) {
+  const made = make("div", "markdown");
+  let block = null; // that the next line may belong to
+  let code = null; // between two lines of ```
+  for (const line of source.split("\n")) {
+    if (line.startsWith("```")) {
+      code = code === null ? make("code") : null;
+      block = null;
+      if (code !== null) {
+        const frame = make("pre");
+        frame.append(code);
+        made.append(frame);
+      }
+      continue;
+    }
+    if (code !== null) {
+      code.append(line + "\n");
+      continue;
+    }
+    const item = /^\s*([-*+]|\d+[.)])\s+(.*)/.exec(line);
+    const heading = /^#{1,6}\s+(.*)/.exec(line);
+    const wanted = heading ? "h3" : item ? (/\d/.test(item[1]) ? "ol" : "ul") : "p";
+    if (!line.trim()) {
+      block = null;
+      continue;
+    }
+    const continues = block !== null && block.localName === wanted && !heading;
+    if (!continues) {
+      block = make(wanted);
+      made.append(block);
+    } else if (!item) {
+      block.append(make("br"));
+    }
+    const place = item ? make("li") : block;
+    place.append(...inline(heading ? heading[1] : item ? item[2] : line));
+    if (item) block.append(place);
+  }
   return made;
 }
+
+const IS_MARKDOWN = /```|`[^`]+`|\*\*|^#{1,6}\s|^\s*([-*+]|\d+[.)])\s/m;
+
+// ---- writing ----
 
 function addToken(token, place) {
   const span = make("span", token.text.startsWith("\n") ? "token line" : "token", token.text);
   span.about = token;
+  span.style.setProperty("--surprise", 1 - Math.exp(token.logprob));
   span.tabIndex = tokens === 0 ? 0 : -1; // one stop of the Tab key; from there on the arrow keys
   const follows = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
   place.append(span);
@@ -181,8 +290,9 @@ async function generate() {
   if (stopper !== null || !form.reportValidity()) return;
   const values = requested();
   if (page.system === null) {
-    text.replaceChildren();
+    keepText();
     const place = show("");
+    place.parentElement.values = values;
     place.append(make("span", "prompt", values.prompt));
     await run(values, place);
     return;
@@ -192,10 +302,34 @@ async function generate() {
   const message = show("user", values.prompt);
   messages.push({role: "user", content: values.prompt});
   field.value = "";
-  if (await answer(values)) return;
+  if (await answer(values)) {
+    addAction(message, "Edit", () => edit(message.parentElement));
+    return;
+  }
   field.value = messages.pop().content;
-  message.remove();
-  againButton.disabled = messages.length === 0;
+  message.parentElement.remove();
+  setStopper(null);
+}
+
+// Takes a question back, with all that came after it, to be asked in other words.
+function edit(message) {
+  if (stopper !== null) return;
+  const at = [...text.children].indexOf(message);
+  const field = form.elements.prompt;
+  field.value = messages[at].content;
+  messages.length = at;
+  while (text.children.length > at) text.lastChild.remove();
+  setStopper(null);
+  field.focus();
+}
+
+function newDialogue() {
+  messages = [];
+  answers = 0;
+  text.replaceChildren();
+  showStatus("");
+  setStopper(null);
+  form.elements.prompt.focus();
 }
 
 // Writes the answer to the messages so far; returns whether there is one.
@@ -206,12 +340,28 @@ async function answer(values) {
   const ended = await run({...values, seed: values.seed + answers, messages: [...before, ...messages]}, place);
   const isAnswer = ended || tokens > 0;
   if (isAnswer) {
-    messages.push({role: "assistant", content: place.textContent});
+    const content = place.textContent;
+    messages.push({role: "assistant", content});
     answers += 1;
+    addAction(place, "Copy", () => copy(content));
+    if (IS_MARKDOWN.test(content)) showMarkdown(place, content);
+    setStopper(null);
   } else {
-    place.remove();
+    place.parentElement.remove();
   }
   return isAnswer;
+}
+
+// Shows an answer as Markdown; a button shows its tokens again.
+function showMarkdown(place, content) {
+  const markdown = rendered(content);
+  place.before(markdown);
+  place.hidden = true;
+  addAction(place, "Tokens", button => {
+    place.hidden = !place.hidden;
+    markdown.hidden = !place.hidden;
+    button.textContent = place.hidden ? "Tokens" : "Text";
+  });
 }
 
 async function again() {
@@ -237,6 +387,8 @@ function setStopper(controller) {
   generateButton.disabled = controller !== null;
   stopButton.disabled = controller === null;
   againButton.disabled = controller !== null || messages.length === 0;
+  newButton.disabled = againButton.disabled;
+  copyButton.disabled = controller !== null || text.firstChild === null;
 }
 
 function stop() {
@@ -252,7 +404,9 @@ text.addEventListener("pointerover", event => {
 text.addEventListener("pointerleave", event => {
   if (event.pointerType === "mouse") hideTip();
 });
-text.addEventListener("focusin", event => showTip(event.target));
+text.addEventListener("focusin", event => {
+  if (event.target.about) showTip(event.target);
+});
 text.addEventListener("focusout", hideTip);
 text.addEventListener("scroll", placeTip);
 text.addEventListener("keydown", event => {
@@ -330,6 +484,11 @@ form.addEventListener("submit", event => {
 });
 stopButton.addEventListener("click", stop);
 againButton.addEventListener("click", again);
+newButton.addEventListener("click", newDialogue);
+copyButton.addEventListener("click", () => copy(text.textContent));
+document.getElementById("heat").addEventListener("change", event => {
+  text.classList.toggle("heat", event.target.checked);
+});
 form.elements.prompt.addEventListener("keydown", event => {
   if (page.system === null || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

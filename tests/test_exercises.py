@@ -1,0 +1,68 @@
+"""Dialogues that are made: their answers by another computation, and what is held out. Answers
+that are exact, counted in one pass and by writing them.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+
+import torch
+from tiny_models import MODERN, make, tokens
+
+from data.chat.exercises import DAYS, TALK, exercises
+from deskgpt.engine import GenerationConfig, generate
+from deskgpt.evaluation import exact_answers
+
+
+def result_of(kind: str, question: str) -> str:
+    """Return the result of an exercise, from its question alone."""
+    numbers = [int(n) for n in re.findall(r"\d+", question)]
+    if kind == "addition":
+        return str(sum(numbers))
+    if kind == "subtraction":
+        a, b = numbers[::-1] if question.startswith("Take") else numbers
+        return str(operator.sub(a, b))
+    if kind == "weekdays":
+        a, b = (DAYS.index(day) for day in re.findall(r"\w+day", question))
+        return str((b - a) % len(DAYS))
+    if kind == "talk":
+        return next(answer for asked, answer in TALK.items() if question.endswith(asked))
+    found = re.search(r"(\w+)(?: spelt| backwards)?[.?]$", question)
+    assert found
+    word = found[1]
+    if kind == "spelling":
+        return "-".join(word)
+    if kind == "length":
+        return str(len(word))
+    if kind == "reversing":
+        return word[::-1]
+    letter = re.search(r"(?:many|the) (\w) ", question)
+    assert letter
+    return str(word.count(letter[1]))
+
+
+def test_answers_are_right_and_the_test_asks_what_was_never_learned():
+    learned = exercises(3000, seed=1, for_test=False)
+    asked = exercises(1000, seed=2, for_test=True)
+    assert not {row["question"] for row in learned} & {row["question"] for row in asked}
+    assert {row["category"] for row in learned} == {row["category"] for row in asked}
+    for row in learned + asked:
+        result = row["answer"].rpartition(": ")[2]
+        assert result == result_of(row["category"], row["question"]), row
+
+
+def test_answer_counts_as_exact_just_if_the_model_writes_it():
+    model = make(MODERN)
+    prompts = tokens(3, 4)
+    drawn = generate(model, prompts, GenerationConfig(max_new_tokens=12, temperature=0.0))
+    written = torch.cat((prompts, torch.stack(list(drawn), 1)), 1)
+    targets = written.clone()
+    targets[:, :6] = -1
+    targets[:, 11] = -1  # two answers a row, which are what the model writes
+    assert [n.tolist() for n in exact_answers(model(written[:, :-1])[0], targets[:, 1:])] == [
+        [2] * 3
+    ] * 2
+    targets[0, 15] = (targets[0, 15] + 1) % 100  # the last token of one is another
+    n_right, n_answers = exact_answers(model(written[:, :-1])[0], targets[:, 1:])
+    assert (n_right.tolist(), n_answers.tolist()) == ([1, 2, 2], [2, 2, 2])
