@@ -58,7 +58,7 @@ def assert_fails(run, script, tmp_path, monkeypatch):
 # be here.
 SETTINGS: list[tuple[str, list[str], int]] = [
     ("--n_head=3", ["n_embd=16", "n_head=3", "--n_head=2"], 2),
-    ("--batch_size=1e12", ["batch_size=1000000000000", "gradient_accumulation_steps=1"], 2),
+    ("--batch_size=1e12", ["batch_size=1000000000000", "gradient_accumulation_steps=2"], 1),
     ("config/train_shakespeare.py", ["config/train_shakespeare.py", "did you mean config/"], 2),
     ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
     ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),

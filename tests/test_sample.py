@@ -325,7 +325,7 @@ def test_prompt_beyond_the_context_is_said_in_a_line(run, capfd):
         ("--start=thé ☃", "'é'"),
         ("--start=", "start=''"),
         ("--start=FILE:/no/such.txt", "/no/such.txt"),
-        ("--out_dir=/no/such", "/no/such/ckpt.pt"),
+        ("--out_dir=/no/such", "/no/such"),
         ("--init_from=no-such-model", "init_from=no-such-model"),
         ("--device=cuda:200", "device='cuda:200'"),  # to torch it is -56
     ],
