@@ -29,8 +29,6 @@ from deskgpt.engine import load_model
 from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.evaluation import exact_answers
 
-BATCH = 64  # dialogues
-
 
 def main() -> None:
     parser = OneLineParser(__doc__)
@@ -44,31 +42,23 @@ def main() -> None:
     template = Template(loaded.tokenizer)
     right: dict[str, list[bool]] = defaultdict(list)
     results: dict[str, Counter[str]] = defaultdict(Counter)
-    lines = args.dialogues.read_text(encoding="utf-8").splitlines()
-    rows = sorted(map(json.loads, lines), key=lambda row: len(str(row)))
-    for first in range(0, len(rows), BATCH):
-        part = rows[first : first + BATCH]
-        encoded = [template.encode(as_messages(row)) for row in part]
-        longest = max(len(each.ids) for each in encoded)
-        ids = torch.full((len(part), longest), template.end_of_text)
-        is_target = torch.zeros(len(part), longest, dtype=torch.bool)
-        for row, each in enumerate(encoded):
-            ids[row, : len(each.ids)] = torch.from_numpy(each.ids.astype("i8"))
-            is_target[row, : len(each.ids)] = torch.from_numpy(each.mask.astype(bool))
-        y = ids.masked_fill(~is_target, -1)[:, 1:].to(device)
+    for line in args.dialogues.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        kind = row.get("category", "all")
+        ids, is_target = template.encode(as_messages(row))
+        x = torch.from_numpy(ids.astype("i8"))[None].to(device)
+        y = x.masked_fill(torch.from_numpy(is_target == 0).to(device), -1)
         with torch.no_grad():
-            logits = model(ids[:, :-1].to(device))[0]
-        n_right, n_answers = exact_answers(logits, y)
-        for row, all_right in zip(part, (n_right == n_answers).tolist(), strict=True):
-            kind = str(row.get("category", "all"))
-            right[kind].append(all_right)
-            results[kind][str(row).rpartition(": ")[2]] += 1
+            exact, answers = exact_answers(model(x[:, :-1])[0], y[:, 1:])
+        right[kind].append(bool(exact == answers))
+        results[kind][line.rpartition(": ")[2]] += 1
     table = []
     for kind, found in sorted(right.items()):
         guessed = results[kind].most_common(1)[0][1] / len(found)
         table.append([kind, f"{len(found):,}", f"{sum(found) / len(found):.1%}", f"{guessed:.1%}"])
-    everything = [each for found in right.values() for each in found]
-    table.append(["all", f"{len(everything):,}", f"{sum(everything) / len(everything):.1%}", ""])
+    n = sum(len(found) for found in right.values())
+    n_right = sum(found.count(True) for found in right.values())
+    table.append(["all", f"{n:,}", f"{n_right / n:.1%}", ""])
     print(markdown_table(["kind", "questions", "right", "by guessing"], table, 1))
 
 

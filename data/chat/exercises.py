@@ -13,12 +13,12 @@ at a time, but not three at once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,83 +36,59 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Exercise(NamedTuple):
-    about: Any  # what tells it from others, however it is asked
-    question: str
+    kind: str
+    about: Any  # what tells it from others of its kind, however it is asked
+    ways: list[str]  # to ask
     answer: str
 
 
-def digits(a: int, b: int, sign: int) -> tuple[str, int]:
+def digit_by_digit(a: int, b: int, sign: int) -> tuple[str, int]:
     """Return the working and the result of a + b or, where a is not less, a - b, from the last
     digit on.
     """
     steps = []
     carry = 0
-    result = 0
     for place in range(max(len(str(a)), len(str(b)))):
         x = a // 10**place % 10
         y = b // 10**place % 10
+        if sign < 0 and x < y + carry:
+            x += 10  # borrowed from the next digit
         found = x + sign * (y + carry)
-        lent = 10 if found < 0 else 0
-        terms = [str(x + lent), str(y)] + ["1"] * carry
-        found += lent
-        steps.append(("+" if sign > 0 else "-").join(terms) + f"={found}")
-        carry = int(found >= 10 or lent > 0)
-        result += found % 10 * 10**place
-    if sign > 0 and carry:
-        result += 10 ** len(steps)
-    return ", ".join(steps), result
+        words = [str(x), str(y)] + ["1"] * carry
+        steps.append(("+" if sign > 0 else "-").join(words) + f"={found}")
+        carry = int(x > 9 if sign < 0 else found > 9)
+    return ", ".join(steps), a + sign * b
 
 
-def addition(draw: random.Random) -> Exercise:
-    a, b = number(draw), number(draw)
-    ways = [f"What is {a} + {b}?", f"{a} + {b} =", f"Add {a} and {b}.", f"{a} plus {b}?"]
-    working, result = digits(a, b, 1)
-    return Exercise((a, b), draw.choice(ways), f"{working}: {result}")
-
-
-def subtraction(draw: random.Random) -> Exercise:
-    a, b = number(draw), number(draw)
+def arithmetic(draw: random.Random) -> Exercise:
+    # Of one or two digits, mostly of two.
+    a, b = (draw.randrange(draw.choice((10, 100, 100, 100))) for _ in range(2))
+    if draw.randrange(2):
+        working, result = digit_by_digit(a, b, 1)
+        ways = [f"What is {a} + {b}?", f"{a} + {b} =", f"Add {a} and {b}.", f"{a} plus {b}?"]
+        return Exercise("addition", (a, b), ways, f"{working}: {result}")
+    working, result = digit_by_digit(max(a, b), min(a, b), -1)
     ways = [f"What is {a} - {b}?", f"{a} - {b} =", f"Take {b} from {a}.", f"{a} minus {b}?"]
-    working, result = digits(max(a, b), min(a, b), -1)
-    return Exercise((a, b), draw.choice(ways), f"{working}: {'-' if a < b else ''}{result}")
+    return Exercise("subtraction", (a, b), ways, f"{working}: {'-' if a < b else ''}{result}")
 
 
-def number(draw: random.Random) -> int:
-    """Return a number of one or two digits, mostly of two."""
-    return draw.randrange(10 if draw.randrange(5) == 0 else 100)
-
-
-def spelling(draw: random.Random) -> Exercise:
-    word = any_word(draw)
-    ways = [f"Spell {word}.", f"How is {word} spelt?", f"How do you spell {word}?"]
-    return Exercise(word, draw.choice(ways), "-".join(word))
-
-
-def counting(draw: random.Random) -> Exercise:
-    word = any_word(draw)
-    letter = draw.choice(word if draw.randrange(4) else LETTERS)
-    ways = [f"How many {letter} are in {word}?", f"Count the {letter} in {word}."]
-    n = 0
-    steps = []
-    for each in word:
-        n += each == letter
-        steps.append(f"{each}{n}")
-    return Exercise(word, draw.choice(ways), f"{' '.join(steps)}: {n}")
-
-
-def length(draw: random.Random) -> Exercise:
-    word = any_word(draw)
-    ways = [f"How many letters has {word}?", f"How long is {word}?"]
-    steps = " ".join(f"{letter}{n}" for n, letter in enumerate(word, 1))
-    return Exercise(word, draw.choice(ways), f"{steps}: {len(word)}")
-
-
-def reversing(draw: random.Random) -> Exercise:
-    word = any_word(draw)
-    ways = [f"Reverse {word}.", f"Write {word} backwards.", f"What is {word} backwards?"]
-    steps = " ".join(f"{n}{letter}" for n, letter in enumerate(word, 1))
-    back = " ".join(f"{n}{word[n - 1]}" for n in range(len(word), 0, -1))
-    return Exercise(word, draw.choice(ways), f"{steps}, {back}: {word[::-1]}")
+def letters(draw: random.Random) -> Exercise:
+    """Return a question about a word of this repository's pages or, as often, of random letters."""
+    word = "".join(draw.choices(LETTERS, k=draw.randint(3, LONGEST_WORD)))
+    if draw.randrange(2):
+        word = draw.choice(words_of_the_pages())
+    kind = draw.choice(("spelling", "counting", "reversing", "reversing"))
+    if kind == "spelling":
+        return Exercise(kind, word, [f"Spell {word}.", f"How is {word} spelt?"], "-".join(word))
+    numbered = [f"{n}{letter}" for n, letter in enumerate(word, 1)]
+    if kind == "reversing":
+        working = f"{' '.join(numbered)}, {' '.join(numbered[::-1])}"
+        ways = [f"Reverse {word}.", f"Write {word} backwards."]
+        return Exercise(kind, word, ways, f"{working}: {word[::-1]}")
+    wanted = draw.choice(word if draw.randrange(4) else LETTERS)
+    steps = [f"{letter}{word[: n + 1].count(wanted)}" for n, letter in enumerate(word)]
+    ways = [f"How many {wanted} are in {word}?", f"Count the {wanted} in {word}."]
+    return Exercise(kind, word, ways, f"{' '.join(steps)}: {word.count(wanted)}")
 
 
 def weekdays(draw: random.Random) -> Exercise:
@@ -122,8 +98,8 @@ def weekdays(draw: random.Random) -> Exercise:
         f"It is {DAYS[a]}. In how many days is it {DAYS[b]}?",
     ]
     n = (b - a) % 7
-    steps = ", ".join(f"{DAYS[(a + i) % 7]} {i}" for i in range(n + 1))
-    return Exercise((a, b), draw.choice(ways), f"{steps}: {n}")
+    steps = [f"{DAYS[(a + i) % 7]} {i}" for i in range(n + 1)]
+    return Exercise("weekdays", (a, b), ways, f"{', '.join(steps)}: {n}")
 
 
 GREETINGS = ("", "Hi! ", "Hello. ", "Hey, ", "Good day. ", "Please tell me: ", "Hello there! ")
@@ -145,58 +121,29 @@ TALK = {
 
 def talk(draw: random.Random) -> Exercise:
     asked = draw.choice(list(TALK))
-    greeting = draw.choice(GREETINGS)
-    return Exercise((greeting, asked), greeting + asked, TALK[asked])
+    greeted = draw.choice(GREETINGS) + asked
+    return Exercise("talk", greeted, [greeted], TALK[asked])
 
 
-# Of each kind; how often it is asked, in proportion to what there is to learn.
-KINDS: dict[Callable[[random.Random], Exercise], int] = {
-    addition: 3,
-    subtraction: 4,
-    spelling: 1,
-    counting: 2,
-    length: 1,
-    reversing: 3,
-    weekdays: 1,
-    talk: 1,
-}
-
-
-def any_word(draw: random.Random) -> str:
-    """Return a word of this repository's pages or, as often, one of random letters."""
-    if draw.randrange(2):
-        return draw.choice(WORDS)
-    return "".join(draw.choices(LETTERS, k=draw.randint(3, LONGEST_WORD)))
-
-
+@functools.cache
 def words_of_the_pages() -> list[str]:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
-    found = set(re.findall(rf"\b[a-z]{{3,{LONGEST_WORD}}}\b", " ".join(texts)))
-    return sorted(found)
-
-
-WORDS = words_of_the_pages()
-
-
-def is_test(kind: str, about: Any) -> bool:
-    """Return whether a question is for the test, by its own digest: so with any seed."""
-    digest = hashlib.sha256(repr((kind, about)).encode()).digest()
-    return digest[0] % TEST_PART == 0
+    return sorted(set(re.findall(rf"\b[a-z]{{3,{LONGEST_WORD}}}\b", " ".join(texts))))
 
 
 def exercises(n: int, seed: int, for_test: bool) -> list[dict[str, str]]:
     """Return n dialogues, as data/chat/prepare.py reads them, with questions of the test or none of
-    them.
+    them: which these are follows from the question, not from the seed.
     """
     draw = random.Random(seed)
     rows: list[dict[str, str]] = []
-    kinds = list(KINDS)
     while len(rows) < n:
-        (kind,) = draw.choices(kinds, weights=list(KINDS.values()))
-        name = kind.__name__
-        about, question, answer = kind(draw)
-        if is_test(name, about) == for_test:
-            rows.append({"question": question, "answer": answer, "category": name})
+        make = draw.choices((arithmetic, letters, weekdays, talk), weights=(7, 7, 1, 1))[0]
+        found = make(draw)
+        digest = hashlib.sha256(repr((found.kind, found.about)).encode()).digest()
+        if (digest[0] % TEST_PART == 0) == for_test:
+            question = draw.choice(found.ways)
+            rows.append({"question": question, "answer": found.answer, "category": found.kind})
     return rows
 
 
