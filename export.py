@@ -23,6 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
+from deskgpt.errors import require_torch
+
+require_torch()
+
 import numpy as np
 import torch
 import torch.nn.functional as F

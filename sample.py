@@ -21,6 +21,10 @@ from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
+from deskgpt.errors import require_torch
+
+require_torch()
+
 from torch import Tensor
 
 from configurator import configure

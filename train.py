@@ -16,12 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH=1 leaves this folder out
 
-from deskgpt.errors import open_standard_files
+from deskgpt.errors import open_standard_files, require_torch
 from deskgpt.stopping import StopConditions, signal_handler
 
 if __name__ == "__main__":
     open_standard_files()
     signal_handler.install()  # before torch is imported, which takes seconds
+    require_torch()
 
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast

@@ -7,7 +7,7 @@ import shlex
 
 from deskgpt.checkpoint import best_on_disk, run_folder
 from deskgpt.device import peak_memory_bytes
-from deskgpt.errors import clock, in_gib
+from deskgpt.errors import clock, in_gib, python_command
 from deskgpt.files import untrusted_settings
 from deskgpt.logger import RunLogger
 from deskgpt.loss_bands import compare_with_bands
@@ -67,7 +67,8 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
         print(f"no intact checkpoint is in {out_dir}")
         return
     model, step = found
-    sample = ["python", "sample.py", f"--out_dir={model}"]
+    python = python_command()
+    sample = [python, "sample.py", f"--out_dir={model}"]
     if state.data.chat is not None:
         sample.append("--chat")
     # The settings that the checkpoint does not give, and those without which a resumed run would
@@ -82,7 +83,7 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
             resume.append("--resume_changed=True")
     elif stop == "patience":
         resume.append("--patience=0")
-    launcher = ["python"]
+    launcher = [python]
     if state.dist.distributed:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={state.dist.world}"]
     print(f"best intact model, of step {step}: {model}")
@@ -90,7 +91,7 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
         "sample:  ": [*sample, "--num_samples=3"],
         "page:    ": [*sample, "--serve"],
         "train longer: " if is_done else "resume:  ": launcher + resume,
-        "report:  ": ["python", "bench/report.py", str(out_dir)],
-        "compare: ": ["python", "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"],
+        "report:  ": [python, "bench/report.py", str(out_dir)],
+        "compare: ": [python, "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"],
     }.items():
         print(f"{name}{shlex.join(words)}")

@@ -8,10 +8,12 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import platform
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -150,6 +152,25 @@ COMMANDS = re.compile(
 def escape_control_chars(text: str) -> str:
     """Return the text with commands to a terminal spelled out, such as \\x1b."""
     return COMMANDS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def require_torch() -> None:
+    """End the script with one line if this Python has no torch, as outside of the environment."""
+    if importlib.util.find_spec("torch") is None:
+        activate = f"source {ROOT}/.venv/bin/activate"
+        if os.name == "nt":
+            activate = rf"{ROOT}\.venv\Scripts\activate"
+        sys.exit(
+            f"error: {sys.executable} has no torch; enter the environment that make train makes: "
+            f"{activate}"
+        )
+
+
+def python_command() -> str:
+    """Return the Python that runs this as one types it here."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    return min(os.path.relpath(sys.executable), sys.executable, key=len)
 
 
 def open_standard_files() -> None:

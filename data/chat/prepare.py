@@ -25,11 +25,15 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from deskgpt.errors import require_torch
+
+require_torch()
+
+import numpy as np
+from tqdm import tqdm
 
 from data.chat.dialogues import as_messages
 from data.chat.template import NAME, Message, Template

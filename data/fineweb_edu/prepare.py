@@ -25,10 +25,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from deskgpt.errors import require_torch
+
+require_torch()
+
+from tqdm import tqdm
 
 from data.prepared import BATCH_CHARS, Entry, forget, named_tokenizer, resumed, write_shards
 from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of

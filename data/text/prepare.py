@@ -21,10 +21,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from deskgpt.errors import require_torch
+
+require_torch()
+
+import numpy as np
 
 from data.prepared import named_tokenizer, write_dataset
 from data.text_files import (
