@@ -37,7 +37,7 @@ from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt import export_gguf, export_hugging_face, export_sources
 from deskgpt.engine import LoadedModel, load_model
-from deskgpt.errors import millions, one_line_errors
+from deskgpt.errors import ConfigError, millions, one_line_errors
 from deskgpt.files import cannot_write, check_unused, new_folder, replacing
 from deskgpt.settings import FilePath, check_fields
 from model import GPT
@@ -63,6 +63,8 @@ def main(c: ExportConfig) -> bool:
     Raises ValueError and OSError; nothing half-written is left.
     """
     to = Path(c.to)
+    if to.suffix.lower() in (".onnx", ".pt", ".bin", ".safetensors"):
+        raise ConfigError(f"to={to}: name a new folder, for transformers, or a file NAME.gguf")
     check_unused(to)
     trained = load_model(c.init_from, c.out_dir, torch.device("cpu"))
     trained.model.eval()
@@ -136,6 +138,9 @@ def write_gguf(trained: LoadedModel, to: Path, is_compared: bool) -> str:
                 export_gguf.compare(path, trained.model, text_to_compare(trained))
     except OSError as e:
         raise cannot_write(to, e) from None
+    if chat_template:
+        modelfile = template.MODELFILE.format(name=to.name)
+        Path(f"{to}.Modelfile").write_text(modelfile, encoding="utf-8", newline="\n")
     return f"llama.cpp's {export_gguf.architecture_of(model.config)}"
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import operator
 import re
 
+import jinja2
 import torch
 from tiny_models import MODERN, make, tokens
 
+from data.chat import template
 from data.chat.exercises import DAYS, TALK, exercises
 from deskgpt.engine import GenerationConfig, generate
 from deskgpt.evaluation import exact_answers
@@ -64,3 +66,22 @@ def test_answer_counts_as_exact_just_if_the_model_writes_it():
     targets[0, 15] = (targets[0, 15] + 1) % 100  # the last token of one is another
     n_right, n_answers = exact_answers(model(written[:, :-1])[0], targets[:, 1:])
     assert (n_right.tolist(), n_answers.tolist()) == ([1, 2, 2], [2, 2, 2])
+
+
+def test_ollamas_template_writes_what_the_model_was_trained_on():
+    """Its few statements as Jinja's, which is at hand."""
+    text = template.MODELFILE.format(name="a.gguf").split('"""')[1]
+    for ours, jinja in (
+        ("range .Messages", "for m in messages"),
+        ('if eq .Role "user"', "if m.role == 'user'"),
+        ('else if eq .Role "assistant"', "elif m.role == 'assistant'"),
+        ("else", "else"),
+    ):
+        text = text.replace(f"{{{{ {ours} }}}}", f"{{% {jinja} %}}")
+    text = text.replace("{{ .Content }}", "{{ m.content }}")
+    text = text.replace("{{ end }}", "{% endif %}", 1).replace("{{ end }}", "{% endfor %}")
+    messages = [{"role": role, "content": f"{role} 1"} for role in template.ROLES]
+    expected = jinja2.Template(template.JINJA).render(
+        messages=messages, eos_token="<|endoftext|>", add_generation_prompt=True
+    )
+    assert jinja2.Template(text, keep_trailing_newline=True).render(messages=messages) == expected

@@ -55,6 +55,16 @@ JINJA = (
     "'Assistant:\\n' }}{% endif %}"
 )
 
+# The same for Ollama, which reads it beside a GGUF file.
+MODELFILE = """FROM ./{name}
+TEMPLATE \"\"\"<|endoftext|>{{{{ range .Messages }}}}{{{{ if eq .Role "user" }}}}User:
+{{{{ else if eq .Role "assistant" }}}}Assistant:
+{{{{ else }}}}System:
+{{{{ end }}}}{{{{ .Content }}}}<|endoftext|>{{{{ end }}}}Assistant:
+\"\"\"
+PARAMETER stop <|endoftext|>
+"""
+
 
 class Message(NamedTuple):
     role: str  # one of ROLES
