@@ -40,6 +40,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     eval_interval: AtLeast1 = 2000  # evaluate, and save, every so many steps
     eval_iters: AtLeast1 = 200  # micro-batches that an evaluation reads of each split
     eval_tokens: int = 0  # tokens that it reads instead; 0 = eval_iters micro-batches
+    eval_answers: bool = False  # count the answers of val dialogues that the model writes exactly
     eval_only: bool = False  # evaluate once, train nothing and write nothing
     sample_interval: int = 0  # let the model write a text at every n-th evaluation; 0 = never
     dry_run: bool = False  # print what the run needs, check the model, and exit
@@ -160,7 +161,7 @@ from deskgpt.distributed import (
     wrap_ddp,
 )
 from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
-from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss
+from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, share_answered
 from deskgpt.files import RESTART_S, locked_folder
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
@@ -435,11 +436,16 @@ def evaluate_run(
     with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
         train = evaluate_split(state.data.train, state, stop, loss_of)
         val = evaluate_split(state.data.val, state, stop, loss_of)
+        answered = None  # a share of val's dialogues
+        if state.settings["eval_answers"]:
+            batches = eval_batches(state.data.val, state.batching, state.dist.device)
+            answered = share_answered(state.model, state.compute, batches, state.dist)
         texts = texts_at(n_before, is_last)
     if stop.is_interrupted():
         return None  # the mean of fewer windows is another number: it is neither kept nor compared
     state.add_evaluation(train, val)
-    logger.evaluation(train, val, learning_rate(state.schedule, state.step), texts)
+    lr = learning_rate(state.schedule, state.step)
+    logger.evaluation(train, val, lr, texts, answered)
     monitor.check_val_loss(val.loss)
     stop.check_patience(state.evaluations)
     return val

@@ -5,6 +5,7 @@ out_dir = "out-exercises"
 dataset = "exercises"
 eval_interval = 250
 eval_tokens = 32000
+eval_answers = True
 log_interval = 50
 n_layer = 4
 n_head = 4

@@ -57,6 +57,27 @@ def exact_answers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def share_answered(
+    model: GPT,
+    compute: ComputeMode,
+    batches: Iterable[tuple[Tensor, Tensor, float]],
+    dist: DistContext,
+) -> float:
+    """Return the share of the answers in the batches of all ranks that the model writes exactly;
+    NaN without one.
+    """
+    counts = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    for x, y, _ in batches:
+        with autocast(dist.device, compute.dtype):
+            logits = model(x)[0]
+        counts += torch.stack([n.sum() for n in exact_answers(logits, y)]).cpu()
+    model.train()
+    n_exact, n_answers = dist.sum(counts).tolist()
+    return n_exact / n_answers if n_answers else math.nan
+
+
+@torch.no_grad()
 def evaluate(
     model: GPT,
     compute: ComputeMode,

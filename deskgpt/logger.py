@@ -243,11 +243,22 @@ class RunLogger:
 
     # ---- evaluations and saves -------------------------------------------------------------------
 
-    def evaluation(self, train: Evaluation, val: Evaluation, lr: float, texts: list[str]) -> None:
-        """Print and log an evaluation. texts: samples of the model."""
+    def evaluation(
+        self,
+        train: Evaluation,
+        val: Evaluation,
+        lr: float,
+        texts: list[str],
+        answered: float | None = None,
+    ) -> None:
+        """Print and log an evaluation. texts: samples of the model. answered: the share of val's
+        answers that it writes exactly.
+        """
         step = self.state.step
         val_bpb = self.data.bits_per_byte(val.loss)
         bits = "" if val_bpb is None else f", bits per byte {val_bpb:.4f}"
+        if answered is not None:
+            bits += f", answers {answered:.1%}"
         self.event(
             "eval",
             f"step {step}: train loss {train.loss:.4f}, val loss {val.loss:.4f}{bits}",
@@ -256,6 +267,7 @@ class RunLogger:
             val_loss=val.loss,
             val_se=val.standard_error,
             val_bpb=val_bpb,
+            val_answers=answered,
             lr=lr,
             tokens=self.state.tokens_before(step),
             train_s=self.timer.train_s(),

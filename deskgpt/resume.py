@@ -281,6 +281,7 @@ NOT_LEARNING = frozenset(
         "eval_interval",
         "eval_iters",
         "eval_tokens",
+        "eval_answers",
         "eval_only",
         # start
         "init_from",

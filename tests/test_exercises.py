@@ -9,12 +9,14 @@ import re
 
 import jinja2
 import torch
+from conftest import logged, tiny
 from tiny_models import MODERN, make, tokens
 
 from data.chat import template
 from data.chat.exercises import DAYS, TALK, exercises
 from deskgpt.engine import GenerationConfig, generate
 from deskgpt.evaluation import exact_answers
+from train import main
 
 
 def result_of(kind: str, question: str) -> str:
@@ -66,6 +68,16 @@ def test_answer_counts_as_exact_just_if_the_model_writes_it():
     targets[0, 15] = (targets[0, 15] + 1) % 100  # the last token of one is another
     n_right, n_answers = exact_answers(model(written[:, :-1])[0], targets[:, 1:])
     assert (n_right.tolist(), n_answers.tolist()) == ([1, 2, 2], [2, 2, 2])
+
+
+def test_run_on_dialogues_counts_the_answers_that_it_writes(tmp_path, script):
+    (tmp_path / "d.jsonl").write_text("".join(f'["Say {i}.", "ok"]\n' for i in range(60)))
+    form = ["--tokenizer=bytes", "--block_size=32", "--out", tmp_path / "d"]
+    assert script("data/chat/prepare.py", tmp_path / "d.jsonl", *form).code == 0
+    learned = {"block_size": 32, "batch_size": 16, "max_iters": 25, "eval_interval": 25}
+    learned |= {"learning_rate": 0.03}
+    main(tiny(tmp_path / "d", tmp_path / "out", eval_answers=True, eval_iters=9, **learned))
+    assert logged(tmp_path / "out", "eval", "val_answers") == [0.0, 1.0]
 
 
 def test_ollamas_template_writes_what_the_model_was_trained_on():
