@@ -29,7 +29,6 @@ import argparse
 import functools
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sysconfig
@@ -40,6 +39,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves it out
 
 from deskgpt import wheels  # noqa: E402
+from deskgpt.errors import to_type  # noqa: E402
 from deskgpt.files import check_unused, file_sha256, sha256  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
@@ -56,7 +56,6 @@ TASKS = {  # commands of the environment's Python; the last one gets what follow
     "check-cards": [["bench/check_cards.py"]],
 }
 print0 = functools.partial(print, flush=True)  # at once, before what the next command prints
-wrap = functools.partial(textwrap.wrap, width=76, break_long_words=False, break_on_hyphens=False)
 
 
 def main(argv: list[str]) -> None:
@@ -235,7 +234,7 @@ def install(venv: Path, requirements: str) -> Path:
     if listed.returncode and call(python, "-m", "ensurepip"):  # an environment of uv has no pip
         sys.exit(f"error: {venv} has no pip, see above: {again}")
     wheel, why = wheels.wheel_for(wheels.nvidia_gpu())
-    print0("\n".join(wrap(f"{why}. Installing {requirements} into {venv.name}")))
+    print0(textwrap.fill(f"{why}. Installing {requirements} into {venv.name}", 79))
     command = [*pip, "install", "--disable-pip-version-check", "-r", requirements]
     if "index" not in listed.stdout and sys.platform != "darwin":  # unless the user has chosen one
         command += ["--extra-index-url", f"{wheels.INDEX}/{wheel}"]
@@ -252,8 +251,8 @@ def run(*command: object, accepted: int = 0) -> None:
     """Print a command and run it; end this script with its exit status if that is neither 0 nor
     accepted.
     """
-    words = shlex.join(map(str, command)).replace(str(ROOT) + os.sep, "")
-    print0("+ " + " \\\n    ".join(wrap(words)))
+    words = [str(word).replace(str(ROOT) + os.sep, "") for word in command]
+    print0(to_type("+ ", *words))
     code = call(*command)
     if code not in (0, accepted):
         sys.exit(128 - code if code < 0 else code)  # as a shell, if a signal ended it

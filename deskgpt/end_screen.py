@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import shlex
 
 from deskgpt.checkpoint import best_on_disk, run_folder
 from deskgpt.device import peak_memory_bytes
-from deskgpt.errors import clock, in_gib, python_command
+from deskgpt.errors import clock, in_gib, python_command, to_type
 from deskgpt.files import untrusted_settings
 from deskgpt.logger import RunLogger
 from deskgpt.loss_bands import compare_with_bands
@@ -94,4 +93,4 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
         "report:  ": [python, "bench/report.py", str(out_dir)],
         "compare: ": [python, "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"],
     }.items():
-        print(f"{name}{shlex.join(words)}")
+        print(to_type(name, *words))

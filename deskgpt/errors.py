@@ -13,8 +13,10 @@ import io
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -171,6 +173,13 @@ def python_command() -> str:
     if shutil.which("python") == sys.executable:
         return "python"
     return min(os.path.relpath(sys.executable), sys.executable, key=len)
+
+
+def to_type(label: str, *words: object) -> str:
+    """Return a command to type, after a label, in lines of at most 80 columns."""
+    line = label + shlex.join(map(str, words))
+    parts = textwrap.wrap(line, 76, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(parts)
 
 
 def open_standard_files() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -98,7 +99,8 @@ class RunLogger:
         # Of all ranks, each once: cards of a run can differ.
         names = dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
         device = " + ".join(names)
-        self.print0(f"device: {self.dist.world} x {device}, {compute}{shards}")
+        self.print0(f"device: {self.dist.world} x {device}{shards}")
+        self.print0(f"computed in {compute}")
         if variables := machine.torch_variables():
             self.print0(f"variables that change how torch computes:{variables}")
         self.print0(f"mfu refers to {self.peak_flops / 1e12:.2f} TFLOP/s ({peak_source})")
@@ -277,7 +279,8 @@ class RunLogger:
             val_batches=val.batch_losses,
         )
         if texts:
-            self.log.write("sample", iter=step, texts=texts)
+            shown = textwrap.indent(texts[0].strip(), "    ")
+            self.event("sample", f"it writes:\n\n{shown}\n", iter=step, texts=texts)
 
 
 def open_log(config: LogSettings, state: TrainState) -> RunLog:

@@ -74,9 +74,19 @@ def test_run_on_dialogues_counts_the_answers_that_it_writes(tmp_path, script):
     (tmp_path / "d.jsonl").write_text("".join(f'["Say {i}.", "ok"]\n' for i in range(60)))
     form = ["--tokenizer=bytes", "--block_size=32", "--out", tmp_path / "d"]
     assert script("data/chat/prepare.py", tmp_path / "d.jsonl", *form).code == 0
-    learned = {"block_size": 32, "batch_size": 16, "max_iters": 25, "eval_interval": 25}
-    learned |= {"learning_rate": 0.03}
-    main(tiny(tmp_path / "d", tmp_path / "out", eval_answers=True, eval_iters=9, **learned))
+    main(
+        tiny(
+            tmp_path / "d",
+            tmp_path / "out",
+            eval_answers=True,
+            eval_iters=9,
+            block_size=32,
+            batch_size=16,
+            max_iters=25,
+            eval_interval=25,
+            learning_rate=0.03,
+        )
+    )
     assert logged(tmp_path / "out", "eval", "val_answers") == [0.0, 1.0]
 
 

@@ -159,7 +159,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     out = capsys.readouterr().out
     assert "stopped by patience at step 15\n" in out
     # With the same patience nothing would be left to do.
-    assert re.search(r"^resume: .* --patience=0$", out, re.M)
+    assert re.search(r"^resume: .*\\\n.* --patience=0$", out, re.M)
 
 
 @pytest.mark.slow
@@ -169,7 +169,9 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     assert re.search(r"^6 steps: .*\n.*\nbest val loss \d\.\d{4}$", done.out, re.M)
     commands = {
         name: shlex.split(line)
-        for name, line in re.findall(r"^(\w[\w ]+): +python (.*)$", done.out, re.M)
+        for name, line in re.findall(
+            r"^(\w[\w ]+): +\S*python3? (.*)$", done.out.replace(" \\\n   ", ""), re.M
+        )
     }
     assert list(commands) == ["sample", "page", "train longer", "report", "compare"]
     del commands["page"]  # it serves until it is stopped
