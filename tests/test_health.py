@@ -159,7 +159,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     out = capsys.readouterr().out
     assert "stopped by patience at step 15\n" in out
     # With the same patience nothing would be left to do.
-    assert re.search(r"^resume: .*\\\n.* --patience=0$", out, re.M)
+    assert re.search(r"^resume: .*(\\\n.*)* --patience=0$", out, re.M)
 
 
 @pytest.mark.slow

@@ -93,6 +93,19 @@ def test_train_on_a_new_machine_installs_prepares_trains_and_ends_with_the_repor
     assert machine.calls()[0] == rest[0]
 
 
+def test_chat_makes_questions_trains_counts_what_it_answers_and_ends_with_the_page(machine):
+    tasks.main(["chat", "--out", "o", "--", "--max_minutes=1"])
+    _, _, *calls = machine.calls()
+    scripts = ["data/chat/exercises.py", "data/chat/prepare.py", "train.py"]
+    scripts += ["data/chat/exercises.py", "bench/answers.py", "sample.py"]
+    assert [call.split()[0] for call in calls] == scripts
+    assert calls[2] == "train.py config/train_exercises.py --out_dir=o --max_minutes=1"
+    learned, asked = (call.split("--out=")[1] for call in (calls[0], calls[3]))
+    assert calls[1].split()[1] == learned
+    assert calls[4] == f"bench/answers.py o {asked}"
+    assert calls[5] == "sample.py --serve --out_dir=o"
+
+
 def test_first_model_fits_the_machine():
     assert tasks.first_model("cuda", 10.0) == ["config/train_shakespeare_char.py"]
     assert tasks.first_model("mps", 0.0) == tasks.first_model("cpu", 1.0) == tasks.FAST
