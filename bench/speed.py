@@ -83,9 +83,16 @@ OURS = [
     "--auto_batch=False",
 ]
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
-SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
-SHARED += ["batch_size", "gradient_accumulation_steps"]
-SHARED += ["learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
+SHARED = [
+    *(name for name in NANOGPT_ARGS if name != "vocab_size"),
+    "batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "grad_clip",
+]
 
 
 @dataclass

@@ -275,6 +275,7 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, char
     run(2, tiny(chars, full, dp_shard=dp_shard, **ENDLESS))
     assert_equal(weights(out), weights(full))
     assert printed().count("resuming ") == 1
+    assert "resume, torchrun with its options as before: torchrun ... train.py --init" in printed()
 
 
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
