@@ -475,7 +475,7 @@ def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list
 
 
 def cuda_graphs(
-    ddp_model: nn.Module, state: TrainState, warn: Callable[[list[str]], None]
+    ddp_model: nn.Module, state: TrainState, warn: Callable[[str], None]
 ) -> tuple[Pass, Pass]:
     """Return forward_backward, to be called with a micro-batch, and evaluation_loss, with a batch.
     On CUDA both passes are recorded, and replayed from then on.
@@ -493,13 +493,13 @@ def cuda_graphs(
         micro_batch,
         state.model,
         eager_calls=2 * state.batching.micro_steps_per_rank,
-        on_refusal=lambda why: warn([f"no CUDA graph: {why}"]),
+        on_refusal=lambda why: warn(f"no CUDA graph: {why}"),
     )
     evaluation = CudaGraph(
         eval_batch,
         state.model,
         shares_memory_with=train,
-        on_refusal=lambda why: warn([f"evaluations without a CUDA graph: {why}"]),
+        on_refusal=lambda why: warn(f"evaluations without a CUDA graph: {why}"),
     )
     # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
     if getattr(ddp_model, "modules_buffers", None):

@@ -83,9 +83,16 @@ OURS = [
     "--auto_batch=False",
 ]
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
-SHARED = [name for name in NANOGPT_ARGS if name != "vocab_size"]
-SHARED += ["batch_size", "gradient_accumulation_steps"]
-SHARED += ["learning_rate", "weight_decay", "beta1", "beta2", "grad_clip"]
+SHARED = [
+    *(name for name in NANOGPT_ARGS if name != "vocab_size"),
+    "batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "grad_clip",
+]
 
 
 @dataclass
@@ -126,38 +133,26 @@ def peer_of(text: str, c: train.TrainConfig, given: list[str], folder: Path) -> 
     kind, _, what = text.partition(":")
     if kind == "ours":
         return ours(what, given, folder, shlex.split(what))
+    checkout = Path(what).expanduser().resolve()
+    if kind not in ("nanogpt", "checkout") or not (checkout / "train.py").is_file():
+        raise ConfigError(
+            f"--peer {text}: not ours:'--key=value', nor nanogpt:PATH or checkout:PATH of a folder "
+            "with a train.py"
+        )
     if kind == "checkout":
-        return ours(text, given, folder, cwd=checkout_of(text))
-    return nanogpt(c, folder, nanogpt_checkout(text, c))
+        return ours(text, given, folder, cwd=checkout)
+    return nanogpt(c, folder, checkout)
 
 
-def checkout_of(peer: str) -> Path:
-    """Return the folder of a program that --peer KIND:PATH names. Raises ConfigError."""
-    checkout = Path(peer.partition(":")[2]).expanduser().resolve()
-    if not (checkout / "train.py").is_file():
-        raise ConfigError(f"--peer {peer}: {checkout} holds no train.py")
-    return checkout
-
-
-# ---- nanoGPT -------------------------------------------------------------------------------------
-
-
-def nanogpt_checkout(peer: str, c: train.TrainConfig) -> Path:
-    """Return the folder that --peer nanogpt:PATH names. Raises ConfigError, also if c has what
+def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
+    """Return nanoGPT's train.py with the same work as ours with c. Raises ConfigError if c has what
     nanoGPT lacks.
     """
-    if not peer.startswith("nanogpt:"):
-        raise ConfigError(f"--peer {peer}: not nanogpt:PATH, ours:'--key=value' or checkout:PATH")
     default = train.TrainConfig()
     for name in (*MODERN_CHOICES, "optimizer"):
         value = getattr(c, name)
         if value not in (getattr(default, name), "gelu"):  # both GELUs pass as the same work
             raise ConfigError(f"nanoGPT has no {name}={value}; leave out the peer, or this setting")
-    return checkout_of(peer)
-
-
-def nanogpt(c: train.TrainConfig, folder: Path, checkout: Path) -> BenchRun:
-    """Return nanoGPT's train.py with the same work as ours with c."""
     device = resolve_device(c.device)
     on_cpu = device.type == "cpu"
     known = {"compiled": not on_cpu, "dtype": "float32" if on_cpu else default_dtype(device)}

@@ -320,7 +320,12 @@ def read_checkpoint(path: Path, checksums: bool = True, is_mapped: bool = False)
         if checksums:
             check_numbers(saved)
     except Exception as e:  # an untrusted content can raise nearly anything
-        raise ValueError(f"is not a readable checkpoint ({load_error_text(e)})") from None
+        why = reason(e)
+        if "eights only" in why:  # torch's advice is to run the file's code
+            why = (
+                "it holds more than tensors and plain values, which only its maker's code can read"
+            )
+        raise ValueError(f"is not a readable checkpoint ({why})") from None
     return saved
 
 
@@ -434,10 +439,3 @@ def read_ckpt_file(path: Path, checksums: bool = True, is_mapped: bool = False) 
         if isinstance(x, Tensor) and not is_dense(x):
             raise ValueError("it holds a tensor that is sparse, nested, expanded or sharded")
     return found
-
-
-def load_error_text(e: Exception) -> str:
-    """Return what an error says, in one line, without torch's advice to run the file's code."""
-    if "eights only" in str(e):
-        return "it holds more than tensors and plain values, which only its maker's code can read"
-    return reason(e)

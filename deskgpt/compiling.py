@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -93,24 +92,6 @@ def compile_s() -> float:
 
 # ---- why it failed -------------------------------------------------------------------------------
 
-# What torch.compile needs: a pattern for the errors of inductor, Triton and the compiler, and the
-# remedy.
-COMPILE_NEEDS = {
-    r"No working C\+\+ compiler|Compiler: \S+ is not found|Failed to find C compiler": (
-        "there is no C++ compiler, or CXX names none: install g++ (Debian, Ubuntu: apt install "
-        "g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install; Windows: Build Tools for "
-        "Visual Studio, and start from its command prompt)"
-    ),
-    # The second is of the C compiler that Triton calls, and lacks its reason.
-    r"fatal error: Python\.h|Command .*(cuda_utils|main)\.c'.* returned non-zero exit status": (
-        "the compiler fails, often for lack of Python.h: install Python's headers (apt "
-        "install python3-dev)"
-    ),
-    r"working triton installation|No module named 'triton": (
-        "there is no working Triton: pip install triton (Windows: triton-windows)"
-    ),
-}
-
 
 @contextmanager
 def explain_compile_errors() -> Iterator[None]:
@@ -124,9 +105,9 @@ def explain_compile_errors() -> Iterator[None]:
             ("torch._dynamo", "torch._inductor")
         ):
             raise
-        words = " ".join(str(e).split())
-        why = next(
-            (remedy for pattern, remedy in COMPILE_NEEDS.items() if re.search(pattern, words)),
-            reason(e),
-        )
-        raise ValueError(f"compiling fails: {why}; or add --compile=False") from None
+        raise ValueError(
+            f"compiling fails: {reason(e)}; it needs a C++ compiler and Python's headers (Debian, "
+            "Ubuntu: apt install g++ python3-dev; macOS: xcode-select --install; Windows: Build "
+            "Tools for Visual Studio, and a start from its command prompt) and on a card Triton "
+            "(pip install triton); or add --compile=False"
+        ) from None

@@ -98,8 +98,7 @@ def choose_compute(
     All ranks get the same: what a rank derives from its own device goes through `agree`.
 
     earlier: of the run that is resumed (saved_compute), which is kept, so that it continues bit for
-    bit. Raises ValueError if what a setting names cannot be had, and if some ranks have a GPU and
-    others have not.
+    bit. Raises ValueError if what a setting names cannot be had.
     """
     from deskgpt.compiling import compiling_switch
 
@@ -107,10 +106,6 @@ def choose_compute(
     kernels = config.cpu_kernels
     compiles = config.compile
     device = dist.device
-    types = dist.gather(device.type)
-    if len({*types}) > 1:
-        found = ", ".join(f"rank {rank} {type}" for rank, type in enumerate(types))
-        raise ValueError(f"{found}: all ranks need the same kind of device, such as --device=cpu")
     if dtype == "auto":
         dtype = earlier.get("dtype") or default_dtype(device)
     is_sharded = shards_of(config.dp_shard, dist.world) > 1

@@ -210,7 +210,7 @@ def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory in use at once so far; None if the system does not say.
 
-    On CUDA: what torch allocated since `forget_peak`. Elsewhere: what this process held (peak
+    On CUDA: what torch allocated since peaks.py measured. Elsewhere: what this process held (peak
     resident set).
     """
     if device.type == "cuda":
@@ -225,16 +225,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
         return int(found[1]) * 1024 if found else None
     return None
-
-
-def forget_peak(device: torch.device) -> None:
-    """Free what torch's allocator, or glibc, holds for new tensors; on CUDA, measure the peak from
-    here on.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    free_unused(device)
 
 
 def free_unused(device: torch.device) -> None:

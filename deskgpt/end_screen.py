@@ -82,14 +82,18 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
             resume.append("--resume_changed=True")
     elif stop == "patience":
         resume.append("--patience=0")
+    how = "train longer" if is_done else "resume"
     launcher = [python]
-    if state.dist.distributed:
+    if state.dist.local_world < state.dist.world:  # several machines
+        how += ", torchrun with its options as before"
+        launcher = ["torchrun", "..."]
+    elif state.dist.distributed:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={state.dist.world}"]
     print(f"best intact model, of step {step}: {model}")
     for name, words in {
         "sample:  ": [*sample, "--num_samples=3"],
         "page:    ": [*sample, "--serve"],
-        "train longer: " if is_done else "resume:  ": launcher + resume,
+        f"{how}: ": launcher + resume,
         "report:  ": [python, "bench/report.py", str(out_dir)],
         "compare: ": [python, "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"],
     }.items():

@@ -21,7 +21,7 @@ from deskgpt import device as machine
 from deskgpt import peaks
 from deskgpt.checkpoint import CKPT, CKPT_BEST, archive_previous_run, run_folder
 from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
-from deskgpt.distributed import unsharded
+from deskgpt.distributed import shards_of, unsharded
 from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import cache_path, check_not_replaced, note_once, read_small
@@ -33,8 +33,16 @@ from deskgpt.train_state import TrainState
 Number = float | Tensor | Callable[[LogWindow], float]
 # What main gives the log of each step, and what the log adds to it.
 STEP_NUMBERS = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu"}
-RESERVED_FIELDS = {"event", "iter", "time_ms", "data_wait", "clip_rate", "tokens", "train_s"}
-RESERVED_FIELDS |= {"peak_memory_bytes"}
+RESERVED_FIELDS = {
+    "event",
+    "iter",
+    "time_ms",
+    "data_wait",
+    "clip_rate",
+    "tokens",
+    "train_s",
+    "peak_memory_bytes",
+}
 STEP_FIELDS = STEP_NUMBERS | RESERVED_FIELDS
 
 
@@ -87,19 +95,18 @@ class RunLogger:
     # ---- the beginning ---------------------------------------------------------------------------
 
     def _print_start(self, peak_source: str) -> None:
-        from deskgpt.sharding import describe_shards
-
         state = self.state
         compute = state.compute
         batching = state.batching
         for line in self.data.lines(batching, reads_text=self.dist.is_first):
             self.print0(line)
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
-        shards = describe_shards(self.config.dp_shard, self.dist.world)
+        shards = shards_of(self.config.dp_shard, self.dist.world)
+        sharded = f"; weights sharded among {shards}" if shards > 1 else ""
         # Of all ranks, each once: cards of a run can differ.
         names = dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
         device = " + ".join(names)
-        self.print0(f"device: {self.dist.world} x {device}{shards}")
+        self.print0(f"device: {self.dist.world} x {device}{sharded}")
         self.print0(f"computed in {compute}")
         if variables := machine.torch_variables():
             self.print0(f"variables that change how torch computes:{variables}")
@@ -134,11 +141,11 @@ class RunLogger:
             git_commit=state.metadata["code"],
             code_digest=state.metadata["code_digest"],
         )
-        self.warn(state.schedule.warnings())
+        if warning := state.schedule.warning():
+            self.warn(warning)
 
-    def warn(self, lines: list[str]) -> None:
-        for line in lines:
-            self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
+    def warn(self, line: str) -> None:
+        self.event("warning", f"warning: {line}", iter=self.state.step, text=line)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -155,15 +162,11 @@ class RunLogger:
         their own in the line.
         """
         for name, value in numbers.items():
-            if name in RESERVED_FIELDS:
+            is_number = not isinstance(value, Tensor) or value.numel() == 1
+            if name in RESERVED_FIELDS or not is_number:
                 raise ValueError(
-                    f"logger.step({name}=...): the log has a {name} of its own; give yours "
-                    "another name"
-                )
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(
-                    f"logger.step({name}=...): a tensor of {value.numel()} numbers; log one of "
-                    "them, such as their mean"
+                    f"logger.step({name}=...): give one number, such as a mean, under a name "
+                    "that the log does not have"
                 )
         self.state.note_rates(step)
         self._tokens += tokens

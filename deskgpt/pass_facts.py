@@ -146,7 +146,8 @@ def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
     A tensor may change in place.
     """
     if isinstance(value, Tensor):
-        return id(value), tensor_state(value)
+        # Where it is, whether it is trained, whether it has hooks.
+        return id(value), value.data_ptr(), value.requires_grad, has_hook(value)
     if isinstance(value, STABLE):
         return value
     if isinstance(value, torch.Generator):
@@ -168,13 +169,6 @@ def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
             [snapshot(item, depth - 1) for item in islice(value, MAX_ITEMS)],
         )
     return id(value), snapshot(getattr(value, "__dict__", None), depth - 1)
-
-
-def tensor_state(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a recorded pass needs of a tensor: where it is, whether it is trained, whether it
-    has hooks.
-    """
-    return tensor.data_ptr(), tensor.requires_grad, has_hook(tensor)
 
 
 def generator_states() -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from deskgpt.device import DTYPES, device_name, forget_peak, synchronize, torch_variables
+from deskgpt.device import DTYPES, device_name, free_unused, synchronize, torch_variables
 from deskgpt.files import read_cache, write_cache
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -136,8 +136,10 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     device's MFU means the same in every run; otherwise the measured one; NaN if there is neither.
     """
     measured = measured_matmul_flops(device, dtype)
-    card = card_of(device)
-    published = card and card.peak(dtype)
+    published = None
+    if device.type == "cuda":
+        with suppress(ValueError):  # the table does not have it
+            published = find_card(device_name(device)).peak(dtype)
     if published:
         flops, source = published
         share = f"{measured / flops:.0%}"
@@ -146,14 +148,6 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
         return measured, f"{dtype} matmul cannot be measured here"
     threads = f" of one thread, times {torch.get_num_threads()}" if device.type == "cpu" else ""
     return measured, f"measured {dtype} matmul{threads}"
-
-
-def card_of(device: torch.device) -> Card | None:
-    """Return the row of this device, or None if it is no card of the table."""
-    if device.type == "cuda":
-        with suppress(ValueError):
-            return find_card(device_name(device))
-    return None
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -226,5 +220,9 @@ def best_flops(device: torch.device) -> dict[str, float]:
                     synchronize(device)
                     best[name] = max(best[name], flops / max(clock() - t0, 1e-9))
     torch.set_float32_matmul_precision(precision)
-    forget_peak(device)  # the matrices are not the run's memory
+    # The matrices are not the run's memory.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    free_unused(device)
     return best

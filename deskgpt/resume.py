@@ -469,12 +469,16 @@ def first_changed_lr(before: dict[str, float], rate: Callable[[int], float]) -> 
 
 
 def check_same_on_all_hosts(settings: Metadata, dist: DistContext) -> None:
-    """Raises ValueError, on all ranks, if settings, data or code are not the same on all hosts."""
-    everyone = dist.gather(settings | {"torch": versions()["torch"], "code": code_digest()})
+    """Raises ValueError, on all ranks, if settings, data, code or the kind of device are not the
+    same on all hosts.
+    """
+    own = {"torch": versions()["torch"], "code": code_digest(), "kind of device": dist.device.type}
+    everyone = dist.gather(settings | own)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if name not in ON_A_HOST and theirs[name] != value:
                 raise ValueError(
                     f"{name} is {shortened(value)} on rank 0, but {shortened(theirs[name])} on "
-                    f"rank {rank}: all hosts need the same code, data and settings"
+                    f"rank {rank}: all hosts need the same code, data and settings, and devices "
+                    "of one kind (such as --device=cpu)"
                 )

@@ -41,13 +41,6 @@ def check_sharding(dp_shard: int, world: int, dtype: str, sample_interval: int) 
         )
 
 
-def describe_shards(dp_shard: int, world: int) -> str:
-    """Return how the weights are spread, after a semicolon; "" if each rank has all of them."""
-    n = shards_of(dp_shard, world)
-    copies = "" if n == world else f", {world // n} copies"
-    return f"; weights sharded among {n}{copies}" if n > 1 else ""
-
-
 def make_mesh(device_type: str, dp_shard: int, world: int, timeout_s: float = 600.0) -> DeviceMesh:
     """Return the ranks as (replicas, shards), or as (shards) if there is one replica.
 

@@ -266,16 +266,16 @@ class Schedule:
         """Return the step at which min_lr is reached."""
         return self.lr_decay_iters or self.max_iters
 
-    def warnings(self) -> list[str]:
-        """Return a line if the warm-up is longer than the run."""
+    def warning(self) -> str:
+        """Return a line if the warm-up is longer than the run, else ""."""
         last = min(self.max_iters, self.end)
         if not self.decay_lr or not self.warmup_iters >= last > 0:
-            return []
+            return ""
         name = "max_iters" if last == self.max_iters else "lr_decay_iters"
-        return [
+        return (
             f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up never "
             f"reaches learning_rate={self.learning_rate:g}; try --warmup_iters={last // 10}"
-        ]
+        )
 
 
 # ---- where its time goes -------------------------------------------------------------------------

@@ -195,13 +195,13 @@ ODD = [
 ]
 WRONG: dict[str, tuple[Any, ...]] = {
     "iter_num": (-1, 2**63, 1.0),
-    "best_val_loss": (math.nan, "1", None, 10**400, torch.tensor(1j), ODD[0]),
+    "best_val_loss": (math.nan, "1", 10**400),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
-    "optimizer": (3, *({"x": odd} for odd in ODD)),
+    "optimizer": (3,),
     "progress": (3, {"evaluations": 3}, {"evaluations": [[1, 1.0, 10**400, 0]]}),
-    "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}, {"n_embd": torch.ones(1)}),
+    "model_args": (None, {"n_layer": 10**9}, {"n_embd": 10**400}),
     "config": (3, {"x": HOLDS_ITSELF}, {"x": ENDLESS}),
-    **dict.fromkeys(("scaler", "wandb_run_id", "tokenizer", "extra_state"), (3,)),
+    **dict.fromkeys(("scaler", "wandb_run_id"), (3,)),
 }
 # ckpt.pt as bytes, as other entries of a checkpoint, or as a function that makes it; and the words
 # of the error.

@@ -281,9 +281,9 @@ def test_learning_rate_warms_up_and_falls_as_the_schedule_says(settings, rates):
 def test_schedule_that_contradicts_itself_is_named():
     for name in ("max_iters", "lr_decay_iters"):
         settings: dict[str, Any] = {name: 200}
-        [warmup] = TrainConfig(**settings).schedule().warnings()
+        warmup = TrainConfig(**settings).schedule().warning()
         assert_one_line(warmup, "warmup_iters=2000", f"{name}=200", "--warmup_iters=20")
-    assert TrainConfig().schedule().warnings() == []
+    assert not TrainConfig().schedule().warning()
 
 
 # Whether each evaluation is followed by a save, save_minutes, and the steps that are saved.

@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, ROOT, flags, raises_one_line
+from conftest import CPU, flags, raises_one_line
 from tiny_models import MODERN_SETTINGS, take_step
 
 from bench.check_cards import Work
@@ -21,10 +20,6 @@ from deskgpt.checkpoint import Checkpoint
 from deskgpt.compute import ComputeMode, apply_compute
 from deskgpt.distributed import DistContext
 from deskgpt.memory import (
-    FLOPS_PER_BYTE,
-    KNOWN_MFU,
-    TARGET_FIXED_SHARE,
-    USABLE_SHARE,
     StepShape,
     batch_too_large,
     dry_run,
@@ -69,22 +64,6 @@ def test_prediction_is_within_a_tenth_of_a_real_step(config, compute, chunk, mon
 
 
 # ---- what fits -----------------------------------------------------------------------------------
-
-
-# Sequences that outweigh a micro-batch's fixed costs, that fit into memory, and the micro-batch of
-# a step of 96.
-def test_micro_batch_grows_until_its_fixed_costs_are_small_or_memory_ends(monkeypatch):
-    batching = BatchSplit(batch_size=2, grad_accum_steps=48, block_size=64)
-    model = GPT(SMALL)
-    parameters = sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(peaks, "peak_flops", lambda *args: (math.nan, ""))
-    for enough, fits, expected in [(0.5, 99, 2), (7.9, 99, 8), (8.1, 99, 12), (8.1, 11, 8)]:
-        flops = enough * model.estimate_flops() * SMALL.block_size
-        of_bytes = flops * TARGET_FIXED_SHARE / FLOPS_PER_BYTE / parameters
-        has = StepShape(SMALL, fits, ComputeMode(), "cpu").peak_bytes / USABLE_SHARE
-        monkeypatch.setattr("deskgpt.memory.FIXED_BYTES_PER_PARAMETER", of_bytes)
-        monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device, has=has: has)
-        assert larger_batch(SMALL, CPU, batching, ComputeMode()) == expected
 
 
 # As a run of GPT-2's 124M computes on a card.
@@ -183,32 +162,6 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     batch_size, accumulation = numbers(r"=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out)
     assert batch_size * accumulation == 8 * 64
     assert not out.exists()
-
-
-# Tokens/s of GPT-2's 124M on docs/figures.md, the slowest and the fastest run.
-KNOWN_RUNS = {
-    "RTX 4070": [56_100],
-    "RTX 4090": [106_000, 110_000],
-    "A100": [109_000, 230_000],
-    "H100": [460_000],
-    "H200": [469_355, 599_844],
-}
-
-
-def test_ranges_of_mfu_are_those_of_the_known_runs():
-    page = (ROOT / "docs/figures.md").read_text()
-    found: dict[Any, list[float]] = {}
-    for card, speeds in KNOWN_RUNS.items():
-        assert all(f"{speed:,}" in page for speed in speeds)
-        known = peaks.find_card(card)
-        flops = GPT.without_storage(GPT2).estimate_flops() / known.flops["float16"]
-        [expected] = [KNOWN_MFU[kind] for kind in KNOWN_MFU if kind in known.name]
-        shares = [round(flops * speed, 2) for speed in speeds]
-        for mfu in (expected, KNOWN_MFU["other kinds of cards"]):
-            found.setdefault(mfu, []).extend(shares)
-    assert {mfu: (min(shares), max(shares)) for mfu, shares in found.items()} == {
-        mfu: mfu for mfu in found
-    }
 
 
 def test_plan_rests_on_known_runs_and_recomputing_takes_a_card_longer_than_a_cpu(capsys):

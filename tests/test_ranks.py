@@ -35,7 +35,6 @@ import train
 from configurator import build
 from data.batches import Split
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
-from deskgpt.compute import choose_compute
 from deskgpt.distributed import ALONE, DistContext, dist_env
 from deskgpt.errors import one_line_errors
 from deskgpt.memory import larger_batch
@@ -134,15 +133,6 @@ def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
     assert first[3] > other[3]
 
 
-def test_ranks_without_a_card_are_refused_beside_those_with_one(tmp_path):
-    def choose(ranks):
-        ranks = replace(ranks, device=torch.device("cuda" if ranks.rank else "cpu"))
-        choose_compute(TrainConfig(), ranks, {})
-
-    for message in on_ranks(choose, 2, tmp_path):
-        assert_one_line(message, "rank 0 cpu", "rank 1 cuda", "--device=cpu")
-
-
 def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(tmp_path):
     """Otherwise one rank would leave the others waiting for its part of the weights."""
 
@@ -207,17 +197,26 @@ def test_init_from_auto_begins_as_the_config_file_says_then_resumes_and_never_ov
 # ---- what the ranks agree on ---------------------------------------------------------------------
 
 
-def test_settings_and_data_must_agree_between_hosts(tmp_path):
-    def check(ranks, changed):
-        values = {"out_dir": 1, "train data": 1} | {changed: 1 + ranks.rank}
-        check_same_on_all_hosts(values, ranks)
+def with_other_data(ranks):
+    check_same_on_all_hosts({"out_dir": ranks.rank}, ranks)  # another path to the same folder
+    check_same_on_all_hosts({"train data": ranks.rank}, ranks)
 
-    def work(ranks):
-        check(ranks, "out_dir")  # the same folder may have another path there
-        check(ranks, "train data")
 
-    for message in on_ranks(work, 2, tmp_path):
-        assert_one_line(message, "train data is 1 on rank 0, but 2 on rank 1")
+def with_a_card(ranks):
+    kind = "cuda" if ranks.rank else "cpu"
+    check_same_on_all_hosts({}, replace(ranks, device=torch.device(kind)))
+
+
+@pytest.mark.parametrize(
+    ("check", "named"),
+    [
+        (with_other_data, "train data is 0 on rank 0, but 1 on rank 1"),
+        (with_a_card, "kind of device is 'cpu' on rank 0, but 'cuda' on rank 1"),
+    ],
+)
+def test_data_and_kinds_of_devices_must_agree_between_hosts(check, named, tmp_path):
+    for message in on_ranks(check, 2, tmp_path):
+        assert_one_line(message, named, "--device=cpu")
 
 
 @pytest.mark.slow
@@ -276,6 +275,7 @@ def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, char
     run(2, tiny(chars, full, dp_shard=dp_shard, **ENDLESS))
     assert_equal(weights(out), weights(full))
     assert printed().count("resuming ") == 1
+    assert "resume, torchrun with its options as before: torchrun ... train.py --init" in printed()
 
 
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}

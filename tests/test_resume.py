@@ -246,12 +246,6 @@ def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
     assert_same_run(full_run, tmp_path)
 
 
-@pytest.mark.slow
-def test_save_minutes_saves_between_evaluations(chars, tmp_path):
-    main(tiny(chars, tmp_path, max_iters=4, eval_interval=6, save_minutes=1e-9))
-    assert logged(tmp_path, "save") == [1, 2, 3, 4]
-
-
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
     handler = SignalHandler()
@@ -278,7 +272,7 @@ def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, c
 
     assert forked(2, work, failing=2) == [143, 143]
     out, err = capfd.readouterr()
-    assert "resume:  torchrun --standalone --nproc_per_node=2 train.py --init" in out
+    assert "resume: torchrun --standalone --nproc_per_node=2 train.py --init" in out
     assert "Traceback" not in err
     run(2, resumed(tmp_path / "stopped"))
     assert_same_run(tmp_path / "full", tmp_path / "stopped")

@@ -4,23 +4,18 @@ check_cards.py counts of cards that are not here.
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import CPU, ROOT, TINY, assert_refused, flags, until
+from conftest import ROOT, TINY, assert_refused, flags, until
 from logs import nanogpt_checkout
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
 
 from bench import check_cards, qualify, speed
 from bench.pretend_card import rows_of
@@ -94,19 +89,6 @@ def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_micro_batches_are_timed(monkeypatch, capsys):
-    monkeypatch.setattr(qualify, "PASSES", 2)
-    with pytest.raises(SystemExit) as e:
-        qualify.lab(flags(**SMALL))
-    assert e.value.code == 0
-    out = capsys.readouterr().out
-    loss, wall_ms, busy = (qualify.number(out, "ours", x) for x in ("loss", "wall", "busy"))
-    assert float(loss) == pytest.approx(math.log(65), rel=0.1)
-    assert float(wall_ms) > 0
-    assert busy == "n/a"  # a CPU has no profile
-
-
-@pytest.mark.slow
 def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_fails_has_failed(
     tmp_path,
 ):
@@ -140,30 +122,6 @@ def test_page_has_what_a_stage_printed_last_beside_what_was_predicted(tmp_path):
         "16x1024 | ours + graph | wall | 20 | 24.0 to 26.5 | 28.0 to 30.5",
     ):
         assert f"| {row} |\n" in page
-
-
-def test_profile_counts_the_kernels_of_the_card_alone(monkeypatch, capsys):
-    """Rows as a card would have them: a CPU's profile has none."""
-    rows = EventList()
-    for device, is_annotation, us in (
-        (DeviceType.CUDA, False, 2100),
-        (DeviceType.CUDA, True, 9000),
-        (DeviceType.CPU, False, 9000),
-    ):
-        row = FunctionEventAvg()
-        row.key, row.use_device = "gemm", "cuda"
-        row.device_type, row.is_user_annotation, row.self_device_time_total = (
-            device,
-            is_annotation,
-            us,
-        )
-        rows.append(row)
-    profiler = SimpleNamespace(key_averages=lambda: rows)
-    monkeypatch.setattr(qualify, "profile", lambda activities: nullcontext(profiler))
-    x = qualify.Contestant("ours", torch.Tensor, [1.0])
-    qualify.add_profile(x, CPU)
-    assert x.figures() == "ours: wall 1, busy 0.7, gaps 0.3"
-    assert "gemm" in capsys.readouterr().out
 
 
 # ---- check_cards.py ------------------------------------------------------------------------------
