@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configurator import did_you_mean
 from data.tokenizer import MOST_IDS, from_meta, tokens_of
-from deskgpt.errors import reason
+from deskgpt.errors import did_you_mean, reason
 from deskgpt.files import Fields, check_record, is_number, read_small, sha256
 from deskgpt.limits import allow_open_files
 
