@@ -13,19 +13,18 @@ says so, and what there is in their place.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from deskgpt.errors import ConfigError
+from deskgpt.errors import ConfigError, did_you_mean
 from deskgpt.files import note_once
 from deskgpt.settings import Setting, check, settings_of
 
@@ -210,12 +209,6 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
         if is_known(name, cls, where):
             settings[name] = check(value, settings_of(cls)[name], where)
     return settings
-
-
-def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Return a hint of the known word that is most like this one; `otherwise` if none is."""
-    similar = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 # ---- --help --------------------------------------------------------------------------------------

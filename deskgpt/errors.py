@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import io
 import os
@@ -18,7 +19,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -254,6 +255,12 @@ def safe_output(ignore_write_errors: bool = False) -> Iterator[None]:
 
 LONGEST_VALUE = 100  # characters of a value in a message
 LONGEST_REASON = 200  # of a library's error
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a hint of the known word that is most like this one; `otherwise` if none is."""
+    similar = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 def millions(parameters: int) -> str:

@@ -187,8 +187,10 @@ class RunLogger:
         """Return a tensor's mean over the ranks, on the host; anything else as it is."""
         if not isinstance(value, Tensor):
             return value
-        value = unsharded(value.detach()).float()
-        return copy_to_host(self.dist.sum(value) / self.dist.world)
+        value = unsharded(value.detach())
+        if self.dist.world > 1:
+            value = self.dist.sum(value.double()) / self.dist.world
+        return copy_to_host(value)
 
     def _line(
         self,
