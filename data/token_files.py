@@ -19,6 +19,7 @@ OSError.
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
 import os
@@ -43,9 +44,7 @@ HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
 LOOKED_AT = 256  # numbers at the beginning of a file that tell ids of 32 bits
-NUMPY_MAGIC = int.from_bytes(b"\x93NUM", "little", signed=True)
-# The first four bytes of files that are not bare: 20240801 are llm.c's ids of 32 bits.
-NOT_BARE = (MAGIC, 20240801, NUMPY_MAGIC)
+NOT_BARE = (MAGIC, 20240801)  # files begin with these; the latter are llm.c's ids of 32 bits
 
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
 CHECKSUM = "sha256"  # the key of meta.json's own checksum
@@ -161,9 +160,14 @@ def token_files(folder: Path, split: str, record: dict[str, Any]) -> list[Path]:
         command = f"data/text/prepare.py FILE --name {folder.name}"
         if (folder / "prepare.py").exists():
             command = os.path.relpath(folder / "prepare.py")
+        remedy = f"make it with python {command}, or name one that data/ has"
+        folders = [path.name for path in Path(__file__).parent.iterdir() if path.is_dir()]
+        similar = difflib.get_close_matches(folder.name, folders, n=1)
+        if similar and not folder.exists():
+            remedy = f"did you mean {similar[0]}?"
         raise ValueError(
             f"dataset {folder} has no {split}.bin and no numbered {split}_*.bin of one kind, but "
-            f"{names}; make it with python {command}, or name one that data/ has"
+            f"{names}; {remedy}"
         )
     return list(found)
 

@@ -168,12 +168,10 @@ def raises_one_line(*named: object, kind: type[Exception] = ValueError) -> Itera
     assert_one_line(e.value, *named)
 
 
-def assert_refused(done: Finished | subprocess.CompletedProcess[str], *named: object) -> None:
+def assert_refused(done: Finished, *named: object) -> None:
     """A script ended with status 2 and one line of error that names these."""
-    code = done.code if isinstance(done, Finished) else done.returncode
-    message = done.err if isinstance(done, Finished) else done.stderr
-    assert code == 2, message
-    assert_one_line(message, *named)
+    assert done.code == 2, done.err
+    assert_one_line(done.err, *named)
 
 
 def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
