@@ -317,11 +317,6 @@ def vector(out_dir: Path) -> torch.Tensor:
     return torch.cat([w.flatten() for w in weights(out_dir).values()])
 
 
-@pytest.fixture
-def python() -> Path:
-    return Path(sys.executable)
-
-
 @pytest.fixture(scope="session")
 def text() -> str:
     """Tiny Shakespeare where it is at hand, else as many characters of Python's standard
