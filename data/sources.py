@@ -42,7 +42,7 @@ class Source(NamedTuple):
     name: str  # as meta.json records it
     shards: list[list[Part]]  # the files of each shard
     val_tokens: int
-    open: Callable[[Any], Iterable[Any]]  # the rows of a file; a row that is text is a line of jsonl
+    open: Callable[[Any], Iterable[Any]]  # a file's rows; one that is text is a line of jsonl
     revision: str | None = None  # of a data set on the hub
 
     def version(self, shard: int) -> list[Any]:
