@@ -25,7 +25,7 @@ def packed(*suffixes: str) -> tuple[str, ...]:
 
 TEXTS = packed(".txt")
 NOT_UTF8 = (
-    "is not UTF-8 text: unpack an archive (zip, gz, tar), save a document (docx, epub) as text, "
+    "is not UTF-8 text: unpack an archive (zip, xz, tar), save a document (docx, epub) as text, "
     "use pdftotext for a PDF, iconv -f LATIN1 -t UTF-8 for Latin-1 (likewise UTF-16, GBK), or "
     "data/fineweb_edu/prepare.py --source for a table (parquet)"
 )

@@ -168,10 +168,15 @@ def raises_one_line(*named: object, kind: type[Exception] = ValueError) -> Itera
     assert_one_line(e.value, *named)
 
 
+def fails(done: Finished, *named: object, code: int = 1) -> None:
+    """A script ended with this status and one line of error that names these."""
+    assert done.code == code, done
+    assert_one_line(done.err, "error: ", *named)
+
+
 def assert_refused(done: Finished, *named: object) -> None:
-    """A script ended with status 2 and one line of error that names these."""
-    assert done.code == 2, done.err
-    assert_one_line(done.err, *named)
+    """A script refused its arguments."""
+    fails(done, *named, code=2)
 
 
 def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, assert_one_line, contents, flags, raises_one_line, tiny
+from conftest import TINY, contents, fails, flags, raises_one_line, tiny
 
 import train
 from data.batches import Split
@@ -42,9 +42,7 @@ def assert_fails(run, script, tmp_path, monkeypatch):
     def check(named: list[str], *args: str | Path, code: int = 1) -> None:
         before = contents(run)
         done = script("train.py", *args)
-        assert done.code == code, done.err
-        assert done.err.startswith("error: ")
-        assert_one_line(done.err, *named)
+        fails(done, *named, code=code)
         assert contents(run) == before
 
     return check

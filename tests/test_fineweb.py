@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
+from conftest import ROOT, assert_refused, contents, fails, shell
 
 import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
@@ -81,12 +81,6 @@ def assert_holds(folder: Path, texts: list[str]) -> None:
     assert found.astype(np.uint8).tobytes() == b"".join(
         END_OF_TEXT + text.encode() for text in texts if text
     )
-
-
-def fails(done: Finished, *named: object) -> None:
-    """Assert that a script ended with status 1 and one line of error, which names these."""
-    assert done.code == 1, done
-    assert_one_line(done.err, *named)
 
 
 def made(*options: str | Path) -> None:

@@ -17,12 +17,13 @@ from conftest import (
     SHAKESPEARE,
     assert_refused,
     contents,
+    fails,
     needs_bpe,
     raises_one_line,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fineweb import PACK, UNTIL_RENAME, fails
+from test_fineweb import PACK, UNTIL_RENAME
 
 from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe

@@ -66,7 +66,6 @@ NOT_TOKENS = {
     "empty": b"",
     "odd": b"abc",
     "cut short": llmc_file([0] * 20, 100),
-    "too long": llmc_file([0] * 100, 99),
     "llm.c's 32 bits": llmc_file([0] * 100, 100, magic=20240801),
     "ids of 32 bits": np.arange(300, dtype="<u4").tobytes(),
 }
@@ -202,7 +201,6 @@ def record(**changed: Any) -> bytes:
 # Contents of meta.json, and what the error names.
 WRONG: list[tuple[bytes, str]] = [
     (b"[" * 100_000, "recursion"),
-    (b"NaN", "nan is not a record"),
     (to_json(META).replace(b"a text", b"a test"), "its checksum"),
     (record(vocab_size=True), "vocab_size=True"),
     (record(tokenizer={"name": "char", "chars": "aba"}), "twice"),
@@ -211,7 +209,6 @@ WRONG: list[tuple[bytes, str]] = [
     (record(tokenizer=3), "'int'"),
     (record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}), "sha256='000"),
     (record(files={"../../VICTIM.txt": ENTRY}), "'../../VICTIM.txt'"),
-    (record(tokenizer={"name": 5}), "describes no tokenizer"),
 ]
 
 
