@@ -5,7 +5,6 @@ stopped.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import deque
@@ -24,6 +23,7 @@ from data.token_files import MASK_SUFFIX, read_record, to_json
 from data.tokenizer import Ids, Tokenizer, from_meta
 from deskgpt.files import (
     cannot_write,
+    file_sha256,
     locked_folder,
     remove_leftovers,
     replacing,
@@ -192,15 +192,12 @@ def write_shards(folder: Path, sizes: dict[str, int], pieces: Iterator[Tokens]) 
         if not len(ids):
             break
         tokens = 0
-        digest = hashlib.sha256()
         try:
             bar = tqdm(desc=name, unit="tok", unit_scale=True, disable=None, leave=False)
             with bar, replacing(folder / name) as file:
                 while len(ids) and tokens < at_most:
                     taken = ids[: at_most - tokens]
-                    content = taken.astype("<u2", copy=False).tobytes()
-                    file.write(content)
-                    digest.update(content)
+                    file.write(taken.astype("<u2", copy=False).tobytes())
                     tokens += len(taken)
                     bar.update(len(taken))
                     ids = ids[len(taken) :]
@@ -209,7 +206,7 @@ def write_shards(folder: Path, sizes: dict[str, int], pieces: Iterator[Tokens]) 
         except OSError as e:
             raise cannot_write(folder / name, e) from None
         print(f"{name}: {tokens:,} tokens", flush=True)
-        entries[name] = {"tokens": tokens, "sha256": digest.hexdigest()}
+        entries[name] = {"tokens": tokens, "sha256": file_sha256(folder / name)}
         if tokens == at_most:
             entries[name]["cut"] = True
     return entries

@@ -14,7 +14,7 @@ import os
 import reprlib
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +42,7 @@ class Source(NamedTuple):
     name: str  # as meta.json records it
     shards: list[list[Part]]  # the files of each shard
     val_tokens: int
-    # The rows of a file: a stream of datasets, which has a state, or any others. A row that is text
-    # is a line of jsonl.
-    open: Callable[[Any], Any]
+    open: Callable[[Any], Iterable[Any]]  # a file's rows; one that is text is a line of jsonl
     revision: str | None = None  # of a data set on the hub
 
     def version(self, shard: int) -> list[Any]:
@@ -60,18 +58,14 @@ class Source(NamedTuple):
 
         Raises ValueError, which names the row, if one cannot be read or value_of raises an error.
         """
-        begin = state or {"file": 0, "row": 0, "stream": None}
+        begin = state or {"file": 0, "row": 0}
         for number in range(begin["file"], len(self.shards[shard])):
             part = self.shards[shard][number]
             n = begin["row"]  # rows that were read; empty lines count
             batch: list[Any] = []
             length = 0
             try:
-                rows = self.open(part)
-                is_stream = hasattr(rows, "state_dict")
-                if begin["stream"]:
-                    rows.load_state_dict(begin["stream"])
-                for row in rows if is_stream else itertools.islice(rows, n, None):
+                for row in itertools.islice(self.open(part), n, None):
                     n += 1
                     if isinstance(row, str):
                         if not row.strip():
@@ -80,8 +74,7 @@ class Source(NamedTuple):
                     batch.append(value_of(row))
                     length += len(batch[-1])
                     if length >= size:
-                        at = rows.state_dict() if is_stream else None
-                        yield batch, {"file": number, "row": n, "stream": at}
+                        yield batch, {"file": number, "row": n}
                         batch = []
                         length = 0
             except ImportError:
@@ -94,8 +87,8 @@ class Source(NamedTuple):
                     f"{where}, row {n} cannot be read ({reason(e)}); {remedy}"
                 ) from None
             if batch:
-                yield batch, {"file": number + 1, "row": 0, "stream": None}
-            begin = {"row": 0, "stream": None}
+                yield batch, {"file": number + 1, "row": 0}
+            begin = {"row": 0}
 
 
 def text_of(column: str, row: Any) -> str:
@@ -219,8 +212,7 @@ def hub_source(
         raise ValueError(f"the hub does not give {what} ({reason(e)}); {advice}") from None
 
     def rows(part: int) -> Any:
-        # By row groups, where a file has some: resuming reads none of those before.
-        return dataset.shard(num_shards=dataset.num_shards, index=part).reshard()
+        return dataset.shard(num_shards=dataset.num_shards, index=part)
 
     return Source(what, [[i] for i in range(dataset.num_shards)], val_tokens, rows, revision)
 

@@ -4,14 +4,10 @@
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
 import io
 import itertools
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +15,17 @@ from typing import Any
 from data.tokenizer import END_OF_TEXT
 from deskgpt.errors import reason
 
-PACKED = ("", ".gz", ".zst", ".xz", ".bz2")  # suffixes of packed files
+PACKED = (".gz", ".zst", ".bz2")  # suffixes of packed files
 
 
 def packed(*suffixes: str) -> tuple[str, ...]:
     """Return these suffixes, each also of packed files."""
-    return tuple(suffix + end for suffix in suffixes for end in PACKED)
+    return tuple(suffix + end for suffix in suffixes for end in ("", *PACKED))
 
 
 TEXTS = packed(".txt")
 NOT_UTF8 = (
-    "is not UTF-8 text: unpack an archive (zip, gz, tar), save a document (docx, epub) as text, "
+    "is not UTF-8 text: unpack an archive (zip, xz, tar), save a document (docx, epub) as text, "
     "use pdftotext for a PDF, iconv -f LATIN1 -t UTF-8 for Latin-1 (likewise UTF-16, GBK), or "
     "data/fineweb_edu/prepare.py --source for a table (parquet)"
 )
@@ -94,19 +90,18 @@ def lines_in(path: Path, newline: str | None = None) -> Iterator[str]:
                 if NOT_TEXT.search(line):
                     raise ValueError(f"{path}, line {number}: this {NOT_UTF8}")
                 yield line
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:  # unpacking raises all of these
+    except OSError as e:
         remedy = "is its name right, and is it complete?"
         raise OSError(f"cannot read {path} ({reason(e)}): {remedy}") from None
 
 
 def open_unpacked(path: Path) -> Any:
     """Return the file, open for reading bytes, unpacked if its name says that it is packed."""
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-    if path.suffix.lower() == ".zst":
-        import pyarrow  # zstandard's own reader does not notice that a file is cut short
+    if path.suffix not in PACKED:
+        return open(path, "rb")
+    import pyarrow  # zstandard's own reader does not notice that a file is cut short
 
-        return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-    return openers.get(path.suffix.lower(), open)(path, "rb")
+    return pyarrow.input_stream(path)
 
 
 def documents_of(lines: Iterable[str]) -> Iterator[str]:

@@ -43,9 +43,7 @@ HEADER_BYTES = 1024
 TOKEN_BYTES = 2
 MASK_SUFFIX = ".mask"
 LOOKED_AT = 256  # numbers at the beginning of a file that tell ids of 32 bits
-NUMPY_MAGIC = int.from_bytes(b"\x93NUM", "little", signed=True)
-# The first four bytes of files that are not bare: 20240801 are llm.c's ids of 32 bits.
-NOT_BARE = (MAGIC, 20240801, NUMPY_MAGIC)
+NOT_BARE = (MAGIC, 20240801)  # files begin with these; the latter are llm.c's ids of 32 bits
 
 GPT2 = {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
 CHECKSUM = "sha256"  # the key of meta.json's own checksum

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from data.chat import template
-from data.token_files import read_meta
+from data.token_files import dataset_folder, read_meta
 from data.tokenizer import Tokenizer, from_meta
 from deskgpt.check_model import TOLERANCE, distance, in_float32
 from deskgpt.checkpoint import Checkpoint, is_checkpoint, load_checkpoint
@@ -312,9 +312,6 @@ class Sample:
 # ---- a trained model from the disk ---------------------------------------------------------------
 
 
-DATA = Path(__file__).resolve().parents[1] / "data"
-
-
 @dataclass
 class LoadedModel:
     """A trained model and the tokenizer that it was trained with."""
@@ -361,7 +358,7 @@ def load_model(init_from: str, out_dir: str, device: torch.device) -> LoadedMode
         raise ValueError(
             f"{source} has {config.vocab_size} tokens, and the tokenizer "
             f"{meta.get('name')} {tokenizer.vocab_size}: it is another model's. nanoGPT "
-            f"keeps its own in meta.pkl, in the data's folder: copy it into {DATA}"
+            "keeps its own in meta.pkl, in the data's folder: copy that folder into data/"
         )
     return LoadedModel(model, tokenizer, source, saved)
 
@@ -377,10 +374,11 @@ def tokenizer_of_dataset(dataset: Any) -> dict[str, Any]:
             f"the checkpoint has no tokenizer, and dataset={shortened(dataset)} is not on "
             "this machine"
         )
-    meta = read_meta(DATA / dataset)["tokenizer"]
+    folder = dataset_folder(dataset)
+    meta = read_meta(folder)["tokenizer"]
     if not meta:
         raise ValueError(
-            f"{DATA / dataset / 'meta.pkl'} has no characters (stoi, itos) to read and write text"
+            f"{folder / 'meta.pkl'} has no characters (stoi, itos) to read and write text"
         )
     return meta
 

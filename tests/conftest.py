@@ -168,12 +168,15 @@ def raises_one_line(*named: object, kind: type[Exception] = ValueError) -> Itera
     assert_one_line(e.value, *named)
 
 
-def assert_refused(done: Finished | subprocess.CompletedProcess[str], *named: object) -> None:
-    """A script ended with status 2 and one line of error that names these."""
-    code = done.code if isinstance(done, Finished) else done.returncode
-    message = done.err if isinstance(done, Finished) else done.stderr
-    assert code == 2, message
-    assert_one_line(message, *named)
+def fails(done: Finished, *named: object, code: int = 1) -> None:
+    """A script ended with this status and one line of error that names these."""
+    assert done.code == code, done
+    assert_one_line(done.err, "error: ", *named)
+
+
+def assert_refused(done: Finished, *named: object) -> None:
+    """A script refused its arguments."""
+    fails(done, *named, code=2)
 
 
 def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -317,11 +320,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 def vector(out_dir: Path) -> torch.Tensor:
     """All weights in one."""
     return torch.cat([w.flatten() for w in weights(out_dir).values()])
-
-
-@pytest.fixture
-def python() -> Path:
-    return Path(sys.executable)
 
 
 @pytest.fixture(scope="session")

@@ -89,17 +89,10 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, 
     assert [path.name for path in ledger.iterdir()] == ["runs"]  # no code
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("added", "why"),
-    [("* float('nan')", "is broken"), ("* missing", "name 'missing' is not defined")],
-)
-def test_arm_that_cannot_run_is_an_error_and_no_answer(chars, script, tmp_path, added, why):
-    line = "return self.lm_head(x)"
-    patch = patch_of("model.py", line, f"{line} {added}", tmp_path)
-    done = script(*command(chars, tmp_path, "--b", patch))
-    assert done.code == 2
-    assert why in done.err.splitlines()[-1]
+def test_arm_whose_loss_is_never_finite_is_an_error_and_no_answer():
+    arm = Arm("b", "a.patch", Path(), "code", {})
+    with raises_one_line("b (a.patch) is broken"):
+        ask.result(arm, [{"event": "diverged"}, {"event": "eval", "val_loss": None}])
 
 
 @pytest.mark.nightly

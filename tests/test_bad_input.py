@@ -5,20 +5,16 @@ file changes.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_one_line, contents, flags, tiny
+from conftest import TINY, contents, fails, flags, raises_one_line, tiny
 
 import train
-from data.prepared import write_dataset
-from data.tokenizer import BytesTokenizer
+from data.batches import Split
 from deskgpt.checkpoint import load_checkpoint
 
 
@@ -46,9 +42,7 @@ def assert_fails(run, script, tmp_path, monkeypatch):
     def check(named: list[str], *args: str | Path, code: int = 1) -> None:
         before = contents(run)
         done = script("train.py", *args)
-        assert done.code == code, done.err
-        assert done.err.startswith("error: ")
-        assert_one_line(done.err, *named)
+        fails(done, *named, code=code)
         assert contents(run) == before
 
     return check
@@ -81,30 +75,20 @@ def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, r
     assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
-def test_run_whose_train_bin_is_cut_short_saves_and_ends(tmp_path, script):
-    ids = np.random.default_rng(0).integers(0, 256, 100_000, np.uint16)
-    write_dataset(tmp_path / "data", {"train": ids, "val": ids}, BytesTokenizer(), "test")
-    log = tmp_path / "run" / "log.jsonl"
+def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, monkeypatch):
+    data = shutil.copytree(chars, tmp_path / "data")
+    read = Split.train_batch
 
-    def cut() -> None:
-        while not log.exists() or '"iter": 5' not in log.read_text():
-            time.sleep(0.01)
-        os.truncate(tmp_path / "data" / "train.bin", 1000)
+    def cut_short(self: Split, step: int, *rest: Any) -> Any:
+        if step == 20:
+            os.truncate(data / "train.bin", 1000)
+        return read(self, step, *rest)
 
-    threading.Thread(target=cut, daemon=True).start()
-    settings = TINY | {
-        "dataset": tmp_path / "data",
-        "out_dir": tmp_path / "run",
-        "max_iters": 10**6,
-    }
-    done = script("train.py", *flags(**settings, max_hours=0.02))
-    assert done.code == 1
-    assert_one_line(done.err, "error: ", "train.bin", "shorter")
-    stopped = re.search(r"^stopped by an error at step (\d+)$", done.out, re.M)
-    assert stopped
-    assert load_checkpoint(tmp_path / "run").iter_num == int(stopped[1]) > 5
+    monkeypatch.setattr(Split, "train_batch", cut_short)
+    with raises_one_line("train.bin", "shorter"):
+        train.main(tiny(data, run, max_iters=50))
+    assert 0 < load_checkpoint(run).iter_num <= 20
 
 
 def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memory(

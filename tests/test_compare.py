@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import assert_one_line, tiny
+from conftest import assert_one_line, fails, tiny
 from logs import TIMES, log, nanogpt
 from plotly.offline import get_plotlyjs
 
@@ -220,6 +220,4 @@ def test_what_is_wrong_is_one_line(script, tmp_path):
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(1 << 40)  # without taking room on the disk
     for path in (tmp_path / "nowhere", Path("pyproject.toml"), tmp_path / "large.txt"):
-        done = script("bench/compare.py", path)
-        assert done.code == 1
-        assert_one_line(done.err, "error: ", path.name)
+        fails(script("bench/compare.py", path), path.name)

@@ -242,7 +242,7 @@ print(json.dumps([type(theirs).__name__, files]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sliding_window", "rope_base", "own_file"])
-def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, python, tmp_path):
+def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, tmp_path):
     folder = copy_of_repository(tmp_path)
     source = folder / "model.py"
     if name == "own_file":
@@ -256,7 +256,7 @@ def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, p
         shell(
             "git", "apply", ROOT / "docs" / "hacks" / f"{name}.patch", cwd=folder
         ).check_returncode()
-    done = shell(python, "-c", CHECK, name, cwd=folder)
+    done = shell("python", "-c", CHECK, name, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     cls, files = json.loads(done.stdout.splitlines()[-1])
     assert cls == "DeskGPTForCausalLM"

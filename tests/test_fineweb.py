@@ -1,6 +1,4 @@
-"""data/fineweb_edu/prepare.py: the same bytes from any source however it is stopped, in one
-sequence or in parts.
-"""
+"""data/fineweb_edu/prepare.py: the same bytes from any source however it is stopped."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ import gzip
 import io
 import itertools
 import json
-import lzma
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, Finished, assert_one_line, assert_refused, contents, shell
+from conftest import ROOT, assert_refused, contents, fails, shell
 
 import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
@@ -37,7 +35,6 @@ END_OF_TEXT = b"\xff"  # of --tokenizer=bytes
 PACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
-    ".xz": lzma.compress,
     ".bz2": bz2.compress,
 }
 
@@ -84,12 +81,6 @@ def assert_holds(folder: Path, texts: list[str]) -> None:
     assert found.astype(np.uint8).tobytes() == b"".join(
         END_OF_TEXT + text.encode() for text in texts if text
     )
-
-
-def fails(done: Finished, *named: object) -> None:
-    """Assert that a script ended with status 1 and one line of error, which names these."""
-    assert done.code == 1, done
-    assert_one_line(done.err, *named)
 
 
 def made(*options: str | Path) -> None:
@@ -202,7 +193,7 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     assert int(peak_kb) * 1024 < 550e6
 
 
-# ---- in parts ------------------------------------------------------------------------------------
+# ---- shards --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -223,14 +214,13 @@ def source(texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(source, tmp_path_factory) -> Path:
-    """Three parts of source, made undisturbed."""
+    """What is made of source, undisturbed."""
     out = tmp_path_factory.mktemp("undisturbed")
-    for number in range(3):
-        made("--source", source, *SMALL, f"--part={number}/3", "--out", out)
-    return out
+    made("--source", source, *SMALL, "--out", out)
+    return Path(out)
 
 
-def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts):
+def test_shards_hold_the_documents_of_their_files_and_are_listed(undisturbed, texts):
     assert_holds(undisturbed, [*itertools.chain(*texts)])
     files = read_record(undisturbed)["files"]
     assert list(files) == [*(f"train_{n:06}.bin" for n in (0, 1, 3, 4, 5, 6)), "val_000000.bin"]
@@ -240,25 +230,15 @@ def test_parts_are_every_third_file_and_list_all_of_them(undisturbed, texts):
     assert splits[1].tokens == 50_000
 
 
-def test_tokens_are_shared_out_and_can_be_raised_later(tmp_path, source, undisturbed):
-    for tokens, expected in (("120_001", 120_003), ("1e9", None)):
-        for number in "201":
-            options = (*SMALL, f"--tokens={tokens}", f"--part={number}/3")
-            made("--source", source, *options, "--out", tmp_path)
-        n_made = sum(entry["tokens"] for entry in read_record(tmp_path)["files"].values())
-        assert expected is None or n_made == 50_000 + expected
-    assert contents(tmp_path) == contents(undisturbed)
-
-
-def test_parts_that_are_missing_are_printed_and_harmed_shards_made_again(
+def test_tokens_can_be_raised_later_and_harmed_shards_are_made_again(
     tmp_path, script, source, undisturbed
 ):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
-    assert "2 of 3 parts are still to be made, --part=1/3" in script(*prepare, "--part=0/3").out
-    with locked_folder(tmp_path, ".part_1_3"):  # as another process holds it
-        fails(script(*prepare, "--part=1/3"), tmp_path, "wait")
-    assert "--part=2/3" in script(*prepare, "--part=1/3").out
-    assert "train and" in script(*prepare, "--part=2/3").out
+    assert "120,001 train and 50,000 val" in script(*prepare, "--tokens=120_001").out
+    with locked_folder(tmp_path):  # as another process holds it
+        fails(script(*prepare), tmp_path, "wait")
+    assert "train and" in script(*prepare).out
+    assert contents(tmp_path) == contents(undisturbed)
     (tmp_path / "val_000000.bin").unlink()
     os.truncate(tmp_path / "train_000003.bin", 1000)
     (tmp_path / "train_000004.bin").write_bytes(b"harmed")
@@ -279,24 +259,21 @@ def test_other_settings_are_errors_and_change_nothing(script, source, undisturbe
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
-    tmp_path, python, source
+    tmp_path, source, undisturbed
 ):
     out = tmp_path / "killed"
     renames = itertools.cycle(itertools.product("1234", ("before", "after")))
+    options = (*SMALL, "--source", source, "--out", out)
     n_killed = 0
-    for part in ("--part=0/2", "--part=1/2"):
-        options = (*SMALL, "--source", source, part)
-        made(*options, "--out", tmp_path / "undisturbed")
-        ended = False
-        while not ended:
-            code = UNTIL_RENAME + MAIN
-            words = [python, "-c", code, *next(renames), *options, "--out", out]
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-            assert done.stderr == ""
-            ended = done.returncode == 0
-            n_killed += not ended
+    ended = False
+    while not ended:
+        words = [sys.executable, "-c", UNTIL_RENAME + MAIN, *next(renames), *options]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        assert done.stderr == ""
+        ended = done.returncode == 0
+        n_killed += not ended
     assert n_killed > 8
-    assert contents(out) == contents(tmp_path / "undisturbed")
+    assert contents(out) == contents(undisturbed)
 
 
 # ---- the hub, and files as it has them -----------------------------------------------------------
@@ -343,7 +320,7 @@ def test_set_of_the_hub_is_streamed_by_its_name_and_what_it_lacks_is_named(
     assert_refused(script(PREPARE, "--hub", hub, "--tokenizer=bytes"), "--out")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "d.ndjson.xz", "hub"])
+@pytest.mark.parametrize("name", ["a.parquet", "d.ndjson.gz", "hub"])
 def test_killed_in_the_middle_of_a_file_it_reads_no_row_before_again_and_the_bytes_are_the_same(
     tmp_path, monkeypatch, documents, hub, name
 ):
@@ -363,7 +340,7 @@ def test_killed_in_the_middle_of_a_file_it_reads_no_row_before_again_and_the_byt
     monkeypatch.setattr(prepare_fineweb, "text_of", stopped_at(250, text_of, []))
     with pytest.raises(KeyboardInterrupt):
         made(*options, "--out", tmp_path / "killed")
-    with open(tmp_path / "killed" / ".part_0_1.tokens", "ab") as file:
+    with open(tmp_path / "killed" / ".shard.tokens", "ab") as file:
         file.write(b"cut off when it was killed")
     read: list[str] = []
     monkeypatch.setattr(prepare_fineweb, "text_of", stopped_at(0, text_of, read))

@@ -77,12 +77,12 @@ def apply(name: str, folder: Path, *options: str) -> None:
         for name in PATCHES
     ],
 )
-def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, python, chars, tmp_path):
+def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, chars, tmp_path):
     if name == "fp8" and not importlib.util.find_spec("torchao"):
         pytest.skip("pip install torchao")
     folder = copy_of_repository(tmp_path)
     apply(name, folder)
-    done = shell(python, __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
+    done = shell("python", __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ from conftest import (
     SHAKESPEARE,
     assert_refused,
     contents,
+    fails,
     needs_bpe,
     raises_one_line,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fineweb import PACK, UNTIL_RENAME, fails
+from test_fineweb import PACK, UNTIL_RENAME
 
 from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe
@@ -172,7 +174,7 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
-def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, python, script):
+def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, script):
     own = tmp_path / "own"
     prepare = [PREPARE, "--tokenizer=bytes", "--out", own]
     for text in ("old ", "new "):
@@ -180,7 +182,7 @@ def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, pyt
     run = "import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
     for at in "123":
         assert script(*prepare, tmp_path / "old").code == 0
-        words = [python, "-c", UNTIL_RENAME + run, at, "before", *prepare, tmp_path / "new"]
+        words = [sys.executable, "-c", UNTIL_RENAME + run, at, "before", *prepare, tmp_path / "new"]
         subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL)
         if (own / "val.bin").exists():
             for name, entry in read_record(own)["files"].items():

@@ -25,6 +25,7 @@ from conftest import (
     assert_one_line,
     contents,
     events,
+    fails,
     files_of_at_most,
     flags,
     raises_one_line,
@@ -271,8 +272,7 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
         before = contents(out_dir)
         done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
         assert contents(out_dir) == before
-    assert done.code == 1
-    assert_one_line(done.err, f"{out_dir} is in use", "another folder")
+    fails(done, f"{out_dir} is in use", "another folder")
     assert contents(out_dir) == {}
 
 

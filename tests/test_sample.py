@@ -312,13 +312,6 @@ def test_prompt_is_read_from_a_file_and_typed_line_breaks_are_line_breaks(tmp_pa
     assert samples(tmp_path, start=f"FILE:{prompt}", **settings) == [text]
 
 
-def test_prompt_beyond_the_context_is_said_in_a_line(run, capfd):
-    samples(run, start="the " * 4)  # block_size is 16
-    assert capfd.readouterr().err == ""
-    samples(run, start="the " * 4 + "t")
-    assert_one_line(capfd.readouterr().err, "17 tokens", "the last 16")
-
-
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
@@ -359,7 +352,6 @@ def test_weights_of_others_may_be_cut_once_they_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "changes", "named"),
     [
-        ({}, {"n_embd": None}, "n_embd=None"),
         ({}, {"activation_function": "x" * 10**6}, "'activation_function': 'xxx"),
         ({"wpe.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}, {}, "torch.float8_e4m3fn"),
         ({"lm_head.weight": torch.zeros(20, 8)}, {}, "ties the head"),

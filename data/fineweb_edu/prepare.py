@@ -6,8 +6,6 @@ your own documents.
     python data/fineweb_edu/prepare.py --source more/ a.parquet --out data/mine
     python data/fineweb_edu/prepare.py --hub roneneldan/TinyStories --out data/stories
     python data/fineweb_edu/prepare.py --tokenizer data/novel-bpe --out data/own_vocabulary
-    # files 0, 3, 6 ...; others make parts 1/3, 2/3
-    python data/fineweb_edu/prepare.py --part 0/3 --out /scratch/mine
 
 Writes a shard for each source file, train_000000.bin and so on (uint16 token ids), and meta.json,
 which lists them; the beginning of the first file is val_000000.bin. Small files of --source share a
@@ -19,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +28,7 @@ from deskgpt.errors import require_torch
 
 require_torch()
 
-from tqdm import tqdm
-
-from data.prepared import BATCH_CHARS, Entry, forget, named_tokenizer, resumed, write_shards
+from data.prepared import BATCH_CHARS, forget, named_tokenizer, resumed, write_shards
 from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
 from data.token_files import read_record, to_json
@@ -44,39 +38,24 @@ from deskgpt.files import file_sha256, locked_folder, remove_leftovers, write_at
 
 HERE = Path(__file__).resolve().parent
 ALL_TOKENS = 1 << 62
-WAIT_S = 60.0  # for another part that adds a shard to meta.json, which takes a moment
 
 Record = dict[str, Any]  # the content of meta.json
 
 
 def main(args: argparse.Namespace) -> None:
-    part, n_parts = args.part
-    with locked_folder(args.out, f".part_{part}_{n_parts}"):
-        record = make(args)
-    missing = [
-        number
-        for number in range(n_parts)
-        if next_shard(args.out, record, number, n_parts, args.tokens)
-    ]
-    if missing:
-        print(
-            f"{args.out}: {len(missing)} of {n_parts} parts are still to be made, "
-            f"--part={missing[0]}/{n_parts} among them"
-        )
-    else:
-        print_totals(args.out, record)
+    with locked_folder(args.out):
+        print_totals(args.out, make(args))
 
 
 # ---- make ----------------------------------------------------------------------------------------
 
 
 def make(args: argparse.Namespace) -> Record:
-    """Make the shards of this part that args.out lacks.
+    """Make the shards that args.out lacks.
 
     Return what meta.json records. Raises ValueError, OSError.
     """
     folder: Path = args.out
-    part, n_parts = args.part
     tokenizer = named_tokenizer(args.tokenizer)
     if tokenizer.end_of_text is None:
         raise ValueError(f"--tokenizer={args.tokenizer} has no token between documents; take bytes")
@@ -95,29 +74,28 @@ def make(args: argparse.Namespace) -> Record:
         "shards": len(source.shards),
         "revision": source.revision,
     }
-    record = add_shards(folder, settings, {})
+    record = recorded(folder, settings)
+    save(folder, record)
     for name, entry in tqdm(record["files"].items(), "checksums", leave=False, disable=None):
         path = folder / name
-        number = int(path.stem.split("_")[1])
-        if number % n_parts == part and not (
-            path.is_file() and file_sha256(path) == entry["sha256"]
-        ):
+        if not path.is_file() or file_sha256(path) != entry["sha256"]:
             print(f"{name} is missing or damaged (its checksum does not match) and is made again")
-            (folder / train_shard(number)).unlink(missing_ok=True)
-    while found := next_shard(folder, record, part, n_parts, args.tokens):
+            (folder / name.replace("val", "train")).unlink(missing_ok=True)
+    while found := next_shard(folder, record, args.tokens):
         number, tokens = found
         sizes = {train_shard(number): tokens}
         if number == 0:
             sizes = {"val_000000.bin": settings["val_tokens"]} | sizes
         remove_leftovers(folder, *sizes)
-        saved = folder / f".part_{part}_{n_parts}.tokens"
+        saved = folder / ".shard.tokens"
         text = functools.partial(text_of, args.text_column)
         encode = functools.partial(encoded_document, tokenizer)
         pieces = resumed(saved, settings, source, number, text, BATCH_CHARS, encode)
         entries = write_shards(folder, sizes, pieces)
-        record = add_shards(
-            folder, settings, entries, [] if train_shard(number) in entries else [number]
-        )
+        record["files"] |= entries
+        if train_shard(number) not in entries:  # it has no tokens
+            record["empty"].append(number)
+        save(folder, record)
         forget(saved)
     return record
 
@@ -127,17 +105,13 @@ def train_shard(number: int) -> str:
     return f"train_{number:06}.bin"
 
 
-def next_shard(
-    folder: Path, record: Record, part: int, n_parts: int, tokens: int
-) -> tuple[int, int] | None:
-    """Return the number of the next shard that a part has to make, and the train tokens that the
-    part still needs.
+def next_shard(folder: Path, record: Record, tokens: int) -> tuple[int, int] | None:
+    """Return the number of the next shard to make, and the train tokens that are still needed.
 
-    Shards `part`, `part` + `n_parts`, `part` + 2 `n_parts` ... belong to the part. tokens: of all
-    parts.
+    tokens: of train in all.
     """
-    wanted = math.ceil(tokens / n_parts)
-    for number in range(part, record["shards"], n_parts):
+    wanted = tokens
+    for number in range(record["shards"]):
         if wanted <= 0:
             break
         name = train_shard(number)
@@ -150,29 +124,28 @@ def next_shard(
     return None
 
 
-def add_shards(
-    folder: Path, settings: Record, entries: dict[str, Entry], empty: Collection[int] = ()
-) -> Record:
-    """List shards in the folder's meta.json, and return what it records then. empty: numbers of
-    shards without tokens.
+def recorded(folder: Path, settings: Record) -> Record:
+    """Return what the folder's meta.json records, or a new record without shards.
 
     Raises ValueError if the shards that it lists were made with other settings.
     """
-    with locked_folder(folder, wait_s=WAIT_S):
-        record = read_record(folder)
-        if not record.get("files"):  # settings that made no shard do not count
-            record = settings | {"files": {}, "empty": []}
-        for key, wanted in settings.items():
-            if record.get(key) != wanted:
-                raise ValueError(
-                    f"{folder} was not made with {key}={shortened(wanted)}; choose another --out, "
-                    "or delete the folder"
-                )
-        record["files"] = dict(sorted((record["files"] | entries).items()))
-        record["empty"] = sorted({*record["empty"], *empty})
-        remove_leftovers(folder, "meta.json")
-        write_atomically(folder / "meta.json", to_json(record))
+    record = read_record(folder)
+    if not record.get("files"):  # settings that made no shard do not count
+        return settings | {"files": {}, "empty": []}
+    for key, wanted in settings.items():
+        if record.get(key) != wanted:
+            raise ValueError(
+                f"{folder} was not made with {key}={shortened(wanted)}; choose another --out, "
+                "or delete the folder"
+            )
     return record
+
+
+def save(folder: Path, record: Record) -> None:
+    """Write the folder's meta.json, its shards in the order of their names."""
+    remove_leftovers(folder, "meta.json")
+    record["files"] = dict(sorted(record["files"].items()))
+    write_atomically(folder / "meta.json", to_json(record))
 
 
 def print_totals(folder: Path, record: Record) -> None:
@@ -195,14 +168,6 @@ def print_totals(folder: Path, record: Record) -> None:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def i_of_n(text: str) -> tuple[int, int]:
-    """Return (i, n) from i/n. Raises ValueError."""
-    i, n = map(int, text.split("/"))
-    if not 0 <= i < n:
-        raise ValueError
-    return i, n
-
-
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = OneLineParser(__doc__)
     add = parser.add_argument
@@ -216,8 +181,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=whole_number, default=ALL_TOKENS, help=about)
     about = "(default: 1e8; of --source a tenth of the first shard at most)"
     add("--val_tokens", type=whole_number, help=about)
-    about = "make only shards I, I + N, I + 2N ..."
-    add("--part", type=i_of_n, default=(0, 1), metavar="I/N", help=about)
     add_folder(parser, HERE)
     args = parser.parse_args(argv)
     if args.hub == FINEWEB_EDU:

@@ -7,7 +7,7 @@
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
 Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UTF-8, also packed
-(.gz, .zst, .xz, .bz2). If lines with nothing but <|endoftext|> separate documents, each document
+(.gz, .zst, .bz2). If lines with nothing but <|endoftext|> separate documents, each document
 begins with that token.
 """
 
