@@ -28,6 +28,8 @@ from deskgpt.errors import require_torch
 
 require_torch()
 
+from tqdm import tqdm
+
 from data.prepared import BATCH_CHARS, forget, named_tokenizer, resumed, write_shards
 from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
