@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -36,8 +37,12 @@ def compiling_switch() -> str:
 def set_up_compiler(device: torch.device) -> None:
     """Set up what torch.compile needs, before anything is compiled.
 
-    Of inductor's settings for a CPU, the user's own win.
+    Silences its warnings that ask for nothing: that matmuls are not autotuned on a card of fewer
+    than 68 SMs, and that FLOPs of Triton are not counted on Windows. Of inductor's settings for a
+    CPU, the user's own win.
     """
+    for name in ("torch._inductor.utils", "torch.utils.flop_counter"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # A change of model.py may have a graph for each layer; after torch's limit, 8, it would
     # silently go on uncompiled.
     torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)

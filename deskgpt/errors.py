@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -177,10 +176,14 @@ def python_command() -> str:
 
 
 def to_type(label: str, *words: object) -> str:
-    """Return a command to type, after a label, in lines of at most 80 columns."""
-    line = label + shlex.join(map(str, words))
-    parts = textwrap.wrap(line, 76, break_long_words=False, break_on_hyphens=False)
-    return " \\\n    ".join(parts)
+    """Return a command to type, after a label, in lines of at most 80 columns where words allow."""
+    lines = [label]
+    for word in words:
+        quoted = shlex.quote(str(word))
+        if len(lines[-1]) + len(quoted) > 77:
+            lines.append("    ")
+        lines[-1] += f"{quoted} "
+    return "\\\n".join(lines).rstrip()
 
 
 def open_standard_files() -> None:

@@ -60,7 +60,7 @@ def test_make_train_on_a_card_ends_with_a_report_and_a_model_for_other_programs(
     settings = flags(**RUN | {"gradient_accumulation_steps": 1, "device": "auto"})
     train = f"tasks.train(Path(sys.executable), '', 'out', 'first.gguf', {settings})"
     out = on_card(card, "-c", f"import sys, tasks; from pathlib import Path; {train}", cwd=folder)
-    assert "on cuda: training" in out
+    assert "TFLOP/s on cuda" in out
     assert "train.py config/train_shakespeare_char.py" in out
     assert events(folder / "out", "start")[0]["dtype"] == DTYPES[card]
     assert (folder / "out" / "report.html").exists()
