@@ -28,7 +28,7 @@ AT_MOST = {
     "files of a step": 8,
     "lines of these files": 3_178,
     "files that train.py imports": 29,
-    "lines of those files": 8_627,
+    "lines of those files": 8_630,
     "lines of main": 94,
     "nesting of main": 4,
     "names of main": 38,
