@@ -238,7 +238,7 @@ def main(config: TrainConfig) -> float:
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
     texts_at = make_sampler(config.sample_interval, state)  # no texts with an interval of 0
     loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait, state.row0)
-    micro_batch, eval_batch = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
+    train_pass, eval_pass = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
     try:
@@ -251,7 +251,7 @@ def main(config: TrainConfig) -> float:
             # ---- evaluate and save ---------------------------------------------------------------
             val = None  # its loss on the val split, if this step is evaluated
             if (is_last or step % config.eval_interval == 0) and not stop.reason:
-                val = evaluate_run(state, logger, monitor, stop, eval_batch, texts_at)
+                val = evaluate_run(state, logger, monitor, stop, eval_pass, texts_at)
             if (val or save_is_due) and monitor.is_healthy():
                 checkpointer.save_if_due(state, logger, val, save_is_due)
             if is_last or stop.reason:
@@ -270,7 +270,7 @@ def main(config: TrainConfig) -> float:
                 if dist.distributed:  # ranks exchange gradients after their last micro-batch
                     ddp_model.require_backward_grad_sync = micro.is_last
                 x, y = micro.x, micro.y
-                losses = micro_batch(x, y, micro.weight)  # forward_backward
+                losses = train_pass(x, y, micro.weight)  # forward_backward
                 for name in losses:
                     loss_sums[name] += losses[name]
                 tokens += x.numel() * dist.world
@@ -483,20 +483,20 @@ def cuda_graphs(
     The first two steps run without a graph, because they compile and allocate the optimizer's
     state. Both graphs use the same memory, one after the other.
     """
-    micro_batch = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
-    eval_batch = functools.partial(evaluation_loss, state.model, state.compute)
+    train_pass = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
+    eval_pass = functools.partial(evaluation_loss, state.model, state.compute)
     if not state.compute.cuda_graph:
-        return micro_batch, eval_batch
+        return train_pass, eval_pass
     from deskgpt.cuda_graph import CudaGraph
 
     train = CudaGraph(
-        micro_batch,
+        train_pass,
         state.model,
         eager_calls=2 * state.batching.micro_steps_per_rank,
         on_refusal=lambda why: warn(f"no CUDA graph: {why}"),
     )
     evaluation = CudaGraph(
-        eval_batch,
+        eval_pass,
         state.model,
         shares_memory_with=train,
         on_refusal=lambda why: warn(f"evaluations without a CUDA graph: {why}"),
