@@ -181,7 +181,7 @@ from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 
 if TYPE_CHECKING:
-    from deskgpt.pass_facts import Pass
+    from deskgpt.cuda_graph import Pass
 
 # A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
 # The settings say what was asked for. A loop that reads them would follow a plan that is no longer

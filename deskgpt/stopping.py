@@ -164,7 +164,10 @@ class StopConditions:
         return agreed == "save"
 
     def note_signal(self) -> bool:
-        """Set `reason` if a signal has cut an evaluation short on some rank; return whether it has."""
+        """Set `reason` if a signal has cut an evaluation short on some rank.
+
+        Return whether it has.
+        """
         agreed = self._agree("")
         self.reason = agreed or self.reason
         return bool(agreed)
