@@ -181,7 +181,7 @@ from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 
 if TYPE_CHECKING:
-    from deskgpt.pass_facts import Pass
+    from deskgpt.cuda_graph import Pass
 
 # A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
 # The settings say what was asked for. A loop that reads them would follow a plan that is no longer
@@ -246,13 +246,13 @@ def main(config: TrainConfig) -> float:
             step = state.step
             lr = learning_rate(state.schedule, step)  # of the step alone: nothing to save
             is_last = step >= state.schedule.max_iters or config.eval_only
-            save_is_due = stop.check(step > state.first_step, checkpointer.saved_at)
+            save_is_due = stop.update(step > state.first_step, checkpointer.saved_at)
 
             # ---- evaluate and save ---------------------------------------------------------------
             val = None  # its loss on the val split, if this step is evaluated
             if (is_last or step % config.eval_interval == 0) and not stop.reason:
-                val = evaluate_run(state, logger, monitor, stop, eval_pass, texts_at)
-            if (val or save_is_due) and monitor.is_healthy():
+                val = evaluate_run(state, logger, monitor, stop, eval_pass, texts_at, is_last)
+            if (val or save_is_due) and monitor.check_last_step():
                 checkpointer.save_if_due(state, logger, val, save_is_due)
             if is_last or stop.reason:
                 break  # the last step is evaluated; after a signal, finish saves
@@ -423,6 +423,7 @@ def evaluate_run(
     stop: StopConditions,
     loss_of: Pass,
     texts_at: Callable[[int, bool], list[str]],
+    is_last: bool,
 ) -> Evaluation | None:
     """Evaluate the model on the same windows of both splits each time, log it, and let the model
     write a text if texts_at says so.
@@ -430,7 +431,6 @@ def evaluate_run(
     Return the loss on the val split; None if a signal cuts the evaluation short.
     """
     monitor.flush()  # spikes of the steps before are printed first
-    is_last = state.settings["eval_only"] or state.step >= state.schedule.max_iters
     state.data.checksums.wait(all_files=is_last)  # of val at least: it is evaluated now
     n_before = sum(e.step < state.step for e in state.evaluations)
     with logger.timer.timed("evaluation"):  # so that no step's time has it, nor tokens/s
@@ -441,7 +441,7 @@ def evaluate_run(
             batches = eval_batches(state.data.val, state.batching, state.dist.device)
             answered = share_answered(state.model, state.compute, batches, state.dist)
         texts = texts_at(n_before, is_last)
-    if stop.is_interrupted():
+    if stop.note_signal():
         return None  # the mean of fewer windows is another number: it is neither kept nor compared
     state.add_evaluation(train, val)
     lr = learning_rate(state.schedule, state.step)
@@ -544,7 +544,7 @@ def finish(
     """
     from deskgpt.end_screen import end_run
 
-    if stop.reason and monitor.is_healthy():
+    if stop.reason and monitor.check_last_step():
         checkpointer.save_if_due(state, logger, is_restarting=stop.smaller is not None)
     best_val_loss = math.inf
     if stop.smaller:
@@ -592,7 +592,7 @@ if __name__ == "__main__":
         "halve --batch_size and double --gradient_accumulation_steps (the same "
         "training), or take a smaller model"
     )
-    with one_line_errors(remedy, output_lasts=not HELP & {*sys.argv}):
+    with one_line_errors(remedy, ignore_write_errors=not HELP & {*sys.argv}):
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explain_compile_errors():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))

@@ -3,8 +3,8 @@ val loss.
 
 A checkpoint is nanoGPT's dictionary plus what an exact resume needs, always one file, so any number
 of ranks can resume it. torch.distributed.checkpoint is not used: it pickles, and a folder cannot be
-replaced in one step. A crash at any moment leaves an intact
-checkpoint. nanoGPT's own checkpoints are read too.
+replaced in one step. A crash at any moment leaves an intact checkpoint. nanoGPT's own checkpoints
+are read too.
 """
 
 from __future__ import annotations

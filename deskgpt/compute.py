@@ -115,16 +115,15 @@ def choose_compute(
     if kernels == "auto":
         # Not on every host, where hosts differ.
         is_candidate = device.type == "cpu" and cpu_kernels.is_supported_platform()
-        kernels = agree(dist, is_candidate and earlier.get("cpu_kernels", True)) and load_kernels(
-            dist
-        )
+        kernels = agree(dist, is_candidate and earlier.get("cpu_kernels", True))
+        kernels = kernels and load_kernels(dist)
     elif kernels and not load_kernels(dist):
         raise ValueError("cpu_kernels=True is not possible here, see above; try --cpu_kernels=auto")
     if not kernels:
         cpu_kernels.unload()
     if compiles == "auto":
-        compiles = earlier.get("compiled", device.type == "cuda" and has_triton(device))
-        compiles = agree(dist, compiles)
+        by_rule = device.type == "cuda" and has_triton(device)
+        compiles = agree(dist, earlier.get("compiled", by_rule))
     switch = compiling_switch()
     if compiles and not agree(dist, not switch):
         dist.print0(f"NOT compiling: {switch or 'a variable on another host'} switches it off")

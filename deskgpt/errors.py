@@ -67,16 +67,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def one_line_errors(
-    if_out_of_memory: str = "take a smaller input", output_lasts: bool = False
+    if_out_of_memory: str = "take a smaller input", ignore_write_errors: bool = False
 ) -> Iterator[None]:
     """End the script with one line on stderr and an exit status after an error that a user can
     cause.
 
     The exit status is 2 for a ConfigError, 130 for Ctrl+C and 1 otherwise. if_out_of_memory: the
-    remedy to print when memory runs out. output_lasts: continue when nothing can be printed.
+    remedy to print when memory runs out. ignore_write_errors: continue when nothing can be printed.
     """
     try:
-        with safe_output(output_lasts):
+        with safe_output(ignore_write_errors):
             yield
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -15,8 +16,10 @@ from torch import Tensor
 from deskgpt.compute import ComputeMode, autocast, named_losses
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
-from deskgpt.pass_facts import Pass
 from model import GPT
+
+if TYPE_CHECKING:
+    from deskgpt.cuda_graph import Pass
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
 

@@ -63,8 +63,8 @@ class LossMonitor:
         if self.dist.device.type == "cpu" or self.logger.should_log(step):
             self._fetch()
 
-    def is_healthy(self) -> bool:
-        """Return whether the last step had finite gradients, after reporting all steps so far.
+    def check_last_step(self) -> bool:
+        """Report all steps so far; return whether the last one had finite gradients.
 
         Raises ValueError if they end the run.
         """

@@ -169,8 +169,8 @@ def check_same_experiment(
     if OF_EVALUATION & {name.partition(",")[0] for name in changes}:
         dist.print0("the best val loss is reset, since earlier losses are from another evaluation")
         checkpoint.best_val_loss = math.inf
-        # Nor do they count for patience
-        checkpoint.progress = checkpoint.progress and checkpoint.progress | {"evaluations": []}
+        if checkpoint.progress:  # nor do earlier losses count for patience
+            checkpoint.progress = checkpoint.progress | {"evaluations": []}
 
 
 def choose_compute_and_batch(
@@ -232,7 +232,8 @@ def build_model(
     shards = shards_of(config.dp_shard, dist.world)
     check_model_fits(start.model_config, dist.device, not config.eval_only, shards)
     weights = start.checkpoint.model
-    with nullcontext() if dist.is_first or shards == 1 else torch.device("meta"):
+    has_memory = dist.is_first or shards == 1  # the other ranks get their rows from rank 0
+    with nullcontext() if has_memory else torch.device("meta"):
         if weights:
             model = GPT.from_state(start.model_config, weights, start.source)
         else:

@@ -97,7 +97,7 @@ def print_to_stderr(line: str) -> None:
 # ---- what is due ---------------------------------------------------------------------------------
 
 ERROR_REASON = "an error"
-# Why a run saves or ends. A reason of yours in StopConditions.check belongs here, too: ranks agree
+# Why a run saves or ends. A reason of yours in StopConditions.update belongs here, too: ranks agree
 # by its number. If they differ, the last one counts.
 REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR_REASON)
 
@@ -144,7 +144,7 @@ class StopConditions:
         self._failure: Exception | None = None
         signal_handler.signal = None  # an earlier run in the same process may have left one
 
-    def check(self, can_save: bool, saved_at: float) -> bool:
+    def update(self, can_save: bool, saved_at: float) -> bool:
         """Set `reason` if the run should stop.
 
         Return whether a checkpoint is due that no evaluation asks for.
@@ -163,8 +163,11 @@ class StopConditions:
             self.reason = agreed
         return agreed == "save"
 
-    def is_interrupted(self) -> bool:
-        """Return whether a signal has broken off an evaluation on some rank, and set `reason`."""
+    def note_signal(self) -> bool:
+        """Set `reason` if a signal has cut an evaluation short on some rank.
+
+        Return whether it has.
+        """
         agreed = self._agree("")
         self.reason = agreed or self.reason
         return bool(agreed)

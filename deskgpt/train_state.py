@@ -26,7 +26,6 @@ from deskgpt.errors import reason, shortened
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import is_number
 from deskgpt.optim import Muon, keep_rates_of_groups
-from deskgpt.pass_facts import is_own, snapshot
 from deskgpt.stopping import EvalRecord, Schedule
 from model import GPT
 
@@ -326,6 +325,8 @@ class TrainState:
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
     """Return what modules keep beside parameters, buffers and modules, by name."""
+    from deskgpt.cuda_graph import is_own
+
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules():
         found |= {f"{prefix}.{n}": x for n, x in vars(module).items() if is_own(n)}
@@ -335,6 +336,8 @@ def attributes_of(model: nn.Module) -> dict[str, Any]:
 
 def attribute_state(value: Any) -> Any:
     """Return something that differs once an attribute has changed, a tensor also in place."""
+    from deskgpt.cuda_graph import snapshot
+
     is_counted = isinstance(value, Tensor) and not value.is_inference()
     return snapshot(value), value._version if is_counted else 0
 

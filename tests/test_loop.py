@@ -106,7 +106,7 @@ def test_max_hours_are_hours(monkeypatch):
     for seconds, reason in ((3500, None), (3700, "max_hours")):
         monkeypatch.setattr(signal_handler, "installed_at", time.perf_counter() - seconds)
         stops = StopConditions(TrainConfig(max_hours=1.0), DistContext(CPU))
-        stops.check(False, time.perf_counter())
+        stops.update(False, time.perf_counter())
         assert stops.reason == reason
 
 
