@@ -184,9 +184,11 @@ def test_commands_of_the_pages_run(clone):
             word in command for word in ("--help", "--dry_run", "--plan_for")
         ):
             assert re.search(r"^step \d+: train loss", out, re.M), command
-    (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
-    (clone / "block.py").write_text(block)
-    run(clone, "python block.py")
+    for page in ("export", "looking-inside"):
+        (block,) = blocks_of(ROOT / "docs" / f"{page}.md", "python")
+        (clone / "block.py").write_text(block)
+        run(clone, "python block.py")
+    assert (clone / "attention.html").exists()
 
 
 def test_links_lead_to_files_that_exist():
