@@ -413,7 +413,7 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
         tokens = batching.tokens_per_step
         lines += [  # a row of docs/start.md's tables
             "| machine | command | time, predicted | val loss | tokens/s |",
-            f"| {ranks} x {name} | {shlex.join(sys.argv)} | {clock(steps * fastest_s)} to "
+            f"| {ranks} x {name} | python {shlex.join(sys.argv)} | {clock(steps * fastest_s)} to "
             f"{clock(steps * slowest_s)} | not known | {tokens / slowest_s:,.0f} to "
             f"{tokens / fastest_s:,.0f} |",
         ]
