@@ -49,10 +49,10 @@ class ModelSettings:
     """
 
     # model
-    n_layer: Annotated[int, Range(1, 1000)] = 12  # transformer blocks
+    n_layer: Annotated[int, Range(1, 1000)] = 12  # * transformer blocks
     n_head: AtLeast1 = 12  # attention heads per block
-    n_embd: Annotated[int, Range(1, 2**20)] = 768  # width of the residual stream
-    block_size: Annotated[int, Range(1, 2**30)] = 1024  # context length in tokens
+    n_embd: Annotated[int, Range(1, 2**20)] = 768  # * width of the residual stream
+    block_size: Annotated[int, Range(1, 2**30)] = 1024  # * context length in tokens
     dropout: Fraction = 0.0  # 0 for pretraining; 0.1 and more for small data
     bias: bool = False  # have biases in Linear and LayerNorm layers
     # modern choices; the defaults are GPT-2's

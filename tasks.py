@@ -27,6 +27,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)
 
 import argparse
 import functools
+import glob
 import os
 import re
 import signal
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("task", choices=["train", "chat", *TASKS])
     parser.add_argument(
-        "--text", type=absolute, default="", help="train on this file or folder, not on plays"
+        "--text", type=absolute, default="", help="train on this file, folder or 'pattern'"
     )
     parser.add_argument(
         "--to", type=absolute, default="", help="also export the model, as export.py --to does"
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--venv", type=home, default=".venv", help="the environment's folder")
     args = parser.parse_args(argv[:split])
     # Before minutes of installing and training:
-    if args.text and not (os.path.exists(args.text) and os.path.getsize(args.text)):
+    if args.text and not any(map(os.path.getsize, matching(args.text))):
         sys.exit(
             f"error: cannot train on {args.text}: it is no file with text in it, or folder; is its "
             "name right?"
@@ -106,6 +107,11 @@ def main(argv: list[str]) -> None:
 def absolute(path: str) -> str:
     """Return the path from the root; nothing for no path."""
     return os.path.abspath(os.path.expanduser(path)) if path else ""
+
+
+def matching(text: str) -> list[str]:
+    """Return the path itself, or the files that it means as a pattern, such as src/*.py."""
+    return [text] if os.path.exists(text) else sorted(glob.glob(text))
 
 
 # ---- the first run -------------------------------------------------------------------------------
@@ -190,7 +196,8 @@ def prepare(python: Path, text: str) -> str:
     Python.
     """
     if text:  # each text has a folder of its own: a run needs its data to resume
-        files = sorted(path for path in Path(text).rglob("*") if path.is_file()) or [Path(text)]
+        files = sorted(path for path in Path(text).rglob("*") if path.is_file())
+        files = files or [Path(path) for path in matching(text)]
         digests = "".join(file_sha256(path) for path in files)
         digest = digests if len(files) == 1 else sha256(digests.encode())
         name = f"{re.sub(r'[^A-Za-z0-9]+', '_', Path(text).stem)}_{digest[:8]}"

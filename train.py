@@ -6,7 +6,8 @@
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
 
 Writes into out_dir ckpt.pt, the last model that was saved (to resume), ckpt_best.pt, the best (to
-use), and log.jsonl, which holds what the terminal shows.
+use), and log.jsonl, which holds what the terminal shows. The settings with a star are enough to
+begin with.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from model import GPT, GPTConfig, ModelSettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_size ...
     # input and output
-    out_dir: FilePath = "out"  # folder of the run; out/ckpt_best.pt resumes from the best model
-    dataset: FilePath = "openwebtext"  # folder in data/, or a path, with train*.bin and val*.bin
+    out_dir: FilePath = "out"  # * folder of the run; out/ckpt_best.pt resumes from the best one
+    dataset: FilePath = "openwebtext"  # * folder in data/, or a path, with train*.bin and val*.bin
     init_from: FilePath = "scratch"  # scratch, resume, auto (resume if it can), gpt2, or a file
-    eval_interval: AtLeast1 = 2000  # evaluate, and save, every so many steps
+    eval_interval: AtLeast1 = 2000  # * evaluate, and save, every so many steps
     eval_iters: AtLeast1 = 200  # micro-batches that an evaluation reads of each split
     eval_tokens: int = 0  # tokens that it reads instead; 0 = eval_iters micro-batches
     eval_answers: bool = False  # count the answers of val dialogues that the model writes exactly
@@ -54,13 +55,13 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     resume_changed: bool = False  # True: resume even if data, batch or schedule have changed
     on_spike: Literal["go", "stop"] = "go"  # when the loss spikes, log it and go on, or end the run
     # batch
-    batch_size: AtLeast1 = 12  # sequences per micro-batch; halve this first when memory runs out
+    batch_size: AtLeast1 = 12  # * sequences per micro-batch; halve it first when memory runs out
     gradient_accumulation_steps: AtLeast1 = 5 * 8  # micro-batches per step, over all ranks
     auto_batch: Literal["auto", True, False] = "auto"  # take a larger one that fits; auto: on CUDA
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon for blocks' matrices, AdamW for the rest
-    learning_rate: float = 6e-4  # the peak, reached after the warm-up
-    max_iters: int = 600000  # optimizer steps
+    learning_rate: float = 6e-4  # * the peak, reached after the warm-up
+    max_iters: int = 600000  # * optimizer steps
     max_minutes: float = 0.0  # train this long: shortens max_iters and schedule; 0 = no limit
     weight_decay: float = 1e-1  # of matrices and embeddings; norms and biases have none
     beta1: Fraction = 0.9  # AdamW's decay of the first moment
@@ -74,7 +75,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     lr_decay_iters: int = 0  # step at which the rate arrives at min_lr; 0 = max_iters
     min_lr: float | None = None  # the lowest rate after the warm-up; None = a tenth of the peak
     # machine
-    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    device: str = "auto"  # * auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls, not of weights
     cpu_kernels: Literal["auto", True, False] = "auto"  # ours in C++; auto: if they compile here
     deterministic: bool = False  # True: the same bits in each run on a card, 8% slower on an H200
@@ -160,7 +161,7 @@ from deskgpt.distributed import (
     shutdown_distributed,
     wrap_ddp,
 )
-from deskgpt.errors import BatchTooLargeError, DataError, one_line_errors
+from deskgpt.errors import BatchTooLargeError, ConfigError, DataError, one_line_errors
 from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, share_answered
 from deskgpt.files import RESTART_S, locked_folder
 from deskgpt.logger import STEP_FIELDS, RunLogger
@@ -593,6 +594,11 @@ if __name__ == "__main__":
         "training), or take a smaller model"
     )
     with one_line_errors(remedy, ignore_write_errors=not HELP & {*sys.argv}):
+        if not sys.argv[1:] and not dataset_folder("openwebtext").exists():  # the defaults' data
+            raise ConfigError(
+                "name a config: python train.py config/train_shakespeare_char_cpu.py; config/ has "
+                "others, and --help lists the settings"
+            )
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explain_compile_errors():
             config = build(TrainConfig, settings_of_start(TrainConfig, sys.argv[1:]))

@@ -19,6 +19,10 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from deskgpt.errors import require_torch
+
+require_torch()
+
 import torch
 
 from bench.output import markdown_table

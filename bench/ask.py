@@ -35,8 +35,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,6 +43,7 @@ from deskgpt.errors import require_torch
 require_torch()
 
 import torch
+from filelock import FileLock
 
 from bench.asking.statistics import LEAST, decide, difference
 from data.token_files import dataset_folder

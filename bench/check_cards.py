@@ -28,6 +28,10 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from deskgpt.errors import require_torch
+
+require_torch()
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -46,6 +46,10 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from deskgpt.errors import require_torch
+
+require_torch()
+
 import psutil
 import torch
 from torch import Tensor

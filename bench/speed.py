@@ -46,10 +46,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from deskgpt.errors import require_torch
+
+require_torch()
+
+import numpy as np
 
 import train
 from bench import output

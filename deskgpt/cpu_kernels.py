@@ -77,7 +77,7 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
     try:
         library = path()
         if not is_intact(library):
-            print0("compiling kernels for this processor, once")
+            print0("compiling kernels for this processor, once: 5 to 30 seconds")
             compile_to(library)
         if not is_intact(library):
             raise RuntimeError(

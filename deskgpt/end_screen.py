@@ -23,7 +23,7 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
     best_val_loss = best.val_loss if best else math.inf
     if state.settings["eval_only"]:
         return best_val_loss
-    if stop and state.step > 0:
+    if stop:
         logger.print0(f"stopped by {stop} at step {state.step}")
     memory = peak_memory_bytes(state.dist.device)
     logger.print0(
@@ -32,7 +32,8 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         f"{clock(timer.total_s['saving'])} of saving, {clock(logger.warm_up_s)} to start"
     )
     logger.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
-    logger.print0(f"best val loss {best_val_loss:.4f}")
+    none = "n/a: the run ended before its first evaluation"
+    logger.print0(f"best val loss {f'{best_val_loss:.4f}' if best else none}")
     of_data = (state.data.metadata["val data"]["fingerprint"], state.data.train.tokens)
     val_losses = {e.step: e.val_loss for e in state.evaluations}
     sentence = compare_with_bands(state.settings_now(), of_data, val_losses)
@@ -67,9 +68,11 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
         return
     model, step = found
     python = python_command()
-    sample = [python, "sample.py", f"--out_dir={model}"]
-    if state.data.chat is not None:
-        sample.append("--chat")
+    is_chat = state.data.chat is not None
+    # Answers may become better while the val loss rises: whoever saves at each evaluation wants the
+    # last model (docs/data.md).
+    chosen = out_dir if is_chat and settings["always_save_checkpoint"] else model
+    sample = [python, "sample.py", f"--out_dir={chosen}"]
     # The settings that the checkpoint does not give, and those without which a resumed run would
     # have nothing to do.
     resume = ["train.py", "--init_from=resume", f"--out_dir={out_dir}"]
@@ -91,7 +94,7 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
         launcher = ["torchrun", "--standalone", f"--nproc_per_node={state.dist.world}"]
     print(f"best intact model, of step {step}: {model}")
     for name, words in {
-        "sample:  ": [*sample, "--num_samples=3"],
+        "sample:  ": [*sample, "--chat" if is_chat else "--num_samples=3"],
         "page:    ": [*sample, "--serve"],
         f"{how}: ": launcher + resume,
         "report:  ": [python, "bench/report.py", str(out_dir)],

@@ -19,6 +19,8 @@ The time is a range, from the device's peak (peaks.py) and the share of it that 
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -408,5 +410,12 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
             f"{steps * batching.tokens_per_step:.3g} tokens, without evaluation"
             f"{' and what ranks send each other' if ranks > 1 else ''}"
         )
+        tokens = batching.tokens_per_step
+        lines += [  # a row of docs/start.md's tables
+            "| machine | command | time, predicted | val loss | tokens/s |",
+            f"| {ranks} x {name} | python {shlex.join(sys.argv)} | {clock(steps * fastest_s)} to "
+            f"{clock(steps * slowest_s)} | not known | {tokens / slowest_s:,.0f} to "
+            f"{tokens / fastest_s:,.0f} |",
+        ]
     dist.print0("\n".join(lines))
     return fits

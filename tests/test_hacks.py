@@ -51,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "query_gain": {"qk_norm": True},
     "rope_base": {"position": "rope"},
     "muon_momentum_warmup": {"optimizer": "muon"},
+    "lora": {"learning_rate": 1e-2},
 }
 IN_CI = ("z_loss", "lion", "sliding_window", "weight_averaging", "logit_softcap")
 SHORT: dict[str, Any] = {
@@ -166,6 +167,15 @@ def check(name: str, dataset: str, cache: str) -> None:
     whole, half = load_checkpoint("whole"), load_checkpoint("half")
     for part in ("model", "optimizer", "best_val_loss", "extra_state"):
         assert_equal(getattr(half, part), getattr(whole, part))
+
+    if name == "lora":
+        torch.manual_seed(c.seed)
+        start = GPT(GPTConfig(**whole.model_args)).state_dict()
+        learned = {key for key in start if not torch.equal(start[key], whole.model[key])}
+        assert learned == {key for key in start if ".lora_" in key}
+        base = {key: w for key, w in start.items() if key not in learned}
+        tuned = GPT.from_state(GPTConfig(**whole.model_args), base, "a base without adapters")
+        assert not any(w.any() for key, w in tuned.state_dict().items() if "lora_b" in key)
 
     gpt: Any = GPT
     usual = definition.attention, gpt.loss

@@ -184,9 +184,11 @@ def test_commands_of_the_pages_run(clone):
             word in command for word in ("--help", "--dry_run", "--plan_for")
         ):
             assert re.search(r"^step \d+: train loss", out, re.M), command
-    (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
-    (clone / "block.py").write_text(block)
-    run(clone, "python block.py")
+    for page in ("export", "looking-inside"):
+        (block,) = blocks_of(ROOT / "docs" / f"{page}.md", "python")
+        (clone / "block.py").write_text(block)
+        run(clone, "python block.py")
+    assert (clone / "attention.html").exists()
 
 
 def test_links_lead_to_files_that_exist():
@@ -211,7 +213,7 @@ UNIT = r"(?= ?%| (?:ms|s|us|GiB|GB|MB|nats)\b)"
 MEASURED = rf"(?<![\w.,/^=-])(?:{NUMBER}{UNIT}|\d[\d,]*\.\d+(?:e-?\d+)?(?![\d.]))"
 # Papers, versions of programs, what others report, arithmetic: they stand beside their source.
 OF_OTHERS = """
-2302.06675 2305.13245 2204.02311 12.6 2.11 2.14 2.15 4.57 2026.10 8.9
+2302.06675 2305.13245 2106.09685 2204.02311 12.6 2.11 2.14 2.15 4.57 2026.10 8.9
 7.5 12.1 13.0 1.4697 1.47 9.3 0.3256 0.0065 10.8
 9.34 4.385 3.596 3.358 3.9 4.459 3.657 4.17 1.5 5.7 25 123.6 9.83 0.999 2.6 10.65 134 0.67 22.6
 """
