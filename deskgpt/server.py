@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import socket
 import time
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from data.chat.template import messages_in
 from deskgpt.chat import Writer
+from deskgpt.checkpoint import val_loss_of_weights
 from deskgpt.engine import GenerationConfig
 from deskgpt.errors import message_for_user, raised_in_our_code, shortened
 from deskgpt.settings import settings_of
@@ -171,6 +173,7 @@ async def models(request: Request) -> Response:
     """Return the only model, with its facts and the settings with which the page begins."""
     writer = writer_for(request)
     saved = writer.trained.checkpoint
+    loss = val_loss_of_weights(saved) if saved else math.inf
     # Without copies in 16 bits
     n_params = GPT.without_storage(writer.trained.model.config).num_params()
     defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
@@ -178,6 +181,7 @@ async def models(request: Request) -> Response:
         "id": writer.trained.name,
         "object": "model",
         "iter_num": saved and saved.iter_num,
+        "val_loss": loss if math.isfinite(loss) else None,
         "n_params": n_params,
         "block_size": writer.block_size,
         "settings": {"prompt": writer.prompt} | defaults,
