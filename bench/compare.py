@@ -216,8 +216,11 @@ def compare_after(runs: list[Run], amount: str) -> tuple[str, Table]:
         return f"{refused}: the learning rates do not decay until {kind}", rows
     low = min(losses)
     best = runs[losses.index(low)]
-    gaps = [f"{r.name[0]} {x - low:.4f}" for r, x in zip(runs, losses, strict=True) if r != best]
-    line = f"{best.name} has the lowest {label}: {low:.4f}; higher by: {', '.join(gaps)}"
+    gaps = ""
+    for run, loss in zip(runs, losses, strict=True):
+        if run != best:
+            gaps += f", {run.name[0]}'s is {loss - low:.4f} higher"
+    line = f"{best.name} learned more: its {label} is {low:.4f}{gaps}"
     return line, rows
 
 
@@ -293,13 +296,14 @@ def charts_html(runs: list[Run]) -> str:
     from plotly.graph_objects import Figure
 
     names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
-    own = [name for name in names if name not in STEP_FIELDS]
+    own = [name for name in names if name not in {"flops", *STEP_FIELDS}]
     html = ""
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
         chart = Figure(layout_template="plotly_white")
         for i, run in enumerate(runs):
+            events = sorted(run.iters + run.evals, key=lambda e: e["iter"])
             for name in numbers:
-                known = [e for e in run.iters + run.evals if name in e]
+                known = [e for e in events if name in e]
                 known = known[:: len(known) // POINTS + 1]
                 if known:
                     amounts = [[e.get("tokens"), e.get("train_s")] for e in known]
