@@ -301,7 +301,7 @@ def charts_html(runs: list[Run]) -> str:
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
         chart = Figure(layout_template="plotly_white")
         for i, run in enumerate(runs):
-            events = sorted(run.iters + run.evals, key=lambda e: e["iter"])
+            events = sorted(run.evals + run.iters, key=lambda e: e["iter"])
             for name in numbers:
                 known = [e for e in events if name in e]
                 known = known[:: len(known) // POINTS + 1]

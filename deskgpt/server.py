@@ -17,6 +17,7 @@ import math
 import secrets
 import socket
 import time
+import webbrowser
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -70,10 +71,10 @@ def make_app(writer: Writer) -> Starlette:
     return app
 
 
-def run_app(app: Starlette, port: int) -> None:
+def run_app(app: Starlette, port: int, opens: bool = False) -> None:
     """Serve the app until Ctrl+C, and print its address when it can be reached.
 
-    port: 0 takes a free one. Raises OSError, one line, if the port is taken.
+    opens: in a browser, too. port: 0 takes a free one. Raises OSError, one line, if the port is taken.
     """
     listener = socket.create_server((HOST, port))
     config = uvicorn.Config(
@@ -90,6 +91,8 @@ def run_app(app: Starlette, port: int) -> None:
         f"for programs, as OpenAI's API: base_url={address}/v1 api_key={app.state.token}",
         flush=True,
     )
+    if opens:
+        webbrowser.open(f"{address}/{app.state.token}/")
     app.state.server.run(sockets=[listener])
 
 
