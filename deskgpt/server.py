@@ -74,7 +74,8 @@ def make_app(writer: Writer) -> Starlette:
 def run_app(app: Starlette, port: int, opens: bool = False) -> None:
     """Serve the app until Ctrl+C, and print its address when it can be reached.
 
-    opens: in a browser, too. port: 0 takes a free one. Raises OSError, one line, if the port is taken.
+    port: 0 takes a free one. opens: in a browser, too. Raises OSError, one line, if the port is
+    taken.
     """
     listener = socket.create_server((HOST, port))
     config = uvicorn.Config(
