@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--follow", action="store_true", help="until the run ends")
     a = parser.parse_args()
     html = Path(a.out_dir, "report.html")
-    print(html.resolve().as_uri(), flush=True)
+    print(html.absolute().as_uri(), flush=True)
     while True:
         found = compare(read_runs([a.out_dir]))
         follows = a.follow and not found.runs[0].has_ended

@@ -122,7 +122,7 @@ def test_logs_of_nanogpt_are_compared_on_their_card_and_what_one_does_not_know_d
     assert_one_line(
         found.headline, "A: a learned more", "equal time (1m20s)", "B's is 0.4000 higher"
     )
-    assert_one_line(found.lines[1], "equal tokens: no common evaluation")
+    assert_one_line(found.lines[0], "equal tokens: no common evaluation")
     (others,) = [line for line in found.lines if line.startswith("Also differs: ")]
     for name in ("parameters", "n_embd", "learning_rate", "batch_size"):
         assert name in others
