@@ -65,6 +65,7 @@ class SampleConfig(GenerationConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matmuls
     # page
     serve: bool = False  # a page to play with in this machine's browser, until Ctrl+C
+    open_page: bool = False  # in the browser, at once
     port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
     # nanoGPT's setting, which has no effect here
@@ -88,7 +89,7 @@ def main(c: SampleConfig) -> list[str]:
     if c.serve:
         from deskgpt import server  # which needs packages of its own
 
-        server.run_app(server.make_app(writer), c.port)
+        server.run_app(server.make_app(writer), c.port, c.open_page)
         return []
     if c.chat:
         talk(writer)

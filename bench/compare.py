@@ -54,6 +54,7 @@ NOT_COMPARABLE = (
     "The losses are not comparable: the runs were not evaluated on the same validation windows. "
     "Evaluate each with --eval_only=True and the same --dataset, --block_size and --eval_tokens"
 )
+REFUSED = "Not compared"
 NOISE = "Two seeds of one setting differ, too: bench/ask.py tells how sure a difference is"
 # A label, the figure of a run (None if it is not known), and how a figure is written.
 Figure = tuple[str, Callable[[Run], Any], Callable[[Any], str]]
@@ -66,6 +67,7 @@ DASHES = {"loss": "dot", "train_loss": "dash"}  # the others are solid
 # The numbers of a chart, by its title.
 CHARTS = {
     "Loss (nats per token)": ["loss", "train_loss", "val_loss"],
+    "Answers written exactly (share)": ["val_answers"],
     "Time of a step (ms)": ["time_ms"],
     "Learning rate": ["lr"],
     "Gradient norm, before clipping": ["grad_norm"],
@@ -110,6 +112,7 @@ def compare(runs: list[Run]) -> Comparison:
             line, rows = compare_after(runs, amount)
             lines.append(line)
             learning += rows
+        lines.sort(key=lambda line: line.startswith(REFUSED))  # what is known is the headline
         lines = [*lines, NOISE] if are_comparable(runs) else [NOT_COMPARABLE]
         lines.append(f"Also differs: {', '.join(row[0] for row in changed) or 'nothing'}.")
     lines += [f"{run.name}: {note}." for run in runs for note in run.notes]
@@ -192,12 +195,12 @@ def compare_after(runs: list[Run], amount: str) -> tuple[str, Table]:
     """Compare the val losses after equal amounts of training, the largest after which all runs were
     evaluated.
 
-    Return how much each run's loss is above the first one's, in a sentence, and a row of the
-    losses. A loss between two evaluations is not known: a line between them lies above a curve
-    that flattens.
+    Return which run's loss is the lowest, and how much the others have more, in a sentence, and a
+    row of the losses. A loss between two evaluations is not known: a line between them lies above
+    a curve that flattens.
     """
     kind, text = AMOUNTS[amount]
-    refused = f"The losses after {kind} are not compared"
+    refused = f"{REFUSED} after {kind}"
     if any(not run.evals or "val_loss" not in run.evals[-1] for run in runs):
         return f"{refused}: a run has none at its end", []
     common, losses = common_losses(runs, amount)
@@ -211,10 +214,14 @@ def compare_after(runs: list[Run], amount: str) -> tuple[str, Table]:
     # whatever the settings.
     if known and max(known) > CLOSE * min(known):
         return f"{refused}: the learning rates do not decay until {kind}", rows
-    gaps = []
-    for run, loss in zip(runs[1:], losses[1:], strict=True):
-        gaps.append(f"{run.name[0]} {loss - losses[0]:+z.4f}")
-    return f"The {label}, less that of A: {', '.join(gaps)}", rows
+    low = min(losses)
+    best = runs[losses.index(low)]
+    gaps = ""
+    for run, loss in zip(runs, losses, strict=True):
+        if run != best:
+            gaps += f", {run.name[0]}'s is {loss - low:.4f} higher"
+    line = f"{best.name} learned more: its {label} is {low:.4f}{gaps}"
+    return line, rows
 
 
 def common_losses(runs: list[Run], amount: str) -> tuple[float, list[float]]:
@@ -245,13 +252,13 @@ def are_comparable(runs: list[Run]) -> bool:
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def write_page(path: Path, found: Comparison) -> None:
+def write_page(path: Path, found: Comparison, reload_s: int = 0) -> None:
     """Write the page in one step, in place of a link of this name, too."""
-    write_atomically(path, page(found).encode(errors="replace"))
+    write_atomically(path, page(found, reload_s).encode(errors="replace"))
 
 
-def page(found: Comparison) -> str:
-    """Return the HTML."""
+def page(found: Comparison, reload_s: int = 0) -> str:
+    """Return the HTML. reload_s: the page loads itself again after so many seconds; 0 = never."""
     from plotly.offline import get_plotlyjs
 
     texts = ""
@@ -260,9 +267,10 @@ def page(found: Comparison) -> str:
         name = escape(run.name)
         for e in run.samples[::-1]:
             for text in e.get("texts", []):
-                texts += f"<pre>{name}, step {e['iter']:,}: {escape(str(text))}</pre>"
+                texts += f"<h3>{name}, step {e['iter']:,}</h3><pre>{escape(str(text))}</pre>"
         start = escape(json.dumps(run.start, indent=1))
-        settings += f"<details><summary>Settings of {name}</summary><pre>{start}</pre></details>"
+        summary = f"<summary>Settings of {name}</summary>"
+        settings += f"<details class=settings>{summary}<pre>{start}</pre></details>"
     tables = ""
     for title, of_cells in found.tables.items():
         tables += f"<h2>{title}</h2>{table_html(*of_cells)}"
@@ -274,7 +282,8 @@ def page(found: Comparison) -> str:
         lines="".join(f"<p>{escape(line)}</p>" for line in found.lines),
         charts=charts_html(found.runs),
         tables=tables,
-        samples=f"<h2>Samples</h2>{texts}" if texts else "",
+        samples=texts,
+        reload_s=reload_s,
         settings=settings,
         date=time.strftime("%Y-%m-%d %H:%M"),
     )
@@ -287,23 +296,21 @@ def charts_html(runs: list[Run]) -> str:
     from plotly.graph_objects import Figure
 
     names = dict.fromkeys(name for run in runs for e in run.iters for name in e)
-    own = [name for name in names if name not in STEP_FIELDS]
+    own = [name for name in names if name not in {"flops", *STEP_FIELDS}]
     html = ""
     for title, numbers in (CHARTS | {name: [name] for name in own}).items():
-        chart = Figure()
-        chart.update_layout(
-            template="plotly_white",
-            xaxis_title_text="steps",
-            legend={"orientation": "h", "y": -0.25},
-        )
+        chart = Figure(layout_template="plotly_white")
         for i, run in enumerate(runs):
+            events = sorted(run.evals + run.iters, key=lambda e: e["iter"])
             for name in numbers:
-                known = [e for e in run.iters + run.evals if name in e]
+                known = [e for e in events if name in e]
                 known = known[:: len(known) // POINTS + 1]
                 if known:
+                    amounts = [[e.get("tokens"), e.get("train_s")] for e in known]
                     chart.add_scatter(
                         x=[e["iter"] for e in known],
                         y=[e[name] for e in known],
+                        customdata=amounts,
                         name=escape(f"{run.name} {name}"),
                         line={"color": COLOURS[i % len(COLOURS)], "dash": DASHES.get(name)},
                     )

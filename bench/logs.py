@@ -127,7 +127,9 @@ def read_run(path: str, card: str = "") -> Run:
 
 
 def add_amounts(run: Run) -> None:
-    """Add to each evaluation the tokens, seconds and FLOPs of training that its log leaves out."""
+    """Add the tokens, seconds and FLOPs of training that the log leaves out of steps and
+    evaluations.
+    """
     flops_per_token = run.number("flops_per_token")
     tokens_per_step = run.number("tokens_per_step")
     if flops_per_token and tokens_per_step:
@@ -136,7 +138,7 @@ def add_amounts(run: Run) -> None:
         if gpus := run.number("world_size"):
             run.start["gpu_flops_per_step"] = flops / gpus
             run.start["gpu_peak_flops"] = (run.number("peak_flops") or 0) / gpus
-    for e in run.evals:
+    for e in run.evals + run.iters:
         for amount in ("tokens", "train_s"):
             if of_a_step := run.per_step(amount):
                 e.setdefault(amount, e["iter"] * of_a_step)

@@ -95,7 +95,7 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
     print(f"best intact model, of step {step}: {model}")
     for name, words in {
         "sample:  ": [*sample, "--chat" if is_chat else "--num_samples=3"],
-        "page:    ": [*sample, "--serve"],
+        "page:    ": [*sample, "--serve", "--open_page"],
         f"{how}: ": launcher + resume,
         "report:  ": [python, "bench/report.py", str(out_dir)],
         "compare: ": [python, "bench/compare.py", str(out_dir), "OTHER_OUT_DIR"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -121,6 +122,8 @@ class RunLogger:
         self.log.write(
             "start",
             settings=state.settings_now(),
+            command=shlex.join(sys.argv),
+            date=time.strftime("%Y-%m-%d %H:%M"),
             iter=state.step,
             model_args=asdict(state.model.config),
             parameters=state.model.num_params(),

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import socket
 import time
+import webbrowser
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from data.chat.template import messages_in
 from deskgpt.chat import Writer
+from deskgpt.checkpoint import val_loss_of_weights
 from deskgpt.engine import GenerationConfig
 from deskgpt.errors import message_for_user, raised_in_our_code, shortened
 from deskgpt.settings import settings_of
@@ -68,10 +71,11 @@ def make_app(writer: Writer) -> Starlette:
     return app
 
 
-def run_app(app: Starlette, port: int) -> None:
+def run_app(app: Starlette, port: int, opens: bool = False) -> None:
     """Serve the app until Ctrl+C, and print its address when it can be reached.
 
-    port: 0 takes a free one. Raises OSError, one line, if the port is taken.
+    port: 0 takes a free one. opens: in a browser, too. Raises OSError, one line, if the port is
+    taken.
     """
     listener = socket.create_server((HOST, port))
     config = uvicorn.Config(
@@ -88,6 +92,8 @@ def run_app(app: Starlette, port: int) -> None:
         f"for programs, as OpenAI's API: base_url={address}/v1 api_key={app.state.token}",
         flush=True,
     )
+    if opens:
+        webbrowser.open(f"{address}/{app.state.token}/")
     app.state.server.run(sockets=[listener])
 
 
@@ -171,6 +177,7 @@ async def models(request: Request) -> Response:
     """Return the only model, with its facts and the settings with which the page begins."""
     writer = writer_for(request)
     saved = writer.trained.checkpoint
+    loss = val_loss_of_weights(saved) if saved else math.inf
     # Without copies in 16 bits
     n_params = GPT.without_storage(writer.trained.model.config).num_params()
     defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
@@ -178,6 +185,7 @@ async def models(request: Request) -> Response:
         "id": writer.trained.name,
         "object": "model",
         "iter_num": saved and saved.iter_num,
+        "val_loss": loss if math.isfinite(loss) else None,
         "n_params": n_params,
         "block_size": writer.block_size,
         "settings": {"prompt": writer.prompt} | defaults,

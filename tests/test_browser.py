@@ -80,6 +80,13 @@ def test_pages_about_runs_draw_their_charts_in_the_window(chars, tmp_path, schem
                 assert chart.find_elements(
                     "css selector", "path.js-line, g.point path, .trace path"
                 )
+            for across in ("tokens", "minutes"):
+                driver.find_element("id", "across").send_keys(across)
+                ranges = driver.execute_script(
+                    "return plots.map(plot => plot.layout.xaxis.range.join())"
+                )
+                assert len({*ranges}) == 1
+                assert not ranges[0].endswith(",30")
 
 
 # ---- the playground ------------------------------------------------------------------------------

@@ -96,11 +96,11 @@ def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_pa
         "val loss after equal FLOPs (2.56e+07)": ["1.6000", "2.3000"],
     }
     assert rows_of(found).items() >= expected.items()
-    assert_one_line(found.headline, "after equal tokens (25,600), less that of A", "B -0.1000")
+    assert_one_line(found.headline, "B: b learned more", "(25,600) is 1.5000, A's is 0.1000 higher")
     of_time, of_flops, _, others = found.lines
     # Its rate would have decayed further in a run of equal time.
-    assert_one_line(of_time, "after equal time are not compared", "do not decay until equal time")
-    assert_one_line(of_flops, "after equal FLOPs are not compared")
+    assert_one_line(of_time, "Not compared after equal time", "do not decay until equal time")
+    assert_one_line(of_flops, "Not compared after equal FLOPs")
     assert others == "Also differs: n_embd, batch_size, gradient_accumulation_steps."
 
 
@@ -119,8 +119,10 @@ def test_logs_of_nanogpt_are_compared_on_their_card_and_what_one_does_not_know_d
     assert [float(cell.strip("%")) for cell in rows["MFU"]] == pytest.approx(
         [share * 312 / 58.3 for share in (10, 15)], rel=2e-3
     )
-    assert_one_line(found.headline, "equal tokens are not compared: no common evaluation")
-    assert_one_line(found.lines[0], "after equal time (1m20s), less that of A", "B +0.4000")
+    assert_one_line(
+        found.headline, "A: a learned more", "equal time (1m20s)", "B's is 0.4000 higher"
+    )
+    assert_one_line(found.lines[0], "equal tokens: no common evaluation")
     (others,) = [line for line in found.lines if line.startswith("Also differs: ")]
     for name in ("parameters", "n_embd", "learning_rate", "batch_size"):
         assert name in others
@@ -128,7 +130,7 @@ def test_logs_of_nanogpt_are_compared_on_their_card_and_what_one_does_not_know_d
 
 def test_a_run_that_ends_without_a_loss_is_not_compared_at_an_earlier_step(tmp_path):
     found = compared(log(tmp_path / "a", CURVE), log(tmp_path / "b", CURVE | {200: math.nan}))
-    assert_one_line(found.headline, "equal tokens are not compared: a run has none at its end")
+    assert_one_line(found.headline, "equal tokens: a run has none at its end")
 
 
 def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_learning(tmp_path):
@@ -149,7 +151,7 @@ def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(tmp_p
     b = log(tmp_path / "b", {0: 1.0, 100: 0.9, 200: 0.8}, n_layer=3, **changed)
     found = compared(a, b)
     assert ("not comparable" in found.headline) == bool(changed)
-    assert ("less that of A: B" in found.headline) == (not changed)
+    assert ("B: b learned more" in found.headline) == (not changed)
 
 
 def test_printed_logs_of_other_data_do_not_compare_and_the_data_are_what_changed(tmp_path):
@@ -165,10 +167,10 @@ def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0})
     b = log(tmp_path / "b", {0: 4.0, 100: 2.9, 150: 2.1}, n_layer=3)
     c = log(tmp_path / "c", {0: 4.0, 150: 2.1}, n_layer=3)
-    assert_one_line(compared(a, b).headline, "after equal tokens (6,400)", "B -0.1000")
+    assert_one_line(compared(a, b).headline, "after equal tokens (6,400)", "A's is 0.1000 higher")
     found = compared(a, c)
     for line in (found.headline, *found.lines[:2]):
-        assert_one_line(line, "are not compared: no common evaluation")
+        assert_one_line(line, "Not compared", "no common evaluation")
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -199,8 +201,8 @@ def test_page_refers_to_nothing_outside_of_it_and_names_are_text(real):
     assert "<img" not in rest
     assert "default-src 'none'" in html
     assert len(html) < 6e6
-    assert html.index("step 100: text 100") < html.index("step 0: text 0")  # the last ones first
-    assert f"<pre>{runs[0].name}, step 0: text 0" in html  # a text says whose it is
+    assert html.index("text 100 ") < html.index("text 0 ")  # the last ones first
+    assert f"<h3>{runs[0].name}, step 0</h3><pre>text 0" in html  # a text says whose it is
 
 
 def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, script):
@@ -208,7 +210,7 @@ def test_report_of_a_run_has_its_figures_and_replaces_a_link_of_its_name(real, s
     precious.write_text("mine")
     (real / "report.html").symlink_to(precious)  # as a folder from elsewhere may have
     done = script("bench/report.py", real)
-    assert (done.code, done.err, done.out.strip()) == (0, "", str(real / "report.html"))
+    assert (done.code, done.err, done.out.strip()) == (0, "", (real / "report.html").as_uri())
     assert precious.read_text() == "mine"
     text = (real / "report.html").read_text()
     best = min(e["val_loss"] for e in read_run(str(real)).evals)

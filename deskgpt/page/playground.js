@@ -62,6 +62,7 @@ function fill() {
   main.querySelector("h2").textContent = page.id;
   const details = [];
   if (page.iter_num !== null) details.push(`step ${grouped(page.iter_num)}`);
+  if (page.val_loss !== null) details.push(`val loss ${page.val_loss.toFixed(4)}`);
   details.push(`${(page.n_params / 1e6).toFixed(2)}M parameters`);
   details.push(`context of ${grouped(page.block_size)} tokens`);
   main.querySelector(".details").append(...details.map(detail => make("span", "", detail)));
@@ -78,6 +79,8 @@ function becomeChat() {
   document.getElementById("of-system").hidden = false;
   againButton.hidden = false;
   newButton.hidden = false;
+  text.setAttribute("role", "log"); // a screen reader says each answer as it ends
+  text.setAttribute("aria-label", "The dialogue; arrow keys go through an answer's tokens");
   copyButton.hidden = true; // each answer has its own
   generateButton.textContent = "Send";
   main.append(ask);
@@ -122,6 +125,7 @@ function addAction(written, name, action) {
   }
   const button = make("button", "", name);
   button.type = "button";
+  button.setAttribute("aria-label", name === "Edit" ? "Edit this message and ask again" : `${name} of this answer`);
   button.addEventListener("click", () => action(button));
   actions.append(button);
 }
@@ -229,6 +233,7 @@ async function write(values, place, signal) {
   let ended = false;
   tokens = 0;
   main.classList.add("writing");
+  text.setAttribute("aria-busy", "true");
   showStatus("reading the prompt …");
   try {
     const {prompt, messages, max_new_tokens, ...others} = values;
@@ -267,6 +272,7 @@ async function write(values, place, signal) {
     else showStatus(error.message, true);
   }
   main.classList.remove("writing");
+  text.setAttribute("aria-busy", "false");
   return ended;
 }
 
@@ -361,6 +367,7 @@ function showMarkdown(place, content) {
     place.hidden = !place.hidden;
     markdown.hidden = !place.hidden;
     button.textContent = place.hidden ? "Tokens" : "Text";
+    button.setAttribute("aria-label", `${button.textContent} of this answer`);
   });
 }
 
