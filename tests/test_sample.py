@@ -216,12 +216,13 @@ def test_tokens_are_drawn_with_their_probabilities_of_k_or_of_those_that_reach_t
     p, settings, expected
 ):
     n = 10_000
-    u = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n  # evenly spaced
+    u = torch.arange(n, dtype=torch.float64)[:, None] / n  # evenly spaced, the first one is 0
     logits = torch.tensor(p).log().expand(n, -1)
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     picked = sample_tokens(logits, u, **settings)
     shares = torch.bincount(picked[:, 0], minlength=len(p)) / n
     assert shares.tolist() == pytest.approx(expected, abs=1.5e-4)
+    assert (shares > 0).tolist() == [share > 0 for share in expected]
 
 
 # ---- texts ---------------------------------------------------------------------------------------
@@ -295,6 +296,9 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
     five = samples(run, num_samples=5, out_dir="nowhere", init_from=str(run / "ckpt.pt"))
     assert samples(run, num_samples=2) == five[:2]
     assert samples(run, num_samples=1, seed=1337 + 3) == five[3:4]
+    likeliest = samples(run, num_samples=1, temperature=0.0)
+    assert samples(run, num_samples=1, top_p=1e-6) == likeliest
+    assert samples(run, num_samples=1, top_k=1) == likeliest
     assert len(set(five)) == 5
     assert all(text.startswith("the ") and len(text) == 44 for text in five)  # 44 > block_size=16
 
