@@ -195,22 +195,6 @@ def test_key_that_is_not_known_to_change_nothing_is_an_error_that_names_it(row, 
         as_messages(row)
 
 
-MADE = ("train.bin", "val.bin", "train.mask", "val.mask")
-
-
-@pytest.mark.parametrize("name", ["d.parquet", "d.csv", "folder/d.jsonl.gz", "hub/d.jsonl"])
-def test_dialogues_of_each_format_and_of_the_hub_give_the_same_tokens(tmp_path, script, name):
-    questions = [f"Q {i}" for i in range(30)]
-    dialogues = [[Message("user", text), Message("assistant", "A")] for text in questions]
-    path = write_table(tmp_path / name, {"prompt": questions, "completion": ["A"] * 30})
-    words = ["--hub", path.parent] if "hub" in name else [path.parent if "/" in name else path]
-    options = ("--tokenizer=bytes", "--block_size=64", "--out", tmp_path / "a")
-    assert script("data/chat/prepare.py", *words, *options).code == 0
-    prepare(write(tmp_path / "same.jsonl", dialogues), tmp_path / "b", 64)
-    for file in MADE:
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-
 def test_killed_in_the_middle_dialogues_are_continued_and_the_bytes_are_the_same(
     tmp_path, monkeypatch
 ):

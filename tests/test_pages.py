@@ -1,4 +1,4 @@
-"""README.md, docs/ and the notebook: commands run as a user types them, links lead somewhere,
+"""README.md, docs/ and the notebook: commands have the options of scripts, links lead somewhere,
 figures are as stored.
 """
 
@@ -7,25 +7,19 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, copy_of_repository, needs_bpe
+from conftest import ROOT, copy_of_repository
 from scipy import stats
 
 from bench.asking.statistics import ALPHA, difference
 
-# In this order: commands of later pages use the data and the checkpoints of earlier ones.
-PAGES = [ROOT / "README.md"]
-PAGES += [ROOT / "docs" / f"{name}.md" for name in ("data", "training", "sampling")]
-PAGES += [page for page in sorted((ROOT / "docs").glob("*.md")) if page not in PAGES]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 RESULTS = ROOT / "bench" / "results"
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("deskgpt/*.py"), *ROOT.glob("bench/*.py")]
 CODE += ROOT.glob("data/**/*.py")
@@ -47,146 +41,6 @@ def commands_of(page: Path) -> list[str]:
     """
     lines = "".join(blocks_of(page, "sh")).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line]
-
-
-COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
-# Beginnings of commands that other tests run, or that need what is not here.
-NOT_RUN = """\
-make train
-make test
-make qualify
-python bench/qualify.py
-python bench/ask.py
-python bench/speed.py config/train_shakespeare_char_cpu.py --grid
-python bench/check_cards.py
-python data/fineweb_edu/prepare.py --hub
-python data/chat/prepare.py --hub
-python -m bench
-python sample.py --serve
-sbatch
-torchrun --nnodes=2
-curl
-llama-server
-git clone
-hf download
-lm_eval --model hf"""
-# Compiling takes longer than the steps of these runs.
-PLAIN = "--eval_iters=1 --compile=False --device=cpu --dtype=float32"
-# In Hugging Face's format, instead of OpenAI's, which would have to be downloaded.
-GPT2 = "tiny-gpt2"
-SHORT = (
-    "--n_layer=1 --n_head=1 --n_embd=8 --block_size=16 --batch_size=2 --max_iters=2 "
-    f"--eval_interval=2 {PLAIN}"
-)
-
-
-DIALOGUE = """{"messages": [{"role": "user", "content": "Who is there?"}, \
-{"role": "assistant", "content": "It is me."}]}
-"""
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory, text) -> Path:
-    """Make a copy of the repository with texts to train on and a .venv of this Python."""
-    from transformers import (  # takes seconds, which the quick tests do without
-        GPT2Config,
-        GPT2LMHeadModel,
-    )
-
-    folder = copy_of_repository(tmp_path_factory.mktemp("clone"))
-    (folder / "data" / "shakespeare_char" / "input.txt").write_text(text)
-    for name in ("novel.txt", "notes.txt"):
-        (folder / name).write_text(text[:20_000])
-    (folder / "prompt.txt").write_text("the ")
-    (folder / "documents").mkdir()
-    for i in range(2):
-        parts = [text[n : n + 2000] for n in range(i * 2000, 100_000, 4000)]
-        lines = [json.dumps({"text": part, "body": part}) for part in parts]
-        (folder / "documents" / f"{i}.jsonl").write_text("\n".join(lines))
-    (folder / "dialogues.jsonl").write_text(DIALOGUE * 20)
-    header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
-    ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
-    for name in ("val_000000", "train_000001"):  # as hf download brings them
-        tokens = folder / "data" / "fineweb_edu" / f"finewebedu_{name}.bin"
-        tokens.write_bytes(header.tobytes() + ids.tobytes())
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=32)).save_pretrained(
-        folder / GPT2
-    )
-    programs = folder / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    for name, words in (("python", ""), ("torchrun", "-m torch.distributed.run")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
-        (programs / name).chmod(0o755)
-    settings = f"'', 'out-first', 'first.gguf', {SHORT.split()}"
-    run(folder, f'python -c "import sys, tasks; tasks.train(sys.executable, {settings})"')
-    assert (folder / "first.gguf").exists()
-    assert (folder / "out-first" / "report.html").exists()
-    return folder
-
-
-def run(clone: Path, command: str) -> str:
-    """Run a command in the clone and return what it prints."""
-    path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "COLUMNS": "80"}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
-    return done.stdout
-
-
-def shortened(command: str) -> str:
-    """Return the same command with a tiny model, few steps, and data that is here instead of on the
-    hub.
-    """
-    # The texts are too small for more.
-    command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)
-    if "data/chat/prepare.py" in command:
-        # As training_flags sets it
-        return f"{command} --block_size {16 if 'novel' in command else 32}"
-    if "fineweb_edu/prepare.py" in command:
-        tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
-        return f"{command.replace(' --source folder/', '')} --source documents/{tokenizer}"
-    if "train.py" in command and "--help" not in command:
-        return f"{command} {training_flags(command)}"
-    if "sample.py" in command:
-        weights = f" --init_from={GPT2}" if "init_from=gpt2" in command else ""
-        return f"{command} --max_new_tokens=20 --num_samples=1 --device=cpu{weights}"
-    return command
-
-
-def training_flags(command: str) -> str:
-    """Return settings that make a train.py command short."""
-    if "init_from=resume" in command:  # the checkpoint decides the model and the batch
-        return f"--max_iters=4 {PLAIN} --resume_changed=True"
-    if "init_from=out-" in command:
-        return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
-    if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
-        return (
-            f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} "
-            "--gradient_accumulation_steps=1"
-        )
-    accumulation = (
-        " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
-    )
-    return f"{SHORT} --eval_tokens=64{accumulation}"
-
-
-@needs_bpe
-@pytest.mark.nightly
-@pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
-def test_commands_of_the_pages_run(clone):
-    for command in COMMANDS:
-        if command.startswith(tuple(NOT_RUN.splitlines())):
-            continue
-        out = run(clone, shortened(command))
-        if "train.py" in command and not any(
-            word in command for word in ("--help", "--dry_run", "--plan_for")
-        ):
-            assert re.search(r"^step \d+: train loss", out, re.M), command
-    (block,) = blocks_of(ROOT / "docs" / "export.md", "python")
-    (clone / "block.py").write_text(block)
-    run(clone, "python block.py")
 
 
 def test_links_lead_to_files_that_exist():

@@ -4,12 +4,10 @@ stopped or start again together.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
 import sys
-import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -29,14 +27,13 @@ from conftest import (
     vector,
     weights,
 )
-from gloo import forked, free_port, on_ranks, run
+from gloo import free_port, on_ranks, run
 
 import train
 from configurator import build
 from data.batches import Split
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
 from deskgpt.distributed import ALONE, DistContext, dist_env
-from deskgpt.errors import one_line_errors
 from deskgpt.memory import larger_batch
 from deskgpt.resume import (
     Start,
@@ -217,29 +214,6 @@ def with_a_card(ranks):
 def test_data_and_kinds_of_devices_must_agree_between_hosts(check, named, tmp_path):
     for message in on_ranks(check, 2, tmp_path):
         assert_one_line(message, named, "--device=cpu")
-
-
-@pytest.mark.slow
-def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
-    backward = torch.Tensor.backward
-    steps = itertools.count()
-    settings = {"gradient_accumulation_steps": 4, "max_iters": 12, "eval_interval": 2}
-    c = tiny(chars, tmp_path, dist_timeout_s=8.0, dp_shard=2, **settings)
-
-    def asleep(*args):
-        if next(steps) == 7:
-            time.sleep(14)
-        backward(*args)
-
-    def on_rank(rank):
-        if rank == 1:
-            setattr(torch.Tensor, "backward", asleep)  # noqa: B010
-        with one_line_errors():
-            main(c)
-
-    assert forked(4, on_rank, failing=4) == [1] * 4
-    assert re.search(r"^error: lost the other ranks .*hangs", capfd.readouterr().err, re.M)
-    assert load_checkpoint(tmp_path).iter_num >= 2
 
 
 ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "max_iters": 60}

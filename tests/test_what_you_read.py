@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from conftest import (
     trajectory,
     weights,
 )
-from gloo import resumed, run
+from gloo import resumed
 from plain_loop import plain_loop
 from tiny_models import make, tokens
 from torch import Tensor
@@ -172,30 +171,6 @@ def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_
         main(tiny(chars, tmp_path / "full", max_iters=2, activation_checkpoint="full"))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
-    """The first token decides which; the loss is computed in chunks."""
-    forward = Transformer.forward
-
-    def with_experts(self: Any, config: GPTConfig) -> None:
-        self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(3))
-
-    def routed(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
-        x = forward(self, idx, cache)
-        return x + self.experts[int(idx[0, 0]) % 3](x)
-
-    extend(monkeypatch, Transformer, with_experts)
-    monkeypatch.setattr(Transformer, "forward", routed)
-    monkeypatch.setattr("deskgpt.kernels.LOGITS_ON_CPU", 1000)
-    losses = []
-    for ranks in (1, 2):
-        c = tiny(chars, tmp_path / str(ranks), gradient_accumulation_steps=4, batch_size=2, seed=3)
-        run(ranks, c)
-        losses.append(logged(tmp_path / str(ranks), "iter", "loss"))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 # ---- --dry_run tells what the loop does ----------------------------------------------------------
 
 
@@ -329,31 +304,6 @@ def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, mo
     assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
 
 
-def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
-    chars, tmp_path, monkeypatch
-):
-    """The second step has a NaN, whose batch is reported, too."""
-
-    def with_nan(self: GPT, idx: Tensor, targets: Tensor) -> Any:
-        loss = self.loss(self.transformer(idx), targets)
-        calls.append(self.training)
-        return None, loss * (math.nan if self.training and sum(calls) == 2 else 1.0)
-
-    monkeypatch.setattr(GPT, "forward", with_nan)
-    block = re.findall(r"# ---- log -+\n(.*?)    except \(DataError", SOURCE, re.S)[0]
-    lines = re.findall(r"^ {12}\S.*?\n(?= {12}[^ )]|\Z)", block, re.M | re.S)
-    assert "".join(lines) == block
-    assert len(lines) == 5
-    calls: list[bool] = []
-    settings = {"max_iters": 4, "eval_interval": 2}
-    usual = run_of(train, chars, tmp_path / "usual", **settings)
-    assert usual[1][0]["iter"] == 1
-    module = edited_train(monkeypatch, "".join(lines), "".join(reversed(lines)))
-    calls = []
-    found = run_of(module, chars, tmp_path / "reversed", **settings)
-    assert repr(found) == repr(usual)  # as texts, in which NaN equals NaN
-
-
 def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
     rate = train.learning_rate
@@ -402,16 +352,6 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
         assert all(bias == own * matrix for matrix, bias in shares)
         shares.clear()
     assert weights(tmp_path / "0.0")["transformer.ln_f.weight"].eq(1).all()
-
-
-def test_scheduler_of_torch_has_a_line_since_the_loop_sets_the_rates(
-    chars, tmp_path, monkeypatch, capsys
-):
-    restore = "    restore(start, state, trains=not config.eval_only)\n"
-    scheduler = "    torch.optim.lr_scheduler.StepLR(optimizer, 2)\n"
-    module = edited_train(monkeypatch, restore, restore + scheduler)
-    run_of(module, chars, tmp_path, max_iters=2)
-    assert capsys.readouterr().out.count("lr_scheduler has no effect") == 1
 
 
 def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_without_a_word(
