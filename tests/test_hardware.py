@@ -306,3 +306,4 @@ def test_dtype_auto_is_bfloat16_only_if_one_thread_is_clearly_faster_in_it(
     monkeypatch.setattr(peaks, "best_flops", lambda device: found if threads == [8, 1] else {})
     assert default_dtype(CPU) == dtype
     assert threads == [8, 1, 8]
+    assert peaks.measured_matmul_flops(CPU, "float32") == 8e10

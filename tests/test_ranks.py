@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,17 +32,13 @@ from gloo import free_port, on_ranks, run
 import train
 from configurator import build
 from data.batches import Split
-from deskgpt.checkpoint import Checkpoint, load_checkpoint
+from deskgpt.checkpoint import load_checkpoint
 from deskgpt.distributed import ALONE, DistContext, dist_env
-from deskgpt.memory import larger_batch
 from deskgpt.resume import (
-    Start,
     check_same_on_all_hosts,
-    choose_compute_and_batch,
     settings_of_start,
 )
 from deskgpt.stopping import StopConditions, signal_handler
-from model import GPTConfig
 from train import TrainConfig, main
 
 pytestmark = pytest.mark.skipif(
@@ -100,34 +96,6 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
         assert e["tokens_per_s"] * e["time_ms"] / 1e3 == pytest.approx(128)
         flops = e["tokens_per_s"] * start["flops_per_token"]
         assert e["mfu"] == pytest.approx(flops / start["peak_flops"])
-
-
-# GiB, fastest dtype and whether there is Triton, of two ranks' cards.
-CARDS = [(80, "bfloat16", True), (15, "float16", False)]
-
-
-@pytest.mark.slow
-def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
-    c = TrainConfig(batch_size=4, gradient_accumulation_steps=32)
-    model_config = GPTConfig.from_settings(c, 50304)
-
-    def choose(ranks):
-        gib, fastest, has_triton = CARDS[ranks.rank]
-        monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda *_: (1e14, ""))
-        monkeypatch.setattr("deskgpt.compute.default_dtype", lambda device: fastest)
-        monkeypatch.setattr("deskgpt.compute.has_triton", lambda device: has_triton)
-        monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
-        ranks = replace(ranks, device=torch.device("cuda"))
-        start = Start("scratch", model_config, Checkpoint({}, {}))
-        mode, batch = choose_compute_and_batch(c, start, ranks)
-        fits = larger_batch(model_config, ranks.device, c.batch_split(ranks.rank, 2), mode)
-        return asdict(mode), batch.batch_size, batch.global_batch_size, fits
-
-    first, other = on_ranks(choose, 2, tmp_path)
-    assert (first[0]["dtype"], first[0]["compiled"]) == ("float32", False)
-    assert first[:3] == other[:3]
-    assert first[1:3] == (other[3], 128)
-    assert first[3] > other[3]
 
 
 def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(tmp_path):

@@ -175,14 +175,15 @@ def test_weights_are_held_in_16_bits_where_autocast_casts_them_and_logits_are_it
     assert block.mlp.c_fc.weight.dtype == dtype
 
 
-def test_cache_serves_only_a_text_that_continues_its_own():
-    model = make().eval()
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_cache_serves_only_a_text_that_continues_its_own(config):
+    model = make(config).eval()
     cache = KVCache(SMALL.block_size)
     first, other = tokens(1, 8), tokens(1, 8).flip(1)
     longer = torch.cat((first, other), 1)
     with torch.no_grad():
         model.next_logits(first, cache)
-        for text in (longer, other, longer, first):
+        for text in (longer, other, other, longer, first):
             torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
 
 
@@ -382,6 +383,8 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     without, found = (events(out_dir, "sample") for out_dir in runs)
     assert without == []
     assert [e["iter"] for e in found] == [0, 4, 6]  # each second evaluation, and the last
+    same = samples(runs[1], start="\n", max_new_tokens=15, device="cpu", dtype="float32")
+    assert found[-1]["texts"] == same
     for text in (text for e in found for text in e["texts"]):
         assert text.startswith("\n")
         assert len(text) == 16  # no more than the context

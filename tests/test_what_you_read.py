@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -39,8 +38,7 @@ import train
 from deskgpt import kernels
 from deskgpt.check_model import check_model
 from deskgpt.checkpoint import load_checkpoint
-from deskgpt.compute import ComputeMode, apply_compute, autocast
-from deskgpt.monitor import LossMonitor
+from deskgpt.compute import ComputeMode
 from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
 from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig, Transformer
@@ -296,14 +294,6 @@ def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> An
     return trajectory(out_dir), events(out_dir, "bad_step")
 
 
-def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, monkeypatch):
-    settings = {"dtype": "bfloat16", "gradient_accumulation_steps": 2, "max_iters": 3}
-    usual = run_of(train, chars, tmp_path / "usual", **settings)
-    module = edited_train(monkeypatch, "scaler.scale(loss).backward()", "loss.backward()")
-    assert run_of(module, chars, tmp_path / "typed", **settings) == usual
-    assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
-
-
 def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
     main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
     rate = train.learning_rate
@@ -392,40 +382,15 @@ def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
         run_of(module, chars, tmp_path, max_iters=3, gradient_accumulation_steps=2)
 
 
-SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
-SMALLEST |= {"vocab_size": 32}
-# A choice of a Literal, and what must not take a new one for its last branch.
-NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
-    ("position", GPT),
-    ("norm", GPT),
-    ("activation", lambda c: GPT(c)(torch.zeros(1, 4, dtype=torch.long))),
-    ("optimizer", lambda c: train.build_optimizer(c, GPT(GPTConfig(**SMALLEST)))),
-    ("lr_schedule", lambda c: train.learning_rate(c.schedule(), c.max_iters // 2)),
-    (
-        "activation_checkpoint",
-        lambda c: apply_compute(MagicMock(), ComputeMode(recompute=c.activation_checkpoint)),
-    ),
-    ("on_spike", lambda c: LossMonitor(MagicMock(), MagicMock(), MagicMock(), c.on_spike)),
-    ("dtype", lambda c: autocast(torch.device("cpu"), c.dtype)),
-]
-
-
-@pytest.mark.parametrize(("name", "compute"), NEW_CHOICES)
-def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, compute):
-    config: Any = (
-        GPTConfig(**SMALLEST) if name in definition.MODERN_CHOICES else TrainConfig(dtype="float32")
-    )
-    compute(config)
-    object.__setattr__(config, name, "new")  # as if its Literal had it
-    with pytest.raises((ValueError, KeyError), match="new"):
-        compute(config)
-
-
 def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch):
     lbfgs = torch.optim.LBFGS
     monkeypatch.setattr(train, "build_optimizer", lambda c, model, dtype: lbfgs(model.parameters()))
     with raises_one_line("LBFGS", "closure"):
         main(tiny(chars, tmp_path, max_iters=1))
+
+
+SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
+SMALLEST |= {"vocab_size": 32}
 
 
 def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
