@@ -125,9 +125,9 @@ def test_all_that_llama_cpp_lacks_is_named_with_what_to_change():
     config = replace(SMALL, **MODERN_SETTINGS | {"norm": "layer"})
     with raises_one_line("llama.cpp", "token_shift=True", "--token_shift=False", "--norm=rms"):
         export_gguf.architecture_of(config)
-    rope = replace(SMALL, position="rope", norm="rms", qk_norm=True, tie_weights=False)
-    weights = make(replace(rope, activation="relu2", bias=False)).state_dict()
-    found = export_gguf.tensors_of(replace(rope, activation="relu2", bias=False), weights, 256)
+    config = replace(SMALL, **export_gguf.ARCHITECTURES["apertus"])
+    weights = make(config).state_dict()
+    found = export_gguf.tensors_of(config, weights, 256)
     parts = [found[f"blk.1.attn_{letter}.weight"] for letter in "qkv"]
     assert torch.equal(torch.cat(parts), weights["transformer.h.1.attn.c_attn.weight"])
     model = make(SMALL)

@@ -271,6 +271,7 @@ def test_matmuls_that_take_their_time_have_their_flops_and_draw_no_random_number
         now[0] += 2 * len(x) ** 3 / 1e12 * (1 + next(calls) % 2)
 
     monkeypatch.setattr(torch, "mm", takes)
+    monkeypatch.setitem(peaks.MATMUL_SIZES, "cpu", (64, 128))
     for name in ("thread_time", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: now[0])
     state = torch.random.get_rng_state()
