@@ -46,7 +46,7 @@ PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
 TASKS = {  # commands of the environment's Python; the first one gets what follows `--`
     "test": [[*PYTEST, "not slow and not nightly"]],
     "test-all": [[*PYTEST, "not nightly"]],
-    "test-nightly": [[*PYTEST, "nightly"], ["tests/mutants.py", "--sample", "20"]],
+    "test-nightly": [[*PYTEST, "nightly"], ["tests/mutants.py", "--sample=20"]],
     "check": [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
