@@ -44,10 +44,10 @@ from deskgpt.errors import to_type  # noqa: E402
 from deskgpt.files import check_unused, file_sha256, sha256  # noqa: E402
 
 PYTEST = ("-m", "pytest", "-n", "2", "--dist=worksteal", "-m")
-TASKS = {  # commands of the environment's Python; the last one gets what follows `--`
+TASKS = {  # commands of the environment's Python; the first one gets what follows `--`
     "test": [[*PYTEST, "not slow and not nightly"]],
     "test-all": [[*PYTEST, "not nightly"]],
-    "test-nightly": [[*PYTEST, "nightly"]],
+    "test-nightly": [[*PYTEST, "nightly"], ["tests/mutants.py", "--sample=20"]],
     "check": [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
@@ -98,10 +98,10 @@ def main(argv: list[str]) -> None:
     if args.task == "chat":
         chat(python, args.out or "out-exercises", extra)
         return
-    *commands, last = TASKS[args.task]
-    for command in commands:
+    first, *others = TASKS[args.task]
+    run(python, *first, *extra)
+    for command in others:
         run(python, *command)
-    run(python, *last, *extra)
 
 
 def absolute(path: str) -> str:

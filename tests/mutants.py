@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKS = {"quick": "not slow and not nightly", "slow": "slow and not nightly"}
+MOST_S = 3600  # of the tests of a kind
 Mutant = dict[str, str]
 
 
@@ -73,7 +74,10 @@ def noticed_by(copy: Path, module: str) -> str:
     files = [str(path) for path in paths]
     for kind, marks in MARKS.items():
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", marks, *files]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=MOST_S)
+        except subprocess.TimeoutExpired:
+            return f"{kind}: the tests do not end"
         if done.returncode:
             lines = [line for line in done.stdout.splitlines() if "FAILED" in line]
             return f"{kind}: {lines[0] if lines else done.stdout.strip()[-100:]}"

@@ -7,11 +7,14 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,36 @@ def test_arm_whose_loss_is_never_finite_is_an_error_and_no_answer():
         ask.result(arm, [{"event": "diverged"}, {"event": "eval", "val_loss": None}])
 
 
+@pytest.mark.parametrize(
+    ("last", "kind", "loss"),
+    [(3.0, "end", 3.0), (3.0, "diverged", math.log(65)), (9.0, "diverged", 9)],
+)
+def test_result_is_the_last_loss_and_a_run_that_diverged_is_worth_guessing(last, kind, loss):
+    events = [{"event": "eval", "val_loss": x, "eval_digest": "x"} for x in (2.0, last)]
+    start = {"event": "start", "model_args": {"vocab_size": 65}}
+    found = ask.result(Arm("b", "", Path(), "", {}), [start, *events, {"event": kind}])
+    assert found == {"has_diverged": kind == "diverged", "val_loss": loss, "eval_digest": "x"}
+
+
+def test_run_is_made_once_and_another_code_setting_seed_or_machine_makes_another(
+    tmp_path, monkeypatch
+):
+    arm = Arm("a", "", Path(), "code", {"max_iters": 9})
+    made: list[int] = []
+    monkeypatch.setattr(ask, "train_to_the_end", lambda arm, seed, out: made.append(seed))
+    monkeypatch.setattr(ask, "result", lambda *_: {})
+    for _ in range(2):
+        for changed, seed, context in (
+            (arm, 1, ["x"]),
+            (replace(arm, code="other"), 1, ["x"]),
+            (replace(arm, settings={}), 1, ["x"]),
+            (arm, 2, ["x"]),
+            (arm, 1, ["y"]),
+        ):
+            ask.run_once(changed, seed, tmp_path, context)
+    assert len(made) == 5
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_resumes_and_no_run_is_made_twice(asking, ledger, tmp_path, chars):
@@ -157,10 +190,12 @@ def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
 def test_runs_are_known_by_the_content_of_their_data(tmp_path):
     settings = {"dataset": str(tmp_path), "device": "cpu"}
     found = []
-    for content in (b"12", b"13", b"12"):
-        (tmp_path / "val.bin").write_bytes(content)
-        found.append(ask.context_of(settings))
-    assert found[0] == found[2] != found[1]
+    for name, content in (("val.bin", b"12"), ("val.mask", b"1"), ("val.mask", b"0")):
+        (tmp_path / name).write_bytes(content)
+        found.append(str(ask.context_of(settings)))
+    assert len({*found}) == 3
+    (tmp_path / "val.bin").write_bytes(b"12")
+    assert str(ask.context_of(settings)) == found[2]
 
 
 def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkeypatch):
@@ -182,8 +217,11 @@ def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkey
 def made_up(of_b: float, budget_s: float, digests: str = "xx") -> list[tuple[dict[str, Any], str]]:
     """Return the rounds of a question whose runs end at 3.6 for a and at of_b for b, and noise."""
     draw = random.Random(0)
+    asked: list[int] = []
 
     def run(arm: Arm, seed: int) -> dict[str, Any]:
+        asked.append(seed)
+        assert seed == 1 + (len(asked) - 1) // 2  # another one in each round, for both arms
         loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)
         found = {"has_diverged": False, "val_loss": loss, "wall_s": 10.0}
         return found | {"eval_digest": digests["ab".index(arm.label)]}
@@ -199,6 +237,10 @@ def test_budget_is_used_and_one_that_can_never_answer_is_named_before_it_is_spen
     assert (answer["verdict"], answer["n"]) == ("better", len(rounds))
     low, high = answer["interval"]
     assert low < answer["difference"] < high < 0
+    a, b = map(statistics.fmean, answer["values"].values())
+    numbers = re.findall(r"[+-]?\d\.\d{4}", answer["sentence"])
+    assert [*map(float, numbers)] == pytest.approx([b - a, low, high, a, b], abs=1e-4)
+    assert "is better: val loss of b less that of a -" in answer["sentence"]
     for budget_s, n in ((100.0, 5), (60.0, 3), (1.0, 1)):
         rounds = made_up(3.6, budget_s)
         assert len(rounds) == n

@@ -83,7 +83,9 @@ def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_pa
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0, 400: 1.6}, ms=100)
     split: dict[str, Any] = {"batch_size": 8, "gradient_accumulation_steps": 1, "n_embd": 32}
     curve = {0: 4.0, 100: 2.8, 133: 2.3, 200: 1.9, 400: 1.5}
-    b = log(tmp_path / "b", curve, ms=200, flops_per_token=3000, peak_flops=8e6, **split)
+    b = log(
+        tmp_path / "b", curve, ms=200, flops_per_token=3000, peak_flops=8e6, world_size=2, **split
+    )
     found = compared(a, b)
     expected = {
         "n_embd": ["16", "32"],
@@ -101,7 +103,7 @@ def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_pa
     # Its rate would have decayed further in a run of equal time.
     assert_one_line(of_time, "Not compared after equal time", "do not decay until equal time")
     assert_one_line(of_flops, "Not compared after equal FLOPs")
-    assert others == "Also differs: n_embd, batch_size, gradient_accumulation_steps."
+    assert others == "Also differs: n_embd, batch_size, gradient_accumulation_steps, world_size."
 
 
 def test_logs_of_nanogpt_are_compared_on_their_card_and_what_one_does_not_know_differs(tmp_path):

@@ -18,7 +18,7 @@ from gloo import forked
 
 import train
 from deskgpt.distributed import init_distributed
-from deskgpt.errors import ConfigError, one_line_errors
+from deskgpt.errors import ConfigError, clock, one_line_errors
 from deskgpt.files import cache_path, read_cache, write_cache
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
@@ -58,6 +58,11 @@ OUT_OF_SHARED_MEMORY = (
 def test_defect_keeps_its_traceback(error):
     with pytest.raises(type(error)), one_line_errors():
         raise error
+
+
+def test_times_are_rounded_to_what_they_show():
+    found = [clock(seconds) for seconds in (42, 186.6, 18_120)]
+    assert found == ["42.0s", "3m07s", "5h02m"]
 
 
 # ---- output --------------------------------------------------------------------------------------

@@ -125,6 +125,11 @@ def test_all_that_llama_cpp_lacks_is_named_with_what_to_change():
     config = replace(SMALL, **MODERN_SETTINGS | {"norm": "layer"})
     with raises_one_line("llama.cpp", "token_shift=True", "--token_shift=False", "--norm=rms"):
         export_gguf.architecture_of(config)
+    config = replace(SMALL, **export_gguf.ARCHITECTURES["apertus"])
+    weights = make(config).state_dict()
+    found = export_gguf.tensors_of(config, weights, 256)
+    parts = [found[f"blk.1.attn_{letter}.weight"] for letter in "qkv"]
+    assert torch.equal(torch.cat(parts), weights["transformer.h.1.attn.c_attn.weight"])
     model = make(SMALL)
     model.transformer.h[0].register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
     with raises_one_line("transformer.h.0.gain", "nothing was exported"):

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import CPU, ROOT, assert_equal, assert_one_line, raises_one_line
+from conftest import CPU, assert_equal, assert_one_line, raises_one_line
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_model import chosen
@@ -309,13 +307,15 @@ def test_activations_of_any_size_and_their_slopes_are_torchs(built, name, dtype,
 
 
 def test_results_are_the_same_to_the_last_bit_each_time(built):
-    inputs = [x.requires_grad_() for x in heads_of(3, 3, 200, 32, torch.float32)]
+    inputs = [x.requires_grad_() for x in heads_of(1, 1, 1100, 32, torch.float32)]
     q, k, v = inputs
+    torch.set_num_threads(4)  # which share one head
     o = causal_attention(q, k, v)
     first = torch.autograd.grad(o.square().sum(), inputs, retain_graph=True)
     for _ in range(5):
         assert torch.equal(causal_attention(q, k, v), o)
         assert_equal(torch.autograd.grad(o.square().sum(), inputs, retain_graph=True), first)
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -395,22 +395,6 @@ def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(
     )
     assert not list(elsewhere.rglob("*.so"))
     assert cpu_kernels.dtypes() == ()
-
-
-@pytest.mark.slow
-def test_two_processes_that_compile_at_once_leave_one_library_that_is_intact(elsewhere):
-    library = cpu_kernels.path()
-    library.write_bytes(b"not a library")
-    code = (
-        "from deskgpt.kernels import cpu_kernels; cpu_kernels.load(); print(cpu_kernels.dtypes())"
-    )
-    command = [sys.executable, "-c", code]
-    for process in [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]:
-        assert "float32" in process.communicate()[0]
-    assert list(library.parent.iterdir()) == [library]
-    assert cpu_kernels.is_intact(library)
 
 
 @pytest.mark.parametrize("compiler", ["false", "ccache-that-is-none g++"])

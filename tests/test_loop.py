@@ -6,11 +6,13 @@ import itertools
 import math
 import re
 import shutil
+import signal
 import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,13 +34,15 @@ from conftest import (
     weights,
 )
 from plain_loop import plain_loop
+from tiny_models import make, tokens
 
 import train
 from data.batches import Split
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
+from deskgpt.compute import ComputeMode
 from deskgpt.distributed import DistContext
-from deskgpt.evaluation import Evaluation
-from deskgpt.logger import read_events
+from deskgpt.evaluation import Evaluation, evaluation_loss
+from deskgpt.logger import RunLogger, read_events
 from deskgpt.stopping import StepTimer, StopConditions, signal_handler
 from model import GPT, GPTConfig
 from train import TrainConfig, main
@@ -105,9 +109,40 @@ def test_settings_that_a_run_may_change_are_refused_in_the_loop_with_what_to_rea
 def test_max_hours_are_hours(monkeypatch):
     for seconds, reason in ((3500, None), (3700, "max_hours")):
         monkeypatch.setattr(signal_handler, "installed_at", time.perf_counter() - seconds)
+        monkeypatch.setattr(signal_handler, "signal", signal.SIGTERM)  # of an earlier run
         stops = StopConditions(TrainConfig(max_hours=1.0), DistContext(CPU))
         stops.update(False, time.perf_counter())
         assert stops.reason == reason
+
+
+def test_steps_that_fit_into_max_minutes_leave_time_for_their_evaluations(monkeypatch):
+    """A step takes 2 s; an evaluation, after every four of them and at the end, takes 3 s."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    timer: Any = SimpleNamespace(train_s=lambda: 4.0, last_s={"evaluation": 3.0, "saving": 0.0})
+    config = TrainConfig(max_minutes=1.0, eval_interval=4, lr_decay_iters=1000)
+    plan = StopConditions(config, DistContext(CPU)).replan(config.schedule(), 9, 7, timer)
+    assert plan.max_iters - 9 == max(n for n in range(99) if 2 * n + 3 * n / 4 + 3 <= 60)
+    assert (plan.warmup_iters, plan.lr_decay_iters) == (math.ceil(plan.max_iters / 10), 29)
+
+
+@pytest.mark.parametrize("end", [8, 10])
+def test_time_that_is_left_is_that_of_the_steps_evaluations_and_saves_to_come(end):
+    logger: Any = SimpleNamespace(config=TrainConfig(eval_interval=4), _ends_at=math.inf)
+    logger.state = SimpleNamespace(schedule=SimpleNamespace(max_iters=end))
+    logger.timer = SimpleNamespace(last_s={"evaluation": 6.0, "saving": 1.0})
+    for step in range(end):
+        to_come = range(step + 1, end + 1)
+        evaluations = [s for s in to_come if s % 4 == 0 or s == end]
+        expected = 2.0 * (len(to_come) - 1) + 7.0 * len(evaluations)
+        assert RunLogger._left_s(logger, step, 2.0) == expected
+
+
+def test_evaluation_computes_in_the_dtype_of_the_run():
+    model, x = make(), tokens(2, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x, x)[1]
+    assert evaluation_loss(model, ComputeMode("bfloat16"), x, x)["loss"] == expected
+    assert expected != model(x, x)[1]
 
 
 def test_compiling_counts_neither_as_training_nor_as_evaluation_and_waiting_once(monkeypatch):
@@ -135,10 +170,11 @@ def test_mfu_above_1_is_called_wrong_once_and_a_time_limit_bounds_what_is_left(
     assert re.search(r"^iter 0: .* eta 0\.\ds$", out, re.M)
 
 
-def test_val_loss_that_is_not_finite_ends_the_run(chars, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_val_loss_that_is_not_finite_ends_the_run(bad, chars, tmp_path, monkeypatch):
     evaluate = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *args: replace(evaluate(*args), loss=math.nan))
-    with raises_one_line("val loss is nan at step 0", "float32"):
+    monkeypatch.setattr(train, "evaluate", lambda *args: replace(evaluate(*args), loss=bad))
+    with raises_one_line(f"val loss is {bad} at step 0", "float32"):
         main(tiny(chars, tmp_path))
 
 
@@ -220,7 +256,9 @@ def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_
     chars, tmp_path, capsys
 ):
     c = tiny(chars, tmp_path)
+    began = time.perf_counter()
     main(c)
+    took = time.perf_counter() - began
     out, err = capsys.readouterr()
     assert err == ""  # no progress bar into a pipe
     for e in events(tmp_path, "iter"):
@@ -232,6 +270,7 @@ def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_
     start, *_, end = read_events(tmp_path / "log.jsonl")
     assert (start["event"], start["settings"]) == ("start", asdict(c))
     model = GPT(GPTConfig(**start["model_args"]))
+    assert 0 < start["warm_up_s"] < took
     assert start["parameters"] == model.num_params()
     assert start["flops_per_token"] == model.estimate_flops()
     # Without +cu130 in the wheel's metadata
@@ -347,6 +386,7 @@ def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_
     main(tiny(chars, base, max_iters=60, eval_interval=60))
     before = contents(base)
     worse = {"learning_rate": 3.0, "warmup_iters": 0, "grad_clip": 0.0, "block_size": 8}
+    worse["dropout"] = 0.1
     main(tiny(chars, out, init_from=str(base), **worse))
     assert contents(base) == before
     best, last = load_checkpoint(out / "ckpt_best.pt"), load_checkpoint(out)
@@ -354,7 +394,7 @@ def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_
     expected["transformer.wpe.weight"] = expected["transformer.wpe.weight"][:8]
     assert_equal(dict(best.model), expected)
     assert best.best_val_loss == min(logged(out, "eval", "val_loss"))
-    assert (best.iter_num, last.iter_num) == (0, 6)
+    assert (best.iter_num, last.iter_num, last.model_args["dropout"]) == (0, 6, 0.1)
     assert {int(s["step"]) for s in last.optimizer["state"].values()} == {6}
     assert f"best intact model, of step 0: {out / 'ckpt_best.pt'}" in capsys.readouterr().out
 

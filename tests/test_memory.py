@@ -195,6 +195,14 @@ def test_plan_of_many_ranks_says_what_each_has(capsys):
     out = plan(capsys, plan_for="16x H100", gradient_accumulation_steps=48, n_embd=768)
     weights, buckets = numbers(r"weights (\S+), .* buckets (\S+) GiB", out)  # DDP's
     assert weights == buckets > 0.1
+    many, few = (
+        numbers(
+            r": (\S+) to (\S+)s per step",
+            plan(capsys, plan_for=f"{n}x H100", n_embd=768, gradient_accumulation_steps=16),
+        )
+        for n in (16, 8)
+    )
+    assert few == pytest.approx([2 * s for s in many], rel=1e-2)  # the same work for half as many
 
 
 @pytest.mark.parametrize(

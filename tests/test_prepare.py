@@ -92,18 +92,20 @@ def decoded(folder: Path) -> str:
     )
 
 
+of_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason="no Shakespeare")
 SIZES = [
     ("shakespeare_char", "1,003,854", "111,540"),
-    pytest.param("shakespeare", "301,966", "36,059", marks=needs_bpe),
+    pytest.param("shakespeare", "301,966", "36,059", marks=[needs_bpe, of_shakespeare]),
 ]
 
 
-@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare's text is not at hand")
 @pytest.mark.parametrize(("name", "train", "val"), SIZES)
-def test_shakespeare_has_the_usual_sizes(tmp_path, script, name, train, val):
-    done = script(f"data/{name}/prepare.py", "--input", SHAKESPEARE, "--out", tmp_path / "s")
+def test_shakespeare_has_the_usual_sizes(tmp_path, script, text, name, train, val):
+    """By characters, any text of its length has them."""
+    (tmp_path / "t").write_text(text)
+    done = script(f"data/{name}/prepare.py", "--input", tmp_path / "t", "--out", tmp_path / "s")
     assert f"train.bin has {train} tokens\nval.bin has {val} tokens" in done.out
-    assert SHA256 in (tmp_path / "s" / "meta.json").read_text()
+    assert file_sha256(tmp_path / "t") in (tmp_path / "s" / "meta.json").read_text()
 
 
 def test_faults_of_texts_and_options_are_named_and_nothing_is_written(tmp_path, script):

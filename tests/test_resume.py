@@ -382,6 +382,7 @@ def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     assert str(out / "previous-1") in printed
     assert (out / "previous-1" / "ckpt_best.pt").read_bytes() == best
     assert load_checkpoint(out / "ckpt_best.pt").best_val_loss > 0.5
+    assert [e[0] for e in (load_checkpoint(out).progress or {})["evaluations"]] == [4, 6]
     main(resumed(out))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
 

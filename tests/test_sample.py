@@ -175,14 +175,15 @@ def test_weights_are_held_in_16_bits_where_autocast_casts_them_and_logits_are_it
     assert block.mlp.c_fc.weight.dtype == dtype
 
 
-def test_cache_serves_only_a_text_that_continues_its_own():
-    model = make().eval()
+@pytest.mark.parametrize("config", [SMALL, MODERN])
+def test_cache_serves_only_a_text_that_continues_its_own(config):
+    model = make(config).eval()
     cache = KVCache(SMALL.block_size)
     first, other = tokens(1, 8), tokens(1, 8).flip(1)
     longer = torch.cat((first, other), 1)
     with torch.no_grad():
         model.next_logits(first, cache)
-        for text in (longer, other, longer, first):
+        for text in (longer, other, other, longer, first):
             torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
 
 
@@ -216,12 +217,13 @@ def test_tokens_are_drawn_with_their_probabilities_of_k_or_of_those_that_reach_t
     p, settings, expected
 ):
     n = 10_000
-    u = (torch.arange(n, dtype=torch.float64)[:, None] + 0.5) / n  # evenly spaced
+    u = torch.arange(n, dtype=torch.float64)[:, None] / n  # evenly spaced, the first one is 0
     logits = torch.tensor(p).log().expand(n, -1)
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     picked = sample_tokens(logits, u, **settings)
     shares = torch.bincount(picked[:, 0], minlength=len(p)) / n
     assert shares.tolist() == pytest.approx(expected, abs=1.5e-4)
+    assert (shares > 0).tolist() == [share > 0 for share in expected]
 
 
 # ---- texts ---------------------------------------------------------------------------------------
@@ -295,6 +297,9 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
     five = samples(run, num_samples=5, out_dir="nowhere", init_from=str(run / "ckpt.pt"))
     assert samples(run, num_samples=2) == five[:2]
     assert samples(run, num_samples=1, seed=1337 + 3) == five[3:4]
+    likeliest = samples(run, num_samples=1, temperature=0.0)
+    assert samples(run, num_samples=1, top_p=1e-6) == likeliest
+    assert samples(run, num_samples=1, top_k=1) == likeliest
     assert len(set(five)) == 5
     assert all(text.startswith("the ") and len(text) == 44 for text in five)  # 44 > block_size=16
 
@@ -378,6 +383,8 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     without, found = (events(out_dir, "sample") for out_dir in runs)
     assert without == []
     assert [e["iter"] for e in found] == [0, 4, 6]  # each second evaluation, and the last
+    same = samples(runs[1], start="\n", max_new_tokens=15, device="cpu", dtype="float32")
+    assert found[-1]["texts"] == same
     for text in (text for e in found for text in e["texts"]):
         assert text.startswith("\n")
         assert len(text) == 16  # no more than the context

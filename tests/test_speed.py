@@ -72,17 +72,32 @@ def test_figures_of_the_table_are_these():
     ]
 
 
-def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys):
-    lines = "for i in range(9): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
+def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speed, "LEAST_STEPS", 60)
+    lines = "for i in range(99): print(f'iter {i}: loss 4.2, time 10.00ms', flush=True)\n"
     why = "failed with exit status 3: no such file"
     reasons = {"": "", "print('why'); print('no such file'); raise SystemExit(3)": why}
     runs = [BenchRun(code, [sys.executable, "-c", code or lines], tmp_path) for code in reasons]
     speed.in_turns(runs, 2, seconds=0.0)
     assert [x.status for x in runs] == list(reasons.values())
-    assert [len(x.rounds_ms) for x in runs] == [2, 0]
+    assert [[*map(len, x.rounds_ms)] for x in runs] == [[49, 49], []]  # without the first ten
     out = capsys.readouterr().out
     assert "    why\n    no such file" in out  # its own output
     assert out.count(why) == 1  # it is not tried again
+
+
+def test_runs_take_turns_in_both_orders(monkeypatch):
+    runs = [BenchRun(name, [], Path()) for name in "ab"]
+    order: list[str] = []
+
+    def run(x: BenchRun, seconds: float) -> None:
+        order.append(x.name)
+        x.rounds_ms.append([1.0])
+        x.first_s.append(1.0)
+
+    monkeypatch.setattr(speed, "run", run)
+    speed.in_turns(runs, 3, 0.0)
+    assert "".join(order) == "abbaab"
 
 
 # ---- qualify.py ----------------------------------------------------------------------------------
