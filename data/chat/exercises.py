@@ -31,7 +31,7 @@ from deskgpt.files import write_atomically
 
 TEST_PART = 10  # of the questions, one of this many is never asked in training
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-LONGEST_WORD = 10
+LONGEST_WORD = 9  # so that a letter's number is one digit
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -63,13 +63,14 @@ def digit_by_digit(a: int, b: int, sign: int) -> tuple[str, int]:
 def arithmetic(draw: random.Random) -> Exercise:
     # Of one or two digits, mostly of two.
     a, b = (draw.randrange(draw.choice((10, 100, 100, 100))) for _ in range(2))
+    about = (min(a, b), max(a, b))  # who has seen 17 + 25 has seen 25 + 17
     if draw.randrange(2):
         working, result = digit_by_digit(a, b, 1)
         ways = [f"What is {a} + {b}?", f"{a} + {b} =", f"Add {a} and {b}.", f"{a} plus {b}?"]
-        return Exercise("addition", (a, b), ways, f"{working}: {result}")
+        return Exercise("addition", about, ways, f"{working}: {result}")
     working, result = digit_by_digit(max(a, b), min(a, b), -1)
     ways = [f"What is {a} - {b}?", f"{a} - {b} =", f"Take {b} from {a}.", f"{a} minus {b}?"]
-    return Exercise("subtraction", (a, b), ways, f"{working}: {'-' if a < b else ''}{result}")
+    return Exercise("subtraction", about, ways, f"{working}: {'-' if a < b else ''}{result}")
 
 
 def letters(draw: random.Random) -> Exercise:
@@ -82,13 +83,13 @@ def letters(draw: random.Random) -> Exercise:
         return Exercise(kind, word, [f"Spell {word}.", f"How is {word} spelt?"], "-".join(word))
     numbered = [f"{n}{letter}" for n, letter in enumerate(word, 1)]
     if kind == "reversing":
-        working = f"{' '.join(numbered)}, {' '.join(numbered[::-1])}"
+        working = f"{''.join(numbered)} {''.join(numbered[::-1])}"
         ways = [f"Reverse {word}.", f"Write {word} backwards."]
         return Exercise(kind, word, ways, f"{working}: {word[::-1]}")
     wanted = draw.choice(word if draw.randrange(4) else LETTERS)
     steps = [f"{letter}{word[: n + 1].count(wanted)}" for n, letter in enumerate(word)]
     ways = [f"How many {wanted} are in {word}?", f"Count the {wanted} in {word}."]
-    return Exercise(kind, word, ways, f"{' '.join(steps)}: {word.count(wanted)}")
+    return Exercise(kind, word, ways, f"{''.join(steps)}: {word.count(wanted)}")
 
 
 def weekdays(draw: random.Random) -> Exercise:
