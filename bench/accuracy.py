@@ -44,14 +44,15 @@ def main() -> None:
     results: dict[str, Counter[str]] = defaultdict(Counter)
     for line in args.dialogues.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        kind = row.get("category", "all")
-        ids, is_target = template.encode(as_messages(row))
+        kind = row.get("category", "any") if isinstance(row, dict) else "any"
+        messages = as_messages(row)
+        ids, is_target = template.encode(messages)
         x = torch.from_numpy(ids.astype("i8"))[None].to(device)
         y = x.masked_fill(torch.from_numpy(is_target == 0).to(device), -1)
         with torch.no_grad():
             exact, answers = exact_answers(model(x[:, :-1])[0], y[:, 1:])
         right[kind].append(bool(exact == answers))
-        results[kind][line.rpartition(": ")[2]] += 1
+        results[kind][messages[-1].content.rpartition(": ")[2]] += 1
     table = []
     n, n_right, n_guessed = 0, 0, 0
     for kind, found in sorted(right.items()):
