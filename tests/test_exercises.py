@@ -32,7 +32,8 @@ def result_of(kind: str, question: str) -> str:
         return str((b - a) % len(DAYS))
     if kind == "talk":
         return next(answer for asked, answer in TALK.items() if question.endswith(asked))
-    found = re.search(r"(\w+)(?: spelt\?| backwards.|[.?])$", question)
+    about = r"(?:is|in|Spell|Reverse|Write) (\w+)(?: spelt\?| backwards.|[.?])$"
+    found = re.search(about, question)
     assert found
     word = found[1]
     if kind == "spelling":
