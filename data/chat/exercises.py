@@ -69,8 +69,11 @@ def arithmetic(draw: random.Random) -> Exercise:
         ways = [f"What is {a} + {b}?", f"{a} + {b} =", f"Add {a} and {b}.", f"{a} plus {b}?"]
         return Exercise("addition", about, ways, f"{working}: {result}")
     working, result = digit_by_digit(max(a, b), min(a, b), -1)
+    if a < b:  # the sign comes first: at the end, the model forgot it
+        working = f"-({b}-{a}), {working}"
+        result = -result
     ways = [f"What is {a} - {b}?", f"{a} - {b} =", f"Take {b} from {a}.", f"{a} minus {b}?"]
-    return Exercise("subtraction", about, ways, f"{working}: {'-' if a < b else ''}{result}")
+    return Exercise("subtraction", about, ways, f"{working}: {result}")
 
 
 def letters(draw: random.Random) -> Exercise:
