@@ -90,7 +90,7 @@ def letters(draw: random.Random) -> Exercise:
         ways = [f"Reverse {word}.", f"Write {word} backwards."]
         return Exercise(kind, word, ways, f"{working}: {word[::-1]}")
     wanted = draw.choice(word if draw.randrange(4) else LETTERS)
-    steps = [f"{letter}{word[: n + 1].count(wanted)}" for n, letter in enumerate(word)]
+    steps = [f"{letter}{wanted}{word[: n + 1].count(wanted)}" for n, letter in enumerate(word)]
     ways = [f"How many {wanted} are in {word}?", f"Count the {wanted} in {word}."]
     return Exercise(kind, word, ways, f"{''.join(steps)}: {word.count(wanted)}")
 
