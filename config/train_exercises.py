@@ -1,5 +1,6 @@
 # A model that answers questions after ten minutes on two CPU cores, from nothing: make chat.
-# data/chat/exercises.py makes what it learns; docs/data.md has what it came to know.
+# data/chat/exercises.py makes what it learns; bench/results/2026-11-29-chat.md has what
+# it came to know.
 
 out_dir = "out-exercises"
 dataset = "exercises"
@@ -26,7 +27,7 @@ block_size = 160  # that of the prepared windows; no exercise is longer
 gradient_accumulation_steps = 1
 
 optimizer = "muon"  # few steps: docs/answers.md#recipes
-learning_rate = 1e-2  # the first that was tried: no spike, and 40% right after 600 steps
+learning_rate = 1e-2  # the first that was tried: no spike, and it learned
 lr_schedule = "linear"
 min_lr = 0.0
 max_iters = 6000  # 8.5 minutes hold about 5,600 on two idle cores; the data last for one pass
