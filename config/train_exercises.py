@@ -4,8 +4,8 @@
 
 out_dir = "out-exercises"
 dataset = "exercises"
-eval_interval = 500  # an evaluation takes as long as some 40 steps
-eval_tokens = 32000  # about 400 answers of val
+eval_interval = 500
+eval_tokens = 32000  # about 500 answers of val
 eval_answers = True
 log_interval = 50
 
@@ -30,7 +30,8 @@ optimizer = "muon"  # few steps: docs/answers.md#recipes
 learning_rate = 1e-2  # the first that was tried: no spike, and it learned
 lr_schedule = "linear"
 min_lr = 0.0
-max_iters = 6000  # 8.5 minutes hold about 5,600 on two idle cores; the data last for one pass
+# 8.5 minutes hold about 5,600 on two idle cores, by one core's time; the data last for one pass.
+max_iters = 6000
 max_minutes = 8.5  # and leaves a minute for making the data and for the table
 warmup_iters = 20
 weight_decay = 0.1
