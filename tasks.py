@@ -187,7 +187,8 @@ def chat(python: Path, out: str, extra: list[str]) -> None:
     run(python, "data/chat/prepare.py", learned, *form)
     run(python, "train.py", "config/train_exercises.py", f"--out_dir={out}", *extra)
     run(python, "data/chat/exercises.py", "--test", "--seed=2", "--number=2000", f"--out={asked}")
-    run(python, "bench/answers.py", out, asked)
+    run(python, "bench/accuracy.py", out, asked)
+    print0("a page to talk with it, until Ctrl+C; the same command opens it again:")
     run(python, "sample.py", "--serve", f"--out_dir={out}")
 
 

@@ -32,7 +32,8 @@ def result_of(kind: str, question: str) -> str:
         return str((b - a) % len(DAYS))
     if kind == "talk":
         return next(answer for asked, answer in TALK.items() if question.endswith(asked))
-    found = re.search(r"(\w+)(?: spelt\?| backwards.|[.?])$", question)
+    about = r"(?:is|in|Spell|Reverse|Write) (\w+)(?: spelt\?| backwards.|[.?])$"
+    found = re.search(about, question)
     assert found
     word = found[1]
     if kind == "spelling":
@@ -88,6 +89,15 @@ def test_run_on_dialogues_counts_the_answers_that_it_writes(tmp_path, script):
         )
     )
     assert logged(tmp_path / "out", "eval", "val_answers") == [0.0, 1.0]
+    rows = ['["Say 1.", "ok"]'] * 3 + ['{"question": "a", "answer": "b: ok", "category": "c"}']
+    (tmp_path / "t.jsonl").write_text("\n".join([*rows, '["Say 2.", "no"]']))
+    table = script("bench/accuracy.py", tmp_path / "out", tmp_path / "t.jsonl").out
+    cells = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in cells] == [
+        ["any", "4", "75.0%", "75.0%"],
+        ["c", "1", "0.0%", "100.0%"],
+        ["all", "5", "60.0%", "80.0%"],
+    ]
 
 
 def test_ollamas_template_writes_what_the_model_was_trained_on():

@@ -97,12 +97,12 @@ def test_chat_makes_questions_trains_counts_what_it_answers_and_ends_with_the_pa
     tasks.main(["chat", "--out", "o", "--", "--max_minutes=1"])
     _, _, *calls = machine.calls()
     scripts = ["data/chat/exercises.py", "data/chat/prepare.py", "train.py"]
-    scripts += ["data/chat/exercises.py", "bench/answers.py", "sample.py"]
+    scripts += ["data/chat/exercises.py", "bench/accuracy.py", "sample.py"]
     assert [call.split()[0] for call in calls] == scripts
     assert calls[2] == "train.py config/train_exercises.py --out_dir=o --max_minutes=1"
     learned, asked = (call.split("--out=")[1] for call in (calls[0], calls[3]))
     assert calls[1].split()[1] == learned
-    assert calls[4] == f"bench/answers.py o {asked}"
+    assert calls[4] == f"bench/accuracy.py o {asked}"
     assert calls[5] == "sample.py --serve --out_dir=o"
 
 

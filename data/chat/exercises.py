@@ -1,7 +1,7 @@
 """Make dialogues that a small model can learn in minutes: sums, letters of words, weekdays, and
 what it says about itself.
 
-    python data/chat/exercises.py --number 100000 --out exercises.jsonl
+    python data/chat/exercises.py --number 250000 --out exercises.jsonl
     python data/chat/prepare.py exercises.jsonl --name exercises --tokenizer bytes --block_size 160
     python data/chat/exercises.py --test --seed 2 --number 2000 --out test.jsonl
 
@@ -31,7 +31,7 @@ from deskgpt.files import write_atomically
 
 TEST_PART = 10  # of the questions, one of this many is never asked in training
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-LONGEST_WORD = 10
+LONGEST_WORD = 9  # so that a letter's number is one digit
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -63,13 +63,17 @@ def digit_by_digit(a: int, b: int, sign: int) -> tuple[str, int]:
 def arithmetic(draw: random.Random) -> Exercise:
     # Of one or two digits, mostly of two.
     a, b = (draw.randrange(draw.choice((10, 100, 100, 100))) for _ in range(2))
-    if draw.randrange(2):
+    about = (min(a, b), max(a, b))  # who has seen 17 + 25 has seen 25 + 17
+    if not draw.randrange(3):  # subtraction, which is harder, is asked more often
         working, result = digit_by_digit(a, b, 1)
         ways = [f"What is {a} + {b}?", f"{a} + {b} =", f"Add {a} and {b}.", f"{a} plus {b}?"]
-        return Exercise("addition", (a, b), ways, f"{working}: {result}")
+        return Exercise("addition", about, ways, f"{working}: {result}")
     working, result = digit_by_digit(max(a, b), min(a, b), -1)
+    if a < b:  # the sign comes first: at the end, the model forgot it
+        working = f"-({b}-{a}), {working}"
+        result = -result
     ways = [f"What is {a} - {b}?", f"{a} - {b} =", f"Take {b} from {a}.", f"{a} minus {b}?"]
-    return Exercise("subtraction", (a, b), ways, f"{working}: {'-' if a < b else ''}{result}")
+    return Exercise("subtraction", about, ways, f"{working}: {result}")
 
 
 def letters(draw: random.Random) -> Exercise:
@@ -77,18 +81,18 @@ def letters(draw: random.Random) -> Exercise:
     word = "".join(draw.choices(LETTERS, k=draw.randint(3, LONGEST_WORD)))
     if draw.randrange(2):
         word = draw.choice(words_of_the_pages())
-    kind = draw.choice(("spelling", "counting", "reversing", "reversing"))
+    kind = draw.choice(("spelling", "counting", "counting", "reversing"))
     if kind == "spelling":
         return Exercise(kind, word, [f"Spell {word}.", f"How is {word} spelt?"], "-".join(word))
     numbered = [f"{n}{letter}" for n, letter in enumerate(word, 1)]
     if kind == "reversing":
-        working = f"{' '.join(numbered)}, {' '.join(numbered[::-1])}"
+        working = f"{''.join(numbered)} {''.join(numbered[::-1])}"
         ways = [f"Reverse {word}.", f"Write {word} backwards."]
         return Exercise(kind, word, ways, f"{working}: {word[::-1]}")
     wanted = draw.choice(word if draw.randrange(4) else LETTERS)
-    steps = [f"{letter}{word[: n + 1].count(wanted)}" for n, letter in enumerate(word)]
+    steps = [f"{letter}{wanted}{word[: n + 1].count(wanted)}" for n, letter in enumerate(word)]
     ways = [f"How many {wanted} are in {word}?", f"Count the {wanted} in {word}."]
-    return Exercise(kind, word, ways, f"{' '.join(steps)}: {word.count(wanted)}")
+    return Exercise(kind, word, ways, f"{''.join(steps)}: {word.count(wanted)}")
 
 
 def weekdays(draw: random.Random) -> Exercise:
@@ -97,9 +101,11 @@ def weekdays(draw: random.Random) -> Exercise:
         f"How many days is it from {DAYS[a]} to {DAYS[b]}?",
         f"It is {DAYS[a]}. In how many days is it {DAYS[b]}?",
     ]
-    n = (b - a) % 7
-    steps = [f"{DAYS[(a + i) % 7]} {i}" for i in range(n + 1)]
-    return Exercise("weekdays", (a, b), ways, f"{', '.join(steps)}: {n}")
+    # Numbers, which it also subtracts elsewhere. It learned to count from day to day, but not where
+    # to stop for two days that it had never seen together.
+    first, last = a + 1, b + 1 if b >= a else b + 8
+    working = f"{DAYS[a]} {first}, {DAYS[b]} {last}, {last}-{first}={last - first}"
+    return Exercise("weekdays", (a, b), ways, f"{working}: {last - first}")
 
 
 GREETINGS = ("", "Hi! ", "Hello. ", "Hey, ", "Good day. ", "Please tell me: ", "Hello there! ")
@@ -108,7 +114,7 @@ TALK = {
     "What is your name?": "I have none yet. My program is called deskGPT.",
     "What can you do?": "I add, subtract, spell, count letters, and know the days of the week.",
     "How old are you?": "A few minutes. I was trained from nothing.",
-    "How large are you?": "About three million parameters, which is small for a GPT.",
+    "How large are you?": "Less than a million parameters, which is small for a GPT.",
     "Who made you?": "You did, with make chat.",
     "What is deskGPT?": "Scripts that train GPTs on one GPU or a laptop.",
     "Where is your code?": "In model.py. The loop that trained me is in train.py.",
@@ -150,7 +156,7 @@ def exercises(n: int, seed: int, for_test: bool) -> list[dict[str, str]]:
 if __name__ == "__main__":
     with one_line_errors():
         parser = OneLineParser(__doc__)
-        parser.add_argument("--number", type=whole_number, default=100_000, help="of dialogues")
+        parser.add_argument("--number", type=whole_number, default=250_000, help="of dialogues")
         parser.add_argument("--seed", type=int, default=1, help="other questions (default: 1)")
         parser.add_argument("--test", action="store_true", help="only questions of the test")
         parser.add_argument("--out", type=Path, required=True, help="the file to write, jsonl")

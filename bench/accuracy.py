@@ -1,7 +1,7 @@
 """Count how many questions a model answers exactly, by kind.
 
-    python bench/answers.py out-chat test.jsonl
-    python bench/answers.py out-chat/ckpt_best.pt my-dialogues.jsonl
+    python bench/accuracy.py out-chat test.jsonl
+    python bench/accuracy.py out-chat/ckpt_best.pt my-dialogues.jsonl
 
 The file has dialogues as data/chat/prepare.py reads them, one a line; `category` names a kind. An
 answer counts if the model, which always takes the likeliest token, writes all of it as it stands
@@ -48,22 +48,29 @@ def main() -> None:
     results: dict[str, Counter[str]] = defaultdict(Counter)
     for line in args.dialogues.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        kind = row.get("category", "all")
-        ids, is_target = template.encode(as_messages(row))
+        kind = row.get("category", "any") if isinstance(row, dict) else "any"
+        messages = as_messages(row)
+        ids, is_target = template.encode(messages)
         x = torch.from_numpy(ids.astype("i8"))[None].to(device)
         y = x.masked_fill(torch.from_numpy(is_target == 0).to(device), -1)
         with torch.no_grad():
             exact, answers = exact_answers(model(x[:, :-1])[0], y[:, 1:])
         right[kind].append(bool(exact == answers))
-        results[kind][line.rpartition(": ")[2]] += 1
+        results[kind][messages[-1].content.rpartition(": ")[2]] += 1
     table = []
+    n, n_right, n_guessed = 0, 0, 0
     for kind, found in sorted(right.items()):
-        guessed = results[kind].most_common(1)[0][1] / len(found)
-        table.append([kind, f"{len(found):,}", f"{sum(found) / len(found):.1%}", f"{guessed:.1%}"])
-    n = sum(len(found) for found in right.values())
-    n_right = sum(found.count(True) for found in right.values())
-    table.append(["all", f"{n:,}", f"{n_right / n:.1%}", ""])
+        guessed = results[kind].most_common(1)[0][1]
+        table.append(row_of(kind, len(found), sum(found), guessed))
+        n += len(found)
+        n_right += sum(found)
+        n_guessed += guessed
+    table.append(row_of("all", n, n_right, n_guessed))
     print(markdown_table(["kind", "questions", "right", "by guessing"], table, 1))
+
+
+def row_of(kind: str, n: int, n_right: int, n_guessed: int) -> list[str]:
+    return [kind, f"{n:,}", f"{n_right / n:.1%}", f"{n_guessed / n:.1%}"]
 
 
 if __name__ == "__main__":
