@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deskgpt.files import cache_folder, is_trusted, replacing
 
@@ -45,7 +47,16 @@ FLAGS = (
 )
 COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 
-FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax")  # of the library
+FUNCTIONS = (  # of the library
+    "attention_forward",
+    "attention_backward",
+    "activation",
+    "softmax",
+    "norm_forward",
+    "norm_backward",
+    "split_heads",
+    "token_shift",
+)
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 _library: ctypes.CDLL | None = None  # set by load
@@ -263,7 +274,8 @@ def pointer(x: Tensor | None) -> Any:
 
 def call(name: str, dtype: torch.dtype, *args: Any) -> None:
     """Call a function of the library. Raises RuntimeError if it fails."""
-    sized = [ctypes.c_int64(a) if isinstance(a, int) else a for a in args]
+    kinds = {int: ctypes.c_int64, bool: ctypes.c_bool, float: ctypes.c_double}
+    sized = [kinds[type(a)](a) if type(a) in kinds else a for a in args]
     problem = getattr(_library, name)(dtype == torch.bfloat16, *sized)
     if problem:
         raise RuntimeError(f"{name}: {problem.decode(errors='replace').splitlines()[0]}")
@@ -280,6 +292,20 @@ def is_supported(*tensors: Tensor) -> bool:
         x.device.type == "cpu" and x.dtype == first.dtype and x.shape == first.shape
         for x in tensors
     )
+
+
+def is_eager(*tensors: Tensor) -> bool:
+    """Return whether these are tensors with memory, outside torch.compile: inductor fuses by itself
+    what the kernels below do.
+    """
+    is_plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
+    return is_plain and not torch.compiler.is_compiling() and all(map(is_supported, tensors))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a matmul of x computes here."""
+    is_on = torch.is_autocast_enabled("cpu") and x.dtype == torch.float32
+    return torch.get_autocast_dtype("cpu") if is_on else x.dtype
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -370,6 +396,135 @@ def softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         *logits.shape,
     )
     return p, log_p
+
+
+class Norm(torch.autograd.Function):
+    """norm(x), or x + y and norm(x + y), for autograd; x (.., C) float32 or bfloat16, gain and bias
+    (C,).
+
+    What the norm returns has the dtype of y, in which the next matmul computes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor | None,
+        gain: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        is_layer_norm: bool,
+        dtype: torch.dtype,
+    ) -> Any:
+        x = x.contiguous()
+        y = None if y is None else y.to(dtype).contiguous()
+        total = x if y is None else torch.empty_like(x)
+        h = torch.empty_like(x, dtype=dtype)
+        C = x.size(-1)
+        N = x.numel() // C
+        statistics = torch.empty(N, 2)
+        gain32 = gain.float()
+        bias32 = None if bias is None else bias.float()
+        tensors = (x, y, total, h, statistics, gain32, bias32)
+        is_bf16 = x.dtype == torch.bfloat16
+        call("norm_forward", dtype, is_bf16, *map(pointer, tensors), is_layer_norm, eps, N, C)
+        ctx.save_for_backward(total, statistics, gain)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.is_layer_norm, ctx.dtype = is_layer_norm, dtype
+        ctx.set_materialize_grads(False)
+        return h if y is None else (total, h)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        total, statistics, gain = ctx.saved_tensors
+        *of_sum, by_h = gradients
+        by_h = torch.zeros_like(total) if by_h is None else by_h
+        by_h = by_h.to(ctx.dtype).contiguous()
+        by_sum = of_sum[0] if of_sum else None
+        by_sum = None if by_sum is None else by_sum.to(total.dtype).contiguous()
+        by_x = torch.empty_like(total)
+        by_y = torch.empty_like(by_h) if of_sum and ctx.dtype != total.dtype else None
+        by_gain = torch.empty(gain.shape)
+        by_bias = None if ctx.bias_dtype is None else torch.empty(gain.shape)
+        gain32 = gain.float()
+        tensors = (by_h, by_sum, total, statistics, by_x, by_y, by_gain, by_bias, gain32)
+        is_bf16 = total.dtype == torch.bfloat16
+        N, C = len(statistics), len(gain)
+        call("norm_backward", ctx.dtype, is_bf16, *map(pointer, tensors), ctx.is_layer_norm, N, C)
+        of_y = (by_x if by_y is None else by_y) if of_sum else None
+        of_bias = None if by_bias is None else by_bias.to(ctx.bias_dtype)
+        return by_x, of_y, by_gain.to(gain.dtype), of_bias, None, None, None
+
+
+class SplitHeads(torch.autograd.Function):
+    """q, k and v (B, H, T, D) of qkv (B, T, 3C), for autograd: see kernels.split_heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = qkv.shape
+        qkv = qkv.contiguous()
+        rotary = None if rotary is None else rotary.contiguous()
+        v = qkv.view(B, T, 3, n_head, -1)[:, :, 2].transpose(1, 2)
+        q, k = empty_like_heads(v), empty_like_heads(v)
+        ctx.save_for_backward(qkv if qk_norm else None, rotary)
+        ctx.qk_norm = qk_norm
+        call(
+            "split_heads",
+            qkv.dtype,
+            pointer(qkv),
+            heads(q),
+            heads(k),
+            None,
+            None,
+            pointer(rotary),
+            qk_norm,
+            1e-5,
+            *q.shape,
+        )
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        qkv, rotary = ctx.saved_tensors
+        inputs = [by_rows(g) for g in gradients]
+        B, H, T, D = inputs[0].shape
+        by_qkv = inputs[0].new_empty(B, T, 3 * H * D)
+        call(
+            "split_heads",
+            by_qkv.dtype,
+            pointer(qkv),
+            *map(heads, inputs),
+            pointer(by_qkv),
+            pointer(rotary),
+            ctx.qk_norm,
+            1e-5,
+            B,
+            H,
+            T,
+            D,
+        )
+        return by_qkv, None, None, None
+
+
+class TokenShift(torch.autograd.Function):
+    """x (B, T, C) with its first n channels from the token before, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int, step: int = 1) -> Tensor:
+        ctx.n = n
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        call("token_shift", x.dtype, pointer(x), pointer(y), step, *x.shape, n)
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return TokenShift.forward(ctx, g, ctx.n, -1), None
 
 
 # ---- operators -----------------------------------------------------------------------------------

@@ -26,12 +26,17 @@ from torch.utils.checkpoint import checkpoint
 import deskgpt.cpu_kernels as cpu_kernels
 
 __all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "add_norm",
     "causal_attention",
     "checkpoint_block",
     "chunked_cross_entropy",
     "gelu_tanh",
     "masked_attention",
     "relu2",
+    "split_heads",
+    "token_shift",
 ]
 
 
@@ -99,6 +104,100 @@ def relu2(x: Tensor) -> Tensor:
         return torch.ops.deskgpt.activation(x, "relu2")
     x = F.relu(x)
     return x * x  # x.square() is a power to CUDA's autocast, which computes it in float32
+
+
+# ---- norms, heads and token shift ----------------------------------------------------------------
+
+# These kernels serve passes that are not compiled, in which torch reads and writes each tensor
+# several times: an RMS norm, for one, is a power, a mean, an addition, a root and two products.
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm; our kernel casts for the next matmul as it writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm; our kernel casts for the next matmul as it writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
+
+
+def has_kernel(norm: nn.Module, x: Tensor) -> bool:
+    dtype = cpu_kernels.autocast_dtype(x)
+    return (
+        type(norm) in (LayerNorm, RMSNorm)
+        and norm.weight is not None
+        and x.shape[-1:] == norm.weight.shape
+        and dtype in cpu_kernels.dtypes()
+        and cpu_kernels.is_eager(x, norm.weight)
+    )
+
+
+def own_norm(norm: Any, x: Tensor, y: Tensor | None = None) -> Any:
+    return cpu_kernels.Norm.apply(
+        x,
+        y,
+        norm.weight,
+        getattr(norm, "bias", None),
+        norm.eps,
+        isinstance(norm, nn.LayerNorm),
+        cpu_kernels.autocast_dtype(x),
+    )
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + y, norm(x + y): what a layer adds to the residual stream, and the next layer's input."""
+    is_hooked = norm._forward_hooks or norm._forward_pre_hooks
+    if x.shape == y.shape and not is_hooked and has_kernel(norm, x) and cpu_kernels.is_eager(y):
+        return own_norm(norm, x, y)
+    x = x + y
+    return x, norm(x)
+
+
+def split_heads(
+    qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
+) -> tuple[Tensor, ...]:
+    """q, k, v (B, H, T, D) of qkv (B, T, 3C): q and k normalised (RMS) if qk_norm, and turned by
+    their positions' angles if there is a rotary table (2, T, D / 2).
+    """
+    if (qk_norm or rotary is not None) and cpu_kernels.is_eager(qkv):
+        return cpu_kernels.SplitHeads.apply(qkv, n_head, qk_norm, rotary)
+    q, k, v = qkv.unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+    if qk_norm:
+        q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
+        k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)
+    if rotary is not None:
+        q = rotate(q, rotary)
+        k = rotate(k, rotary)
+    return q, k, v
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate pairs of channels of x (B, H, T, D) by the angles of their positions.
+
+    rotary (2, T, D / 2) holds the rows of rotary_table for these positions. The product of a query
+    and a key then depends on their distance alone.
+    """
+    cos, sin = rotary
+    # In float32: bfloat16's 8 bits are too few for angles. The pairs that turn together are
+    # (i, i + D / 2).
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+
+
+def token_shift(x: Tensor, n: int, before: Tensor | None = None) -> Tensor:
+    """x (B, T, C) with its first n channels from the token before; those of the first token are
+    `before` (B, 1, n), or zeros.
+    """
+    if before is None and n and cpu_kernels.is_eager(x):
+        return cpu_kernels.TokenShift.apply(x, n)
+    if before is None:
+        before = torch.zeros_like(x[:, :1, :n])
+    return torch.cat((torch.cat((before, x[:, :-1, :n]), 1), x[:, :, n:]), -1)
 
 
 # ---- loss ----------------------------------------------------------------------------------------

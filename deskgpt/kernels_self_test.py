@@ -46,6 +46,10 @@ def errors() -> list[tuple[str, float, float]]:
                 "attention": (kernels.causal_attention, qkv),
                 "gelu_tanh": (kernels.gelu_tanh, [x]),
                 "relu2": (kernels.relu2, [x]),
+                "norm": (add_norm("rms"), [x, qkv[0]]),
+                "layer norm": (add_norm("layer"), [x, qkv[0]]),
+                "token shift": (shift, [x[0]]),
+                "heads": (heads, [x]),
             }
             for name, (function, inputs) in cases.items():
                 error = error_of(function, inputs)
@@ -58,6 +62,33 @@ def errors() -> list[tuple[str, float, float]]:
             error = max(map(distance, results, expected))
             found.append((f"softmax of {(N, V)} in {dtype}", error, LIMIT[dtype]))
     return found
+
+
+def add_norm(name: str) -> Callable[..., Tensor]:
+    """Return x + y and its norm, side by side, as a function of x and y (.., C)."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        kind = kernels.LayerNorm if name == "layer" else kernels.RMSNorm
+        norm = kind(x.size(-1), eps=1e-5).to(x.dtype)
+        gains = torch.linspace(0.5, 1.5, x.size(-1)).to(x.dtype)
+        for parameter in norm.parameters():
+            parameter.data.copy_(gains)
+        return torch.cat(kernels.add_norm(x, y, norm))
+
+    return function
+
+
+def shift(x: Tensor) -> Tensor:
+    return kernels.token_shift(x, x.size(-1) // 4)
+
+
+def heads(x: Tensor) -> Tensor:
+    """Return q, k and v of x (B, H, T, D), as one tensor, after norm and rotation."""
+    B, H, T, D = x.shape
+    qkv = x.transpose(1, 2).flatten(2).repeat(1, 1, 3)
+    angles = torch.linspace(0, 3, T * (D // 2)).view(T, D // 2)
+    rotary = torch.stack((angles.cos(), angles.sin()))
+    return torch.stack(kernels.split_heads(qkv, H, True, rotary))
 
 
 def error_of(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:
