@@ -435,7 +435,7 @@ class Norm(torch.autograd.Function):
         return h if y is None else (total, h)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         total, statistics, gain = ctx.saved_tensors
         *of_sum, by_h = gradients
@@ -487,7 +487,7 @@ class SplitHeads(torch.autograd.Function):
         return q, k, v
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         qkv, rotary = ctx.saved_tensors
         inputs = [by_rows(g) for g in gradients]
@@ -522,7 +522,7 @@ class TokenShift(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         return TokenShift.forward(ctx, g, ctx.n, -1), None
 

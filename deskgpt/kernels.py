@@ -126,7 +126,8 @@ class RMSNorm(nn.RMSNorm):
         return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
 
 
-def has_kernel(norm: nn.Module, x: Tensor) -> bool:
+def has_kernel(norm: Any, x: Tensor) -> bool:
+    """Return whether our kernel computes this norm of x, in x's dtype or autocast's."""
     dtype = cpu_kernels.autocast_dtype(x)
     return (
         type(norm) in (LayerNorm, RMSNorm)

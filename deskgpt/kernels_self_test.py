@@ -84,7 +84,7 @@ def shift(x: Tensor) -> Tensor:
 
 def heads(x: Tensor) -> Tensor:
     """Return q, k and v of x (B, H, T, D), as one tensor, after norm and rotation."""
-    B, H, T, D = x.shape
+    _, H, T, D = x.shape
     qkv = x.transpose(1, 2).flatten(2).repeat(1, 1, 3)
     angles = torch.linspace(0, 3, T * (D // 2)).view(T, D // 2)
     rotary = torch.stack((angles.cos(), angles.sin()))
