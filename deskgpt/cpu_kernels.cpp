@@ -845,7 +845,8 @@ void turn(float* x, const float* cos, const float* sin, float sign, int64_t D) {
 // With gradients by q, k and v instead, these are read, and by_qkv is written.
 template <typename T>
 void split_heads_of(const void* qkv, const Heads& q, const Heads& k, const Heads* v, void* by_qkv, const float* rotary,
-                    bool has_norm, float eps, Shape shape) {
+                    bool has_norm, Shape shape) {
+  constexpr float EPS = 1e-5f;
   auto [B, H, n, D] = shape;
   int64_t Dp = round_up(D, 2 * W);
   at::parallel_for(0, B * n, 32768 / (H * D) + 1, [&](int64_t begin, int64_t end) {
@@ -866,7 +867,7 @@ void split_heads_of(const void* qkv, const Heads& q, const Heads& k, const Heads
         float inverse = 1;
         if (has_norm || !v) load_row(static_cast<const T*>(qkv) + at, x, D);
         if (has_norm) {
-          inverse = 1 / std::sqrt(dot(x, x, Dp) / D + eps);
+          inverse = 1 / std::sqrt(dot(x, x, Dp) / D + EPS);
           for_vectors(x, Dp, [&](int64_t c) { return Vec::loadu(x + c) * Vec(inverse); });
         }
         if (!v) {
@@ -977,7 +978,7 @@ const char* norm_forward(bool bf16, bool stream_bf16, const void* x, const void*
 
 const char* norm_backward(bool bf16, bool stream_bf16, const void* by_h, const void* by_sum, const void* sum,
                           const float* statistics, void* by_x, void* by_y, float* by_gain, float* by_bias,
-                          const float* gain, bool layer, int64_t N, int64_t C) {
+                          const float* gain, bool layer, double, int64_t N, int64_t C) {
   return guarded([&] {
     auto run = stream_bf16 ? norm_backward_of<BFloat16, BFloat16>
                : bf16      ? norm_backward_of<float, BFloat16>
@@ -988,10 +989,10 @@ const char* norm_backward(bool bf16, bool stream_bf16, const void* by_h, const v
 
 // v, by_qkv: nullptr in the forward pass.
 const char* split_heads(bool bf16, const void* qkv, const Heads* q, const Heads* k, const Heads* v, void* by_qkv,
-                        const float* rotary, bool has_norm, double eps, int64_t B, int64_t H, int64_t T, int64_t D) {
+                        const float* rotary, bool has_norm, int64_t B, int64_t H, int64_t T, int64_t D) {
   return guarded([&] {
     auto run = bf16 ? split_heads_of<BFloat16> : split_heads_of<float>;
-    run(qkv, *q, *k, v, by_qkv, rotary, has_norm, static_cast<float>(eps), {B, H, T, D});
+    run(qkv, *q, *k, v, by_qkv, rotary, has_norm, {B, H, T, D});
   });
 }
 

@@ -269,6 +269,7 @@ def heads(x: Tensor) -> Any:
 
 
 def pointer(x: Tensor | None) -> Any:
+    assert x is None or x.is_contiguous()
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
@@ -295,11 +296,12 @@ def is_supported(*tensors: Tensor) -> bool:
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Return whether these are tensors with memory, outside torch.compile: inductor fuses by itself
-    what the kernels below do.
+    """Return whether these are contiguous and have memory, outside torch.compile: inductor fuses by
+    itself what the kernels below do.
     """
-    is_plain = all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-    return is_plain and not torch.compiler.is_compiling() and all(map(is_supported, tensors))
+    return not torch.compiler.is_compiling() and all(
+        type(x) in (Tensor, nn.Parameter) and x.is_contiguous() and is_supported(x) for x in tensors
+    )
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -399,10 +401,10 @@ def softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Norm(torch.autograd.Function):
-    """norm(x), or x + y and norm(x + y), for autograd; x (.., C) float32 or bfloat16, gain and bias
-    (C,).
+    """norm(x), or x + y and norm(x + y), for autograd.
 
-    What the norm returns has the dtype of y, in which the next matmul computes.
+    x (.., C); y and what the norm returns in `dtype`, in which the next matmul computes; gain and
+    bias (C,).
     """
 
     @staticmethod
@@ -416,74 +418,46 @@ class Norm(torch.autograd.Function):
         is_layer_norm: bool,
         dtype: torch.dtype,
     ) -> Any:
-        x = x.contiguous()
-        y = None if y is None else y.to(dtype).contiguous()
         total = x if y is None else torch.empty_like(x)
         h = torch.empty_like(x, dtype=dtype)
-        C = x.size(-1)
-        N = x.numel() // C
-        statistics = torch.empty(N, 2)
-        gain32 = gain.float()
-        bias32 = None if bias is None else bias.float()
-        tensors = (x, y, total, h, statistics, gain32, bias32)
-        is_bf16 = x.dtype == torch.bfloat16
-        call("norm_forward", dtype, is_bf16, *map(pointer, tensors), is_layer_norm, eps, N, C)
+        statistics = torch.empty(x.numel() // len(gain), 2)
+        tensors = (x, y, total, h, statistics, gain, bias)
         ctx.save_for_backward(total, statistics, gain)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.is_layer_norm, ctx.dtype = is_layer_norm, dtype
-        ctx.set_materialize_grads(False)
+        ctx.end = (is_layer_norm, eps, len(statistics), len(gain))
+        is_bf16 = x.dtype == torch.bfloat16
+        call("norm_forward", dtype, is_bf16, *map(pointer, tensors), *ctx.end)
         return h if y is None else (total, h)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         total, statistics, gain = ctx.saved_tensors
-        *of_sum, by_h = gradients
-        by_h = torch.zeros_like(total) if by_h is None else by_h
-        by_h = by_h.to(ctx.dtype).contiguous()
-        by_sum = of_sum[0] if of_sum else None
-        by_sum = None if by_sum is None else by_sum.to(total.dtype).contiguous()
+        *by_sum, by_h = [g.contiguous() for g in gradients]
         by_x = torch.empty_like(total)
-        by_y = torch.empty_like(by_h) if of_sum and ctx.dtype != total.dtype else None
-        by_gain = torch.empty(gain.shape)
-        by_bias = None if ctx.bias_dtype is None else torch.empty(gain.shape)
-        gain32 = gain.float()
-        tensors = (by_h, by_sum, total, statistics, by_x, by_y, by_gain, by_bias, gain32)
+        by_y = torch.empty_like(by_h) if by_sum else None
+        by_gain = torch.empty_like(gain)
+        by_bias = torch.empty_like(gain) if ctx.needs_input_grad[3] else None
+        inputs = (by_h, by_sum[0] if by_sum else None, total, statistics)
+        tensors = (*inputs, by_x, by_y, by_gain, by_bias, gain)
         is_bf16 = total.dtype == torch.bfloat16
-        N, C = len(statistics), len(gain)
-        call("norm_backward", ctx.dtype, is_bf16, *map(pointer, tensors), ctx.is_layer_norm, N, C)
-        of_y = (by_x if by_y is None else by_y) if of_sum else None
-        of_bias = None if by_bias is None else by_bias.to(ctx.bias_dtype)
-        return by_x, of_y, by_gain.to(gain.dtype), of_bias, None, None, None
+        call("norm_backward", by_h.dtype, is_bf16, *map(pointer, tensors), *ctx.end)
+        return by_x, by_y, by_gain, by_bias, None, None, None
 
 
 class SplitHeads(torch.autograd.Function):
-    """q, k and v (B, H, T, D) of qkv (B, T, 3C), for autograd: see kernels.split_heads."""
+    """kernels.split_heads for autograd."""
 
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        B, T, _ = qkv.shape
-        qkv = qkv.contiguous()
-        rotary = None if rotary is None else rotary.contiguous()
-        v = qkv.view(B, T, 3, n_head, -1)[:, :, 2].transpose(1, 2)
+    ) -> tuple[Tensor, ...]:
+        rotary = None if rotary is None else rotary.float().contiguous()
+        v = qkv.unflatten(2, (3, n_head, -1))[:, :, 2].transpose(1, 2)  # a view
         q, k = empty_like_heads(v), empty_like_heads(v)
         ctx.save_for_backward(qkv if qk_norm else None, rotary)
         ctx.qk_norm = qk_norm
-        call(
-            "split_heads",
-            qkv.dtype,
-            pointer(qkv),
-            heads(q),
-            heads(k),
-            None,
-            None,
-            pointer(rotary),
-            qk_norm,
-            1e-5,
-            *q.shape,
-        )
+        pointers = (pointer(qkv), heads(q), heads(k), None, None, pointer(rotary))
+        call("split_heads", qkv.dtype, *pointers, qk_norm, *q.shape)
         return q, k, v
 
     @staticmethod
@@ -493,20 +467,8 @@ class SplitHeads(torch.autograd.Function):
         inputs = [by_rows(g) for g in gradients]
         B, H, T, D = inputs[0].shape
         by_qkv = inputs[0].new_empty(B, T, 3 * H * D)
-        call(
-            "split_heads",
-            by_qkv.dtype,
-            pointer(qkv),
-            *map(heads, inputs),
-            pointer(by_qkv),
-            pointer(rotary),
-            ctx.qk_norm,
-            1e-5,
-            B,
-            H,
-            T,
-            D,
-        )
+        pointers = (pointer(qkv), *map(heads, inputs), pointer(by_qkv), pointer(rotary))
+        call("split_heads", by_qkv.dtype, *pointers, ctx.qk_norm, B, H, T, D)
         return by_qkv, None, None, None
 
 
@@ -516,7 +478,6 @@ class TokenShift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, n: int, step: int = 1) -> Tensor:
         ctx.n = n
-        x = x.contiguous()
         y = torch.empty_like(x)
         call("token_shift", x.dtype, pointer(x), pointer(y), step, *x.shape, n)
         return y
@@ -524,7 +485,7 @@ class TokenShift(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return TokenShift.forward(ctx, g, ctx.n, -1), None
+        return TokenShift.forward(ctx, g.contiguous(), ctx.n, -1), None
 
 
 # ---- operators -----------------------------------------------------------------------------------

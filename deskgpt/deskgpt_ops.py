@@ -66,7 +66,7 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
 def split_heads(
     qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
 ) -> tuple[Tensor, ...]:
-    q, k, v = qkv.unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
     if qk_norm:
         q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
         k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)
@@ -77,7 +77,14 @@ def split_heads(
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate pairs of channels of x (B, H, T, D) by the angles of their positions.
+
+    rotary (2, T, D / 2) holds the rows of rotary_table for these positions. The product of a query
+    and a key then depends on their distance alone.
+    """
     cos, sin = rotary
+    # In float32: bfloat16's 8 bits are too few for angles. The pairs that turn together are
+    # (i, i + D / 2).
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 

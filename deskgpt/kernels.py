@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import deskgpt.cpu_kernels as cpu_kernels
+from deskgpt import cpu_kernels, deskgpt_ops
 
 __all__ = [
     "LayerNorm",
@@ -126,79 +126,53 @@ class RMSNorm(nn.RMSNorm):
         return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
 
 
-def has_kernel(norm: Any, x: Tensor) -> bool:
-    """Return whether our kernel computes this norm of x, in x's dtype or autocast's."""
-    dtype = cpu_kernels.autocast_dtype(x)
+def has_kernel(norm: Any, *inputs: Tensor) -> bool:
+    """Return whether our kernel computes this norm of the inputs' sum, in autocast's dtype."""
     return (
         type(norm) in (LayerNorm, RMSNorm)
-        and norm.weight is not None
-        and x.shape[-1:] == norm.weight.shape
-        and dtype in cpu_kernels.dtypes()
-        and cpu_kernels.is_eager(x, norm.weight)
+        and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and norm.weight.dtype == torch.float32
+        and norm.weight.shape == inputs[0].shape[-1:]
+        and inputs[0].shape == inputs[-1].shape
+        and inputs[-1].dtype in (inputs[0].dtype, cpu_kernels.autocast_dtype(inputs[0]))
+        and cpu_kernels.autocast_dtype(inputs[0]) in cpu_kernels.dtypes()
+        and cpu_kernels.is_eager(*inputs, norm.weight)
     )
 
 
 def own_norm(norm: Any, x: Tensor, y: Tensor | None = None) -> Any:
-    return cpu_kernels.Norm.apply(
-        x,
-        y,
-        norm.weight,
-        getattr(norm, "bias", None),
-        norm.eps,
-        isinstance(norm, nn.LayerNorm),
-        cpu_kernels.autocast_dtype(x),
-    )
+    dtype = cpu_kernels.autocast_dtype(x)
+    y = None if y is None else y.to(dtype)
+    is_layer_norm = isinstance(norm, LayerNorm)
+    bias = norm.bias if is_layer_norm else None
+    return cpu_kernels.Norm.apply(x, y, norm.weight, bias, norm.eps, is_layer_norm, dtype)
 
 
 def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """x + y, norm(x + y): what a layer adds to the residual stream, and the next layer's input."""
-    is_hooked = norm._forward_hooks or norm._forward_pre_hooks
-    if x.shape == y.shape and not is_hooked and has_kernel(norm, x) and cpu_kernels.is_eager(y):
+    if has_kernel(norm, x, y):
         return own_norm(norm, x, y)
-    x = x + y
-    return x, norm(x)
+    return deskgpt_ops.add_norm(x, y, norm)
 
 
 def split_heads(
     qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """q, k, v (B, H, T, D) of qkv (B, T, 3C): q and k normalised (RMS) if qk_norm, and turned by
-    their positions' angles if there is a rotary table (2, T, D / 2).
+    """deskgpt_ops.split_heads: q, k, v (B, H, T, D) of qkv (B, T, 3C), q and k normalised (RMS) if
+    qk_norm, and turned by their positions' angles if there is a rotary table (2, T, D / 2).
     """
     if (qk_norm or rotary is not None) and cpu_kernels.is_eager(qkv):
         return cpu_kernels.SplitHeads.apply(qkv, n_head, qk_norm, rotary)
-    q, k, v = qkv.unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-    if qk_norm:
-        q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
-        k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)
-    if rotary is not None:
-        q = rotate(q, rotary)
-        k = rotate(k, rotary)
-    return q, k, v
-
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate pairs of channels of x (B, H, T, D) by the angles of their positions.
-
-    rotary (2, T, D / 2) holds the rows of rotary_table for these positions. The product of a query
-    and a key then depends on their distance alone.
-    """
-    cos, sin = rotary
-    # In float32: bfloat16's 8 bits are too few for angles. The pairs that turn together are
-    # (i, i + D / 2).
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+    return deskgpt_ops.split_heads(qkv, n_head, qk_norm, rotary)
 
 
 def token_shift(x: Tensor, n: int, before: Tensor | None = None) -> Tensor:
-    """x (B, T, C) with its first n channels from the token before; those of the first token are
-    `before` (B, 1, n), or zeros.
+    """deskgpt_ops.token_shift: x (B, T, C) with its first n channels from the token before; those
+    of the first token are `before` (B, 1, n), or zeros.
     """
-    if before is None and n and cpu_kernels.is_eager(x):
+    if before is None and cpu_kernels.is_eager(x):
         return cpu_kernels.TokenShift.apply(x, n)
-    if before is None:
-        before = torch.zeros_like(x[:, :1, :n])
-    return torch.cat((torch.cat((before, x[:, :-1, :n]), 1), x[:, :, n:]), -1)
+    return deskgpt_ops.token_shift(x, n, before)
 
 
 # ---- loss ----------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ the tests.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -46,8 +48,8 @@ def errors() -> list[tuple[str, float, float]]:
                 "attention": (kernels.causal_attention, qkv),
                 "gelu_tanh": (kernels.gelu_tanh, [x]),
                 "relu2": (kernels.relu2, [x]),
-                "norm": (add_norm("rms"), [x, qkv[0]]),
-                "layer norm": (add_norm("layer"), [x, qkv[0]]),
+                "norm": (functools.partial(add_norm, kernels.RMSNorm), [x, qkv[0]]),
+                "layer norm": (functools.partial(add_norm, kernels.LayerNorm), [x, qkv[0]]),
                 "token shift": (shift, [x[0]]),
                 "heads": (heads, [x]),
             }
@@ -64,18 +66,11 @@ def errors() -> list[tuple[str, float, float]]:
     return found
 
 
-def add_norm(name: str) -> Callable[..., Tensor]:
-    """Return x + y and its norm, side by side, as a function of x and y (.., C)."""
-
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        kind = kernels.LayerNorm if name == "layer" else kernels.RMSNorm
-        norm = kind(x.size(-1), eps=1e-5).to(x.dtype)
-        gains = torch.linspace(0.5, 1.5, x.size(-1)).to(x.dtype)
-        for parameter in norm.parameters():
-            parameter.data.copy_(gains)
-        return torch.cat(kernels.add_norm(x, y, norm))
-
-    return function
+def add_norm(kind: Callable[..., Any], x: Tensor, y: Tensor) -> Tensor:
+    """Return x + y and its norm, side by side; x and y (.., C)."""
+    norm = kind(x.size(-1), eps=1e-5).to(torch.promote_types(x.dtype, torch.float32))
+    torch.linspace(0.5, 1.5, x.size(-1), out=norm.weight.data)
+    return torch.cat(kernels.add_norm(x, y, norm))
 
 
 def shift(x: Tensor) -> Tensor:
@@ -86,9 +81,8 @@ def heads(x: Tensor) -> Tensor:
     """Return q, k and v of x (B, H, T, D), as one tensor, after norm and rotation."""
     _, H, T, D = x.shape
     qkv = x.transpose(1, 2).flatten(2).repeat(1, 1, 3)
-    angles = torch.linspace(0, 3, T * (D // 2)).view(T, D // 2)
-    rotary = torch.stack((angles.cos(), angles.sin()))
-    return torch.stack(kernels.split_heads(qkv, H, True, rotary))
+    rotary = torch.linspace(-1, 1, T * D).view(2, T, D // 2)
+    return torch.stack(tuple(kernels.split_heads(qkv, H, True, rotary)))
 
 
 def error_of(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:

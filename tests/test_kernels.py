@@ -321,8 +321,8 @@ def test_norms_heads_and_token_shift_of_any_shape_are_torchs(built, dtype, T, D,
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for kind in ("rms", "layer"):
-            assert error_of(add_norm(kind), [x, y]) <= LIMIT[dtype]
+        for kind in (kernels.RMSNorm, kernels.LayerNorm):
+            assert error_of(functools.partial(add_norm, kind), [x, y]) <= LIMIT[dtype]
         assert error_of(heads, [x]) <= LIMIT[dtype]
         assert error_of(shift, [x[0]]) <= LIMIT[dtype]
     finally:
