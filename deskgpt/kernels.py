@@ -1,4 +1,5 @@
-"""What model.py calls: attention, activations and the loss, in the fastest way this machine has.
+"""What model.py calls: attention, activations, norms and the loss, in the fastest way that this
+machine has.
 
 On a CPU with our C++ library (cpu_kernels.py) that is used, elsewhere torch. Each docstring says
 what the function computes as a line of torch, and the tests hold it to that.
