@@ -127,31 +127,31 @@ class RMSNorm(nn.RMSNorm):
         return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
 
 
-def has_kernel(norm: Any, *inputs: Tensor) -> bool:
-    """Return whether our kernel computes this norm of the inputs' sum, in autocast's dtype."""
+def has_kernel(norm: Any, x: Tensor) -> bool:
+    """Return whether our kernel computes this norm of x, in autocast's dtype."""
     return (
         type(norm) in (LayerNorm, RMSNorm)
         and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and norm.eps is not None
+        and norm.weight is not None
         and norm.weight.dtype == torch.float32
-        and norm.weight.shape == inputs[0].shape[-1:]
-        and inputs[0].shape == inputs[-1].shape
-        and inputs[-1].dtype in (inputs[0].dtype, cpu_kernels.autocast_dtype(inputs[0]))
-        and cpu_kernels.autocast_dtype(inputs[0]) in cpu_kernels.dtypes()
-        and cpu_kernels.is_eager(*inputs, norm.weight)
+        and norm.weight.shape == x.shape[-1:]
+        and cpu_kernels.autocast_dtype(x) in cpu_kernels.dtypes()
+        and cpu_kernels.is_eager(x, norm.weight)
     )
 
 
 def own_norm(norm: Any, x: Tensor, y: Tensor | None = None) -> Any:
-    dtype = cpu_kernels.autocast_dtype(x)
-    y = None if y is None else y.to(dtype)
     is_layer_norm = isinstance(norm, LayerNorm)
     bias = norm.bias if is_layer_norm else None
+    dtype = cpu_kernels.autocast_dtype(x)
     return cpu_kernels.Norm.apply(x, y, norm.weight, bias, norm.eps, is_layer_norm, dtype)
 
 
 def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """x + y, norm(x + y): what a layer adds to the residual stream, and the next layer's input."""
-    if has_kernel(norm, x, y):
+    is_output = y.shape == x.shape and y.dtype == cpu_kernels.autocast_dtype(x)
+    if is_output and cpu_kernels.is_eager(y) and has_kernel(norm, x):
         return own_norm(norm, x, y)
     return deskgpt_ops.add_norm(x, y, norm)
 
