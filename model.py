@@ -25,12 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deskgpt.kernels import (
+    LayerNorm,
+    RMSNorm,
+    add_norm,
     causal_attention,
     checkpoint_block,
     chunked_cross_entropy,
     gelu_tanh,
     masked_attention,
     relu2,
+    split_heads,
+    token_shift,
 )
 from deskgpt.settings import AtLeast1, Fraction, Range, check_fields
 
@@ -167,19 +172,6 @@ def rotary_table(T: int, D: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate pairs of channels of x (B, H, T, D) by the angles of their positions.
-
-    rotary (2, T, D / 2) holds the rows of rotary_table for these positions. The product of a query
-    and a key then depends on their distance alone.
-    """
-    cos, sin = rotary
-    # In float32: bfloat16's 8 bits are too few for angles. The pairs that turn together are
-    # (i, i + D / 2).
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
-
-
 # ---- network -------------------------------------------------------------------------------------
 
 
@@ -197,9 +189,9 @@ class ForwardContext:
 def make_norm(config: GPTConfig) -> nn.Module:
     """Return a norm of the residual stream (.., C), with gains of its own."""
     if config.norm == "layer":
-        return nn.LayerNorm(config.n_embd, bias=config.bias)
+        return LayerNorm(config.n_embd, bias=config.bias)
     if config.norm == "rms":
-        return nn.RMSNorm(config.n_embd, eps=1e-5)
+        return RMSNorm(config.n_embd, eps=1e-5)
     raise ValueError(f"norm={config.norm} is not computed: write it in make_norm of model.py")
 
 
@@ -226,18 +218,13 @@ class TokenShift(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         n = x.size(-1) // 4
-        shifted = x[:, :, :n]  # (B, T, C // 4)
-        kept = x[:, :, n:]
         # With a cache, the token before may be one of an earlier call. Training has none.
         before = (
-            context.cache.swap_last_input(self, shifted[:, -1:])
+            context.cache.swap_last_input(self, x[:, -1:, :n])
             if context.cache is not None
             else None
         )
-        if before is None:
-            before = torch.zeros_like(shifted[:, :1])
-        shifted = torch.cat((before, shifted[:, :-1]), 1)
-        return torch.cat((shifted, kept), -1)
+        return token_shift(x, n, before)
 
 
 class CausalSelfAttention(nn.Module):
@@ -263,16 +250,8 @@ class CausalSelfAttention(nn.Module):
         if self.shift is not None:
             x = self.shift(x, context)
 
-        q, k, v = self.c_attn(x).split(C, 2)  # each (B, T, C)
-        q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
-        k = k.view(B, T, self.n_head, -1).transpose(1, 2)
-        v = v.view(B, T, self.n_head, -1).transpose(1, 2)
-        if self.qk_norm:
-            q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
-            k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)
-        if context.rotary is not None:
-            q = rotate(q, context.rotary)
-            k = rotate(k, context.rotary)
+        # Each (B, H, T, D); queries and keys are normalised and rotated, too.
+        q, k, v = split_heads(self.c_attn(x), self.n_head, self.qk_norm, context.rotary)
         if context.cache is not None:
             k, v = context.cache.append(self, k, v)  # (B, H, S, D)
 
@@ -315,8 +294,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = x + self.attn(self.ln_1(x), context)  # tokens exchange what they know
-        return x + self.mlp(self.ln_2(x), context)  # and each thinks about it alone
+        # Tokens exchange what they know: x + attention, and a normalised copy of that.
+        x, h = add_norm(x, self.attn(self.ln_1(x), context), self.ln_2)
+        return x + self.mlp(h, context)  # and each thinks about it alone
 
 
 class Transformer(nn.Module):
@@ -374,8 +354,9 @@ class Transformer(nn.Module):
                 x = checkpoint_block(block, x, context)
             else:
                 x = block(x, context)
+        x = self.ln_f(x)
         # autocast computes the norm in float32. Cast it here, or a float32 copy stays for the loss.
-        return self.ln_f(x).to(self.residual_dtype or x.dtype)
+        return x if self.residual_dtype is None else x.to(self.residual_dtype)
 
 
 class GPT(nn.Module):

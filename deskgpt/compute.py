@@ -36,7 +36,7 @@ class ComputeMode:
 
     dtype: str = "float32"  # of the matmuls
     compiled: bool = False  # the transformer or its blocks, and the softmax of the loss
-    cpu_kernels: bool = False  # ours in C++: attention, activation, softmax
+    cpu_kernels: bool = False  # ours in C++ (cpu_kernels.cpp)
     recompute: str = "none"  # full: the backward pass computes the blocks' activations again
     residual_dtype: str = "float32"  # of the residual stream
     cuda_graph: bool = False  # a micro-batch's kernels are queued by one call (cuda_graph.py)

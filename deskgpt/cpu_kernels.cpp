@@ -1,4 +1,5 @@
-// Kernels for processors with AVX2 or AVX-512: causal attention, activations, and softmax.
+// Kernels for processors with AVX2 or AVX-512: causal attention, activations, softmax, norms, the split into heads
+// with norm and rotation, and token shift.
 //
 // cpu_kernels.py compiles this file, once per machine, and calls the functions under `extern "C"` at its end. All sums
 // are in float32. T is float or bfloat16, in which matrices come and are multiplied. Matmuls of blocks are torch's
@@ -687,6 +688,230 @@ void softmax_rows(const void* logits, const int64_t* targets, void* probabilitie
   });
 }
 
+// ---- norms of the residual stream --------------------------------------------------------------------------------
+
+// n numbers as floats, and zeros up to a multiple of 2W.
+template <typename T> void load_row(const T* from, float* to, int64_t n) {
+  int64_t whole = n / (2 * W) * (2 * W);
+  for (int64_t i = 0; i < whole; i += 2 * W) {
+    auto [a, b] = load(from + i);
+    store(to + i, a, b);
+  }
+  if (whole == n) return;
+  for (int64_t i = whole; i < n; i++) to[i] = static_cast<float>(from[i]);
+  std::fill(to + n, to + whole + 2 * W, 0.0f);
+}
+
+// to[i] = function(i) for whole vectors that cover n numbers.
+template <typename F> void for_vectors(float* to, int64_t n, F function) {
+  for (int64_t i = 0; i < n; i += W) function(i).store(to + i);
+}
+
+float sum_of_row(const float* x, int64_t n) {
+  Vec sum(0.0f);
+  for (int64_t i = 0; i < n; i += W) sum = sum + Vec::loadu(x + i);
+  return sum_of(sum);
+}
+
+struct Norm {
+  const float* gain;  // (C,)
+  const float* bias;  // (C,) or nullptr
+  bool layer;         // subtracts the mean
+  float eps;
+  int64_t N, C;
+
+  int64_t padded() const { return round_up(C, 2 * W); }
+};
+
+// Row x becomes (x - mean) * inverse, and 0 beyond C.
+void normalize(const Norm& norm, float* x, float mean, float inverse) {
+  for_vectors(x, norm.padded(), [&](int64_t i) { return (Vec::loadu(x + i) - Vec(mean)) * Vec(inverse); });
+  std::fill(x + norm.C, x + norm.padded(), 0.0f);
+}
+
+// sum = x + y and h = norm(sum), (N, C); without y, sum is x. statistics (N, 2): means, inverse deviations.
+// X: type of the residual stream. Y: of what layers take and give.
+template <typename X, typename Y>
+void norm_forward_of(const void* x, const void* y, void* sum, void* h, float* statistics, const Norm& norm) {
+  int64_t C = norm.C;
+  int64_t Cp = norm.padded();
+  at::parallel_for(0, norm.N, 32768 / C + 1, [&](int64_t begin, int64_t end) {
+    float *gain, *bias, *a, *b;
+    arena.provide([&] {
+      for (float** row : {&gain, &bias, &a, &b}) *row = arena.take<float>(Cp);
+    });
+    load_row(norm.gain, gain, C);
+    load_row(norm.bias, bias, norm.bias ? C : 0);
+    if (!norm.bias) std::fill(bias, bias + Cp, 0.0f);
+    for (int64_t row = begin; row < end; row++) {
+      load_row(static_cast<const X*>(x) + row * C, a, C);
+      if (y) {
+        load_row(static_cast<const Y*>(y) + row * C, b, C);
+        for_vectors(a, Cp, [&](int64_t i) { return Vec::loadu(a + i) + Vec::loadu(b + i); });
+        X* rounded = static_cast<X*>(sum) + row * C;
+        store_row(a, 1.0f, rounded, C);
+        if (sizeof(X) == 2) load_row(rounded, a, C);
+      }
+      float mean = norm.layer ? sum_of_row(a, Cp) / C : 0.0f;
+      if (norm.layer) normalize(norm, a, mean, 1.0f);
+      float inverse = 1 / std::sqrt(dot(a, a, Cp) / C + norm.eps);
+      statistics[2 * row] = mean;
+      statistics[2 * row + 1] = inverse;
+      for_vectors(a, Cp, [&](int64_t i) {
+        return at::vec::fmadd(Vec::loadu(a + i) * Vec(inverse), Vec::loadu(gain + i), Vec::loadu(bias + i));
+      });
+      store_row(a, 1.0f, static_cast<Y*>(h) + row * C, C);
+    }
+  });
+}
+
+// Rows are summed in parts, whose number does not depend on that of the threads.
+int64_t parts_of_rows(int64_t N) { return std::clamp<int64_t>(N / 128, 1, 32); }
+
+// The gradient by sum from that by h and, unless nullptr, the one that reaches sum from elsewhere; as X in by_x and,
+// unless nullptr, as Y in by_y. by_gain, by_bias (C,).
+template <typename X, typename Y>
+void norm_backward_of(const void* by_h, const void* by_sum, const void* sum, const float* statistics, void* by_x,
+                      void* by_y, float* by_gain, float* by_bias, const Norm& norm) {
+  int64_t C = norm.C;
+  int64_t Cp = norm.padded();
+  int64_t parts = parts_of_rows(norm.N);
+  Arena shared;
+  float* sums;  // (parts, 2, Cp)
+  shared.provide([&] { sums = shared.take<float>(parts * 2 * Cp); });
+  std::fill(sums, sums + parts * 2 * Cp, 0.0f);
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    float *gain, *a, *g, *other;
+    arena.provide([&] {
+      for (float** row : {&gain, &a, &g, &other}) *row = arena.take<float>(Cp);
+    });
+    load_row(norm.gain, gain, C);
+    for (int64_t part = first; part < last; part++) {
+      float* of_gain = sums + part * 2 * Cp;
+      float* of_bias = of_gain + Cp;
+      for (int64_t row = part * norm.N / parts; row < (part + 1) * norm.N / parts; row++) {
+        float inverse = statistics[2 * row + 1];
+        load_row(static_cast<const X*>(sum) + row * C, a, C);
+        normalize(norm, a, statistics[2 * row], inverse);
+        load_row(static_cast<const Y*>(by_h) + row * C, g, C);
+        Vec total(0.0f);
+        Vec product(0.0f);
+        for (int64_t i = 0; i < Cp; i += W) {
+          Vec given = Vec::loadu(g + i);
+          Vec x = Vec::loadu(a + i);
+          at::vec::fmadd(given, x, Vec::loadu(of_gain + i)).store(of_gain + i);
+          if (by_bias) (given + Vec::loadu(of_bias + i)).store(of_bias + i);
+          given = given * Vec::loadu(gain + i);
+          given.store(g + i);
+          total = total + given;
+          product = at::vec::fmadd(given, x, product);
+        }
+        Vec mean(norm.layer ? sum_of(total) / C : 0.0f);
+        Vec along(sum_of(product) / C);
+        for_vectors(g, Cp, [&](int64_t i) {
+          return Vec(inverse) * (Vec::loadu(g + i) - mean - Vec::loadu(a + i) * along);
+        });
+        if (by_sum) {
+          load_row(static_cast<const X*>(by_sum) + row * C, other, C);
+          for_vectors(g, Cp, [&](int64_t i) { return Vec::loadu(g + i) + Vec::loadu(other + i); });
+        }
+        store_row(g, 1.0f, static_cast<X*>(by_x) + row * C, C);
+        if (by_y) store_row(g, 1.0f, static_cast<Y*>(by_y) + row * C, C);
+      }
+    }
+  });
+  for (int64_t part = 1; part < parts; part++) {
+    const float* of_part = sums + part * 2 * Cp;
+    for_vectors(sums, 2 * Cp, [&](int64_t i) { return Vec::loadu(sums + i) + Vec::loadu(of_part + i); });
+  }
+  std::memcpy(by_gain, sums, C * sizeof(float));
+  if (by_bias) std::memcpy(by_bias, sums + Cp, C * sizeof(float));
+}
+
+// ---- queries and keys: norm and rotation -------------------------------------------------------------------------
+
+// Channels i and i + D / 2 of x (D,) turn by an angle, or back by it where sign is -1.
+void turn(float* x, const float* cos, const float* sin, float sign, int64_t D) {
+  float* y = x + D / 2;
+  for (int64_t i = 0; i < D / 2; i++) {
+    float a = x[i];
+    float b = y[i];
+    x[i] = a * cos[i] - sign * b * sin[i];
+    y[i] = sign * a * sin[i] + b * cos[i];
+  }
+}
+
+// Of qkv (B, T, 3, H, D): q and k, normalised if has_norm and turned by rotary (2, T, D / 2) unless it is nullptr.
+// With gradients by q, k and v instead, these are read, and by_qkv is written.
+template <typename T>
+void split_heads_of(const void* qkv, const Heads& q, const Heads& k, const Heads* v, void* by_qkv, const float* rotary,
+                    bool has_norm, Shape shape) {
+  constexpr float EPS = 1e-5f;
+  auto [B, H, n, D] = shape;
+  int64_t Dp = round_up(D, 2 * W);
+  at::parallel_for(0, B * n, 32768 / (H * D) + 1, [&](int64_t begin, int64_t end) {
+    float *x, *g;
+    arena.provide([&] {
+      x = arena.take<float>(Dp);
+      g = arena.take<float>(Dp);
+    });
+    for (int64_t token = begin; token < end; token++) {
+      int64_t b = token / n;
+      int64_t t = token % n;
+      const float* cos = rotary ? rotary + t * (D / 2) : nullptr;
+      const float* sin = rotary ? cos + n * (D / 2) : nullptr;
+      for (int64_t i = 0; i < 2 * H; i++) {
+        Rows<T> rows = (i < H ? q : k).head<T>(b, i % H);
+        T* head = rows.at + t * rows.stride;
+        int64_t at = (token * 3 * H + i) * D;
+        float inverse = 1;
+        if (has_norm || !v) load_row(static_cast<const T*>(qkv) + at, x, D);
+        if (has_norm) {
+          inverse = 1 / std::sqrt(dot(x, x, Dp) / D + EPS);
+          for_vectors(x, Dp, [&](int64_t c) { return Vec::loadu(x + c) * Vec(inverse); });
+        }
+        if (!v) {
+          if (rotary) turn(x, cos, sin, 1.0f, D);
+          store_row(x, 1.0f, head, D);
+          continue;
+        }
+        load_row(head, g, D);
+        if (rotary) turn(g, cos, sin, -1.0f, D);
+        if (has_norm) {
+          Vec along(dot(g, x, Dp) / D);
+          for_vectors(g, Dp, [&](int64_t c) {
+            return Vec(inverse) * (Vec::loadu(g + c) - Vec::loadu(x + c) * along);
+          });
+        }
+        store_row(g, 1.0f, static_cast<T*>(by_qkv) + at, D);
+      }
+      for (int64_t h = 0; v && h < H; h++) {
+        Rows<T> rows = v->head<T>(b, h);
+        T* to = static_cast<T*>(by_qkv) + ((token * 3 + 2) * H + h) * D;
+        std::memcpy(to, rows.at + t * rows.stride, D * sizeof(T));
+      }
+    }
+  });
+}
+
+// ---- token shift -------------------------------------------------------------------------------------------------
+
+// y (B, T, bytes) is x, but for the first `moved` bytes of a token: those of the token before or, with step -1, after.
+void shift_tokens(const char* x, char* y, int64_t step, int64_t B, int64_t T, int64_t bytes, int64_t moved) {
+  at::parallel_for(0, B * T, 65536 / bytes + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      int64_t from = row % T - step;
+      char* to = y + row * bytes;
+      std::memcpy(to + moved, x + row * bytes + moved, bytes - moved);
+      if (0 <= from && from < T) {
+        std::memcpy(to, x + (row - step) * bytes, moved);
+      } else {
+        std::memset(to, 0, moved);
+      }
+    }
+  });
+}
+
 // ---- calls from outside ------------------------------------------------------------------------------------------
 
 // Runs function; returns nullptr, or what went wrong.
@@ -736,6 +961,45 @@ const char* softmax(bool bf16, const void* logits, const int64_t* targets, void*
   return guarded([&] {
     auto run = bf16 ? softmax_rows<BFloat16> : softmax_rows<float>;
     run(logits, targets, p, log_p, N, V);
+  });
+}
+
+// stream_bf16: of x, sum and their gradients. bf16: of y, h and theirs.
+const char* norm_forward(bool bf16, bool stream_bf16, const void* x, const void* y, void* sum, void* h,
+                         float* statistics, const float* gain, const float* bias, bool layer, double eps, int64_t N,
+                         int64_t C) {
+  return guarded([&] {
+    auto run = stream_bf16 ? norm_forward_of<BFloat16, BFloat16>
+               : bf16      ? norm_forward_of<float, BFloat16>
+                           : norm_forward_of<float, float>;
+    run(x, y, sum, h, statistics, {gain, bias, layer, static_cast<float>(eps), N, C});
+  });
+}
+
+const char* norm_backward(bool bf16, bool stream_bf16, const void* by_h, const void* by_sum, const void* sum,
+                          const float* statistics, void* by_x, void* by_y, float* by_gain, float* by_bias,
+                          const float* gain, bool layer, double, int64_t N, int64_t C) {
+  return guarded([&] {
+    auto run = stream_bf16 ? norm_backward_of<BFloat16, BFloat16>
+               : bf16      ? norm_backward_of<float, BFloat16>
+                           : norm_backward_of<float, float>;
+    run(by_h, by_sum, sum, statistics, by_x, by_y, by_gain, by_bias, {gain, nullptr, layer, 0.0f, N, C});
+  });
+}
+
+// v, by_qkv: nullptr in the forward pass.
+const char* split_heads(bool bf16, const void* qkv, const Heads* q, const Heads* k, const Heads* v, void* by_qkv,
+                        const float* rotary, bool has_norm, int64_t B, int64_t H, int64_t T, int64_t D) {
+  return guarded([&] {
+    auto run = bf16 ? split_heads_of<BFloat16> : split_heads_of<float>;
+    run(qkv, *q, *k, v, by_qkv, rotary, has_norm, {B, H, T, D});
+  });
+}
+
+const char* token_shift(bool bf16, const void* x, void* y, int64_t step, int64_t B, int64_t T, int64_t C, int64_t n) {
+  int64_t size = bf16 ? 2 : 4;
+  return guarded([&] {
+    shift_tokens(static_cast<const char*>(x), static_cast<char*>(y), step, B, T, C * size, n * size);
   });
 }
 }

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deskgpt.files import cache_folder, is_trusted, replacing
 
@@ -45,7 +47,16 @@ FLAGS = (
 )
 COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 
-FUNCTIONS = ("attention_forward", "attention_backward", "activation", "softmax")  # of the library
+FUNCTIONS = (  # of the library
+    "attention_forward",
+    "attention_backward",
+    "activation",
+    "softmax",
+    "norm_forward",
+    "norm_backward",
+    "split_heads",
+    "token_shift",
+)
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 _library: ctypes.CDLL | None = None  # set by load
@@ -258,12 +269,14 @@ def heads(x: Tensor) -> Any:
 
 
 def pointer(x: Tensor | None) -> Any:
+    assert x is None or x.is_contiguous()
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def call(name: str, dtype: torch.dtype, *args: Any) -> None:
     """Call a function of the library. Raises RuntimeError if it fails."""
-    sized = [ctypes.c_int64(a) if isinstance(a, int) else a for a in args]
+    kinds = {int: ctypes.c_int64, bool: ctypes.c_bool, float: ctypes.c_double}
+    sized = [kinds[type(a)](a) if type(a) in kinds else a for a in args]
     problem = getattr(_library, name)(dtype == torch.bfloat16, *sized)
     if problem:
         raise RuntimeError(f"{name}: {problem.decode(errors='replace').splitlines()[0]}")
@@ -280,6 +293,21 @@ def is_supported(*tensors: Tensor) -> bool:
         x.device.type == "cpu" and x.dtype == first.dtype and x.shape == first.shape
         for x in tensors
     )
+
+
+def is_eager(*tensors: Tensor) -> bool:
+    """Return whether these are contiguous and have memory, outside torch.compile: inductor fuses by
+    itself what the kernels below do.
+    """
+    return not torch.compiler.is_compiling() and all(
+        type(x) in (Tensor, nn.Parameter) and x.is_contiguous() and is_supported(x) for x in tensors
+    )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a matmul of x computes here."""
+    is_on = torch.is_autocast_enabled("cpu") and x.dtype == torch.float32
+    return torch.get_autocast_dtype("cpu") if is_on else x.dtype
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -370,6 +398,94 @@ def softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         *logits.shape,
     )
     return p, log_p
+
+
+class Norm(torch.autograd.Function):
+    """norm(x), or x + y and norm(x + y), for autograd.
+
+    x (.., C); y and what the norm returns in `dtype`, in which the next matmul computes; gain and
+    bias (C,).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor | None,
+        gain: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        is_layer_norm: bool,
+        dtype: torch.dtype,
+    ) -> Any:
+        total = x if y is None else torch.empty_like(x)
+        h = torch.empty_like(x, dtype=dtype)
+        statistics = torch.empty(x.numel() // len(gain), 2)
+        tensors = (x, y, total, h, statistics, gain, bias)
+        ctx.save_for_backward(total, statistics, gain)
+        ctx.end = (is_layer_norm, eps, len(statistics), len(gain))
+        is_bf16 = x.dtype == torch.bfloat16
+        call("norm_forward", dtype, is_bf16, *map(pointer, tensors), *ctx.end)
+        return h if y is None else (total, h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        total, statistics, gain = ctx.saved_tensors
+        *by_sum, by_h = [g.contiguous() for g in gradients]
+        by_x = torch.empty_like(total)
+        by_y = torch.empty_like(by_h) if by_sum else None
+        by_gain = torch.empty_like(gain)
+        by_bias = torch.empty_like(gain) if ctx.needs_input_grad[3] else None
+        inputs = (by_h, by_sum[0] if by_sum else None, total, statistics)
+        tensors = (*inputs, by_x, by_y, by_gain, by_bias, gain)
+        is_bf16 = total.dtype == torch.bfloat16
+        call("norm_backward", by_h.dtype, is_bf16, *map(pointer, tensors), *ctx.end)
+        return by_x, by_y, by_gain, by_bias, None, None, None
+
+
+class SplitHeads(torch.autograd.Function):
+    """kernels.split_heads for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        rotary = None if rotary is None else rotary.float().contiguous()
+        v = qkv.unflatten(2, (3, n_head, -1))[:, :, 2].transpose(1, 2)  # a view
+        q, k = empty_like_heads(v), empty_like_heads(v)
+        ctx.save_for_backward(qkv if qk_norm else None, rotary)
+        ctx.qk_norm = qk_norm
+        pointers = (pointer(qkv), heads(q), heads(k), None, None, pointer(rotary))
+        call("split_heads", qkv.dtype, *pointers, qk_norm, *q.shape)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        qkv, rotary = ctx.saved_tensors
+        inputs = [by_rows(g) for g in gradients]
+        B, H, T, D = inputs[0].shape
+        by_qkv = inputs[0].new_empty(B, T, 3 * H * D)
+        pointers = (pointer(qkv), *map(heads, inputs), pointer(by_qkv), pointer(rotary))
+        call("split_heads", by_qkv.dtype, *pointers, ctx.qk_norm, B, H, T, D)
+        return by_qkv, None, None, None
+
+
+class TokenShift(torch.autograd.Function):
+    """x (B, T, C) with its first n channels from the token before, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, n: int, step: int = 1) -> Tensor:
+        ctx.n = n
+        y = torch.empty_like(x)
+        call("token_shift", x.dtype, pointer(x), pointer(y), step, *x.shape, n)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return TokenShift.forward(ctx, g.contiguous(), ctx.n, -1), None
 
 
 # ---- operators -----------------------------------------------------------------------------------

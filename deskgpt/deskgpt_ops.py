@@ -18,6 +18,8 @@ from torch import Tensor
 # ---- what model.py imports -----------------------------------------------------------------------
 
 Linear = nn.Linear
+LayerNorm = nn.LayerNorm
+RMSNorm = nn.RMSNorm
 AtLeast1 = int
 Fraction = float
 
@@ -54,6 +56,43 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def relu2(x: Tensor) -> Tensor:
     return F.relu(x) * F.relu(x)
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    x = x + y
+    return x, norm(x)
+
+
+def split_heads(
+    qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
+) -> tuple[Tensor, ...]:
+    q, k, v = qkv.unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+    if qk_norm:
+        q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
+        k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)
+    if rotary is not None:
+        q = rotate(q, rotary)
+        k = rotate(k, rotary)
+    return q, k, v
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate pairs of channels of x (B, H, T, D) by the angles of their positions.
+
+    rotary (2, T, D / 2) holds the rows of rotary_table for these positions. The product of a query
+    and a key then depends on their distance alone.
+    """
+    cos, sin = rotary
+    # In float32: bfloat16's 8 bits are too few for angles. The pairs that turn together are
+    # (i, i + D / 2).
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+
+
+def token_shift(x: Tensor, n: int, before: Tensor | None = None) -> Tensor:
+    if before is None:
+        before = torch.zeros_like(x[:, :1, :n])
+    return torch.cat((torch.cat((before, x[:, :-1, :n]), 1), x[:, :, n:]), -1)
 
 
 def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:

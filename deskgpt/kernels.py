@@ -1,4 +1,5 @@
-"""What model.py calls: attention, activations and the loss, in the fastest way this machine has.
+"""What model.py calls: attention, activations, norms and the loss, in the fastest way that this
+machine has.
 
 On a CPU with our C++ library (cpu_kernels.py) that is used, elsewhere torch. Each docstring says
 what the function computes as a line of torch, and the tests hold it to that.
@@ -23,15 +24,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import deskgpt.cpu_kernels as cpu_kernels
+from deskgpt import cpu_kernels, deskgpt_ops
 
 __all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "add_norm",
     "causal_attention",
     "checkpoint_block",
     "chunked_cross_entropy",
     "gelu_tanh",
     "masked_attention",
     "relu2",
+    "split_heads",
+    "token_shift",
 ]
 
 
@@ -99,6 +105,75 @@ def relu2(x: Tensor) -> Tensor:
         return torch.ops.deskgpt.activation(x, "relu2")
     x = F.relu(x)
     return x * x  # x.square() is a power to CUDA's autocast, which computes it in float32
+
+
+# ---- norms, heads and token shift ----------------------------------------------------------------
+
+# These kernels serve passes that are not compiled, in which torch reads and writes each tensor
+# several times: an RMS norm, for one, is a power, a mean, an addition, a root and two products.
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm; our kernel casts for the next matmul as it writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm; our kernel casts for the next matmul as it writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return own_norm(self, x) if has_kernel(self, x) else super().forward(x)
+
+
+def has_kernel(norm: Any, x: Tensor) -> bool:
+    """Return whether our kernel computes this norm of x, in autocast's dtype."""
+    return (
+        type(norm) in (LayerNorm, RMSNorm)
+        and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and norm.eps is not None
+        and norm.weight is not None
+        and norm.weight.dtype == torch.float32
+        and norm.weight.shape == x.shape[-1:]
+        and cpu_kernels.autocast_dtype(x) in cpu_kernels.dtypes()
+        and cpu_kernels.is_eager(x, norm.weight)
+    )
+
+
+def own_norm(norm: Any, x: Tensor, y: Tensor | None = None) -> Any:
+    is_layer_norm = isinstance(norm, LayerNorm)
+    bias = norm.bias if is_layer_norm else None
+    dtype = cpu_kernels.autocast_dtype(x)
+    return cpu_kernels.Norm.apply(x, y, norm.weight, bias, norm.eps, is_layer_norm, dtype)
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + y, norm(x + y): what a layer adds to the residual stream, and the next layer's input."""
+    is_output = y.shape == x.shape and y.dtype == cpu_kernels.autocast_dtype(x)
+    if is_output and cpu_kernels.is_eager(y) and has_kernel(norm, x):
+        return own_norm(norm, x, y)
+    return deskgpt_ops.add_norm(x, y, norm)
+
+
+def split_heads(
+    qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
+) -> tuple[Tensor, ...]:
+    """deskgpt_ops.split_heads: q, k, v (B, H, T, D) of qkv (B, T, 3C), q and k normalised (RMS) if
+    qk_norm, and turned by their positions' angles if there is a rotary table (2, T, D / 2).
+    """
+    if (qk_norm or rotary is not None) and cpu_kernels.is_eager(qkv):
+        return cpu_kernels.SplitHeads.apply(qkv, n_head, qk_norm, rotary)
+    return deskgpt_ops.split_heads(qkv, n_head, qk_norm, rotary)
+
+
+def token_shift(x: Tensor, n: int, before: Tensor | None = None) -> Tensor:
+    """deskgpt_ops.token_shift: x (B, T, C) with its first n channels from the token before; those
+    of the first token are `before` (B, 1, n), or zeros.
+    """
+    if before is None and cpu_kernels.is_eager(x):
+        return cpu_kernels.TokenShift.apply(x, n)
+    return deskgpt_ops.token_shift(x, n, before)
 
 
 # ---- loss ----------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ the tests.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -46,6 +48,10 @@ def errors() -> list[tuple[str, float, float]]:
                 "attention": (kernels.causal_attention, qkv),
                 "gelu_tanh": (kernels.gelu_tanh, [x]),
                 "relu2": (kernels.relu2, [x]),
+                "norm": (functools.partial(add_norm, kernels.RMSNorm), [x, qkv[0]]),
+                "layer norm": (functools.partial(add_norm, kernels.LayerNorm), [x, qkv[0]]),
+                "token shift": (shift, [x[0]]),
+                "heads": (heads, [x]),
             }
             for name, (function, inputs) in cases.items():
                 error = error_of(function, inputs)
@@ -58,6 +64,25 @@ def errors() -> list[tuple[str, float, float]]:
             error = max(map(distance, results, expected))
             found.append((f"softmax of {(N, V)} in {dtype}", error, LIMIT[dtype]))
     return found
+
+
+def add_norm(kind: Callable[..., Any], x: Tensor, y: Tensor) -> Tensor:
+    """Return x + y and its norm, side by side; x and y (.., C)."""
+    norm = kind(x.size(-1), eps=1e-5).to(torch.promote_types(x.dtype, torch.float32))
+    torch.linspace(0.5, 1.5, x.size(-1), out=norm.weight.data)
+    return torch.cat(kernels.add_norm(x, y, norm))
+
+
+def shift(x: Tensor) -> Tensor:
+    return kernels.token_shift(x, x.size(-1) // 4)
+
+
+def heads(x: Tensor) -> Tensor:
+    """Return q, k and v of x (B, H, T, D), as one tensor, after norm and rotation."""
+    _, H, T, D = x.shape
+    qkv = x.transpose(1, 2).flatten(2).repeat(1, 1, 3)
+    rotary = torch.linspace(-1, 1, T * D).view(2, T, D // 2)
+    return torch.stack(tuple(kernels.split_heads(qkv, H, True, rotary)))
 
 
 def error_of(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:

@@ -134,7 +134,7 @@ def kept_by_block(step: StepShape, recompute: str) -> int:
     of_channel += 4 * m + 4 * m  # the MLP before and after its activation
     if config.qk_norm or config.position == "rope":
         of_channel += 2 * m  # normalized and rotated q and k
-    if config.qk_norm and not step.compute.compiled:
+    if config.qk_norm and not step.compute.compiled and not step.compute.cpu_kernels:
         of_channel += 12  # copies of q and k in float32, or of what an RMS norm takes on a CPU
     of_head = 4  # attention's logarithms of sums
     if config.dropout and step.device_type == "cpu":  # without fused kernels

@@ -195,7 +195,12 @@ class Muon(torch.optim.AdamW):
         if is_sharded:
             steps = [gathered(step, p) for step, p in zip(steps, params, strict=True)]
         parts = [part for step in steps for part in as_tall_matrices(step)]
-        u = orthogonalized(torch.stack(parts), self.dtype) * do_step
+        # Each element is cast once on its way in, and once on its way back.
+        batch = parts[0].new_empty((len(parts), *parts[0].shape), dtype=self.dtype)
+        torch._foreach_copy_(list(batch.unbind()), parts)
+        u = orthogonalized(batch)
+        if found_inf is not None:
+            u = u * do_step
         torch._foreach_copy_(parts, list(u.unbind()))
         if is_sharded:
             steps = [rows_of(step, p) for step, p in zip(steps, params, strict=True)]
@@ -214,9 +219,9 @@ def as_tall_matrices(x: Tensor) -> list[Tensor]:
     return [part.mT if part.size(0) < part.size(1) else part for part in x.chunk(n)]
 
 
-def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalized(x: Tensor) -> Tensor:
     """Matrices x (n, rows, columns), no wider than high, with singular values brought near 1, by
-    Newton-Schulz in dtype.
+    Newton-Schulz in their dtype.
 
     Its five iterations leave singular values between 0.7 and 1.2. Compared with that, bfloat16's
     rounding is small. Each takes y to y @ p, where p is a polynomial of gram = y.mT @ y, and so
@@ -224,19 +229,21 @@ def orthogonalized(x: Tensor, dtype: torch.dtype) -> Tensor:
     al. 2026, dao-lab.ai/blog/2026/gram-newton-schulz).
     """
     a, b, c = NEWTON_SCHULZ
-    y = x.to(dtype)
-    y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    identity = torch.eye(y.size(2), dtype=dtype, device=y.device)
+    y = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    identity = torch.eye(y.size(2), dtype=y.dtype, device=y.device)
     is_tall = y.size(1) >= 2 * y.size(2)
     for iterations in APPLIED_AFTER["tall" if is_tall else "square"]:
         gram = y.mT @ y
-        product = identity.expand_as(gram) if is_tall else y
+        product = None if is_tall else y  # None: the identity
         for i in range(iterations):
             # + a, which bfloat16 would round with it
             p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            product = torch.baddbmm(product, product, p, beta=a)
+            if product is None:
+                product = torch.add(p, identity, alpha=a)
+            else:
+                product = torch.baddbmm(product, product, p, beta=a)
             if i + 1 < iterations:
                 half = torch.baddbmm(gram, gram, p, beta=a)
                 gram = torch.baddbmm(half, p, half, beta=a)
         y = y @ product if is_tall else product
-    return y.type_as(x)
+    return y

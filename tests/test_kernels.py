@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from conftest import CPU, assert_equal, assert_one_line, raises_one_line
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_model import chosen
+from tiny_models import MODERN, make
 from torch import Tensor
 
 from deskgpt import cpu_kernels, kernels
 from deskgpt.kernels import causal_attention, chunked_cross_entropy, gelu_tanh, relu2
-from deskgpt.kernels_self_test import LIMIT, error_of
+from deskgpt.kernels_self_test import LIMIT, add_norm, error_of, heads, shift
 
 B, T, C, V = 3, 20, 8, 50
 
@@ -304,6 +306,45 @@ def test_activations_of_any_size_and_their_slopes_are_torchs(built, name, dtype,
     needs(dtype)
     x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * scale).to(dtype)
     assert error_of(getattr(kernels, name), [x]) <= LIMIT[dtype]
+
+
+@DTYPES
+@given(
+    T=st.integers(1, 300), D=st.integers(4, 48), threads=st.integers(1, 3), scale=st.floats(0.1, 30)
+)
+def test_norms_heads_and_token_shift_of_any_shape_are_torchs(built, dtype, T, D, threads, scale):
+    """The norms' rows are of odd widths; of one or two channels, a gradient is rounding only."""
+    needs(dtype)
+    x, y, _ = heads_of(2, 3, T, 2 * D, dtype)
+    x = x * scale
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for kind in (kernels.RMSNorm, kernels.LayerNorm):
+            odd = [each[..., 1:].contiguous() for each in (x, y)]
+            assert error_of(functools.partial(add_norm, kind), odd) <= LIMIT[dtype]
+        assert error_of(heads, [x]) <= LIMIT[dtype]
+        assert error_of(shift, [x[0]]) <= LIMIT[dtype]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_model_with_kernels_is_that_without_them(built, norm, monkeypatch):
+    """Under autocast, where the residual stream is float32 and what layers take is bfloat16."""
+    needs(torch.bfloat16)
+    torch.manual_seed(0)
+    model = make(replace(MODERN, norm=norm, bias=norm == "layer", zero_init=False))
+    idx = torch.randint(model.config.vocab_size, (3, 13))
+    found = []
+    for dtypes in (cpu_kernels.dtypes(), ()):
+        monkeypatch.setattr(cpu_kernels, "_dtypes", dtypes)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, loss = model(idx, idx)
+        assert loss is not None
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found.append([loss.detach(), *torch.autograd.grad(loss, parameters)])
+    assert_close(found[0], found[1], "bfloat16")
 
 
 def test_results_are_the_same_to_the_last_bit_each_time(built):

@@ -25,9 +25,10 @@ from deskgpt import cpu_kernels
 from deskgpt.check_model import check_model
 from deskgpt.compiling import work_around_gcc
 from deskgpt.compute import ComputeMode, apply_compute, autocast, choose_compute, saved_compute
+from deskgpt.deskgpt_ops import rotate
 from deskgpt.distributed import DistContext
 from deskgpt.kernels import causal_attention
-from model import GPT, GPTConfig, rotate
+from model import GPT, GPTConfig
 from train import TrainConfig, forward_backward, main
 
 CUDA = torch.device("cuda")
