@@ -323,7 +323,7 @@ class Transformer(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
-        # How it is computed; train.py sets these (deskgpt/compute.py) and logs them.
+        # How it is computed; train.py sets these (deskgpt/compiling.py) and logs them.
         # The dtype of the residual stream; None leaves that of the embedding, float32.
         self.residual_dtype: torch.dtype | None = None
         self.recompute = "none"  # full: the backward pass computes the blocks' activations again
@@ -365,7 +365,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        # How the loss is computed; train.py sets these (deskgpt/compute.py) and logs them.
+        # How the loss is computed; train.py sets these (deskgpt/compiling.py) and logs them.
         self.compile_loss = False  # its softmax as one graph of torch.compile
         self.loss_chunks = 1  # of a micro-batch on a card
         self.transformer = Transformer(config)

@@ -97,6 +97,8 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         if self.plan_for:
+            from deskgpt.peaks import find_cards
+
             try:
                 find_cards(self.plan_for)
             except ValueError as e:
@@ -152,22 +154,17 @@ from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
 from deskgpt.checkpoint import run_folder
+from deskgpt.compiling import explain_compile_errors
 from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_seed
 from deskgpt.device import keep_freed_memory, limit_threads
-from deskgpt.distributed import (
-    dist_env,
-    gradient_norms,
-    init_distributed,
-    shutdown_distributed,
-    wrap_ddp,
-)
+from deskgpt.distributed import gradient_norms
 from deskgpt.errors import BatchTooLargeError, ConfigError, DataError, one_line_errors
 from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, share_answered
 from deskgpt.files import RESTART_S, locked_folder
+from deskgpt.launch import dist_env, init_distributed, shutdown_distributed, wrap_ddp
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import make_optimizer, step_if_finite
-from deskgpt.peaks import find_cards
 from deskgpt.resume import (
     build_model,
     check_same_experiment,
@@ -587,8 +584,6 @@ def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 if __name__ == "__main__":
-    from deskgpt.compiling import explain_compile_errors
-
     remedy = (
         "halve --batch_size and double --gradient_accumulation_steps (the same "
         "training), or take a smaller model"

@@ -44,7 +44,8 @@ from bench.output import markdown_table
 from bench.qualify import our_start
 from bench.speed import ROOT, vocab_size_of
 from configurator import configure
-from deskgpt.compute import apply_compute, autocast
+from deskgpt.compiling import apply_compute
+from deskgpt.compute import autocast
 from deskgpt.distributed import DistContext
 from deskgpt.errors import OneLineParser, in_gib, one_line_errors
 from deskgpt.files import cache_folder

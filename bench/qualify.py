@@ -65,9 +65,10 @@ from deskgpt.checkpoint import Checkpoint
 from deskgpt.compute import ComputeMode, seed_all
 from deskgpt.cuda_graph import CudaGraph
 from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
-from deskgpt.distributed import DistContext, init_distributed
+from deskgpt.distributed import DistContext
 from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
+from deskgpt.launch import init_distributed
 from deskgpt.resume import Start, build_model, choose_compute_and_batch
 from model import GPTConfig
 

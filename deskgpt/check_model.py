@@ -20,7 +20,8 @@ from torch import Tensor
 
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import savable
-from deskgpt.compute import ComputeMode, apply_compute, named_losses, seed_all
+from deskgpt.compiling import apply_compute
+from deskgpt.compute import ComputeMode, named_losses, seed_all
 from deskgpt.distributed import DistContext
 from deskgpt.optim import step_if_finite
 from deskgpt.train_state import optimizer_state

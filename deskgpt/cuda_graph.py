@@ -1,6 +1,6 @@
 """A CUDA graph: a pass is recorded once, and from then on replayed by one call.
 
-Imported by runs that record (deskgpt/compute.py decides); train_state.py takes `snapshot` of it.
+Imported by runs that record (deskgpt/compiling.py decides); train_state.py takes `snapshot` of it.
 """
 
 from __future__ import annotations

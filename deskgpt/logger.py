@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from deskgpt import device as machine
-from deskgpt import peaks
 from deskgpt.checkpoint import CKPT, CKPT_BEST, archive_previous_run, run_folder
+from deskgpt.compiling import compile_s
 from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
 from deskgpt.distributed import shards_of, unsharded
 from deskgpt.errors import clock, millions, reason
@@ -67,7 +67,7 @@ class RunLogger:
 
     def __init__(self, config: LogSettings, state: TrainState, stop: StopConditions) -> None:
         """Print and log what runs, and on what; from here on, steps are timed."""
-        from deskgpt.compiling import compile_s
+        from deskgpt.peaks import peak_flops
 
         self.config = config
         self.state = state
@@ -84,7 +84,7 @@ class RunLogger:
         # Of the steps since the last log line, still on the device.
         self._grad_norms: list[Tensor] = []
         self._tokens = 0  # of these steps
-        peak, peak_source = peaks.peak_flops(self.dist.device, state.compute.dtype)
+        peak, peak_source = peak_flops(self.dist.device, state.compute.dtype)
         # Of all ranks
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
         self.warm_up_s = time.perf_counter() - stop.started

@@ -23,13 +23,8 @@ from deskgpt.checkpoint import (
     load_to_resume,
     run_folder,
 )
-from deskgpt.compute import (
-    ComputeMode,
-    ComputeSettings,
-    apply_compute,
-    choose_compute,
-    saved_compute,
-)
+from deskgpt.compiling import ComputeSettings, apply_compute, choose_compute, saved_compute
+from deskgpt.compute import ComputeMode
 from deskgpt.device import code_digest, versions
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import ConfigError, shortened

@@ -17,9 +17,9 @@ from conftest import ROOT, TINY, assert_one_line, flags, logged, raises_one_line
 from gloo import forked
 
 import train
-from deskgpt.distributed import init_distributed
 from deskgpt.errors import ConfigError, clock, one_line_errors
 from deskgpt.files import cache_path, read_cache, write_cache
+from deskgpt.launch import init_distributed
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
 

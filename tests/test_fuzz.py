@@ -36,7 +36,8 @@ from configurator import build, configure
 from data.prepared import write_dataset
 from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.checkpoint import CKPT, load_checkpoint, run_folder
-from deskgpt.compute import ComputeMode, saved_compute
+from deskgpt.compiling import saved_compute
+from deskgpt.compute import ComputeMode
 from deskgpt.device import resolve_device
 from deskgpt.distributed import DistContext
 from deskgpt.errors import is_out_of_memory, one_line_errors

@@ -17,7 +17,8 @@ from bench.check_cards import Work
 from data.batches import BatchSplit
 from deskgpt import kernels, peaks
 from deskgpt.checkpoint import Checkpoint
-from deskgpt.compute import ComputeMode, apply_compute
+from deskgpt.compiling import apply_compute
+from deskgpt.compute import ComputeMode
 from deskgpt.distributed import DistContext
 from deskgpt.memory import (
     StepShape,

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deskgpt import cpu_kernels
 from deskgpt.check_model import check_model
-from deskgpt.compiling import work_around_gcc
-from deskgpt.compute import ComputeMode, apply_compute, autocast, choose_compute, saved_compute
+from deskgpt.compiling import apply_compute, choose_compute, saved_compute, work_around_gcc
+from deskgpt.compute import ComputeMode, autocast
 from deskgpt.deskgpt_ops import rotate
 from deskgpt.distributed import DistContext
 from deskgpt.kernels import causal_attention
@@ -166,8 +166,8 @@ def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_tra
 @pytest.fixture
 def card(monkeypatch):
     """Set up a card with Triton, and a machine without a compiler for our kernels."""
-    monkeypatch.setattr("deskgpt.compute.has_triton", lambda device: True)
-    monkeypatch.setattr("deskgpt.compute.default_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr("deskgpt.compiling.has_triton", lambda device: True)
+    monkeypatch.setattr("deskgpt.compiling.default_dtype", lambda device: "bfloat16")
     monkeypatch.setattr(cpu_kernels, "is_supported_platform", lambda: False)
 
 

@@ -35,8 +35,9 @@ import train
 from configurator import build
 from data.batches import Split
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
-from deskgpt.distributed import ALONE, DistContext, dist_env
+from deskgpt.distributed import ALONE, DistContext
 from deskgpt.errors import one_line_errors
+from deskgpt.launch import dist_env
 from deskgpt.memory import larger_batch
 from deskgpt.resume import (
     Start,
@@ -117,8 +118,8 @@ def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
     def choose(ranks):
         gib, fastest, has_triton = CARDS[ranks.rank]
         monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda *_: (1e14, ""))
-        monkeypatch.setattr("deskgpt.compute.default_dtype", lambda device: fastest)
-        monkeypatch.setattr("deskgpt.compute.has_triton", lambda device: has_triton)
+        monkeypatch.setattr("deskgpt.compiling.default_dtype", lambda device: fastest)
+        monkeypatch.setattr("deskgpt.compiling.has_triton", lambda device: has_triton)
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
         ranks = replace(ranks, device=torch.device("cuda"))
         start = Start("scratch", model_config, Checkpoint({}, {}))

@@ -343,8 +343,9 @@ def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_pat
     client = Served(None, int(port), token).client()
     (page,) = client.models.list()
     facts = {"iter_num": 6, "block_size": 96, "system": ""}
-    assert facts.items() <= page.to_dict().items()
-    assert page.to_dict()["val_loss"] > 0
+    shown: dict[str, Any] = page.to_dict()
+    assert facts.items() <= shown.items()
+    assert shown["val_loss"] > 0
     pieces = client.completions.create(model="any", prompt="a", stream=True)
     next(pieces)
     process.send_signal(signal.SIGINT)

@@ -40,7 +40,8 @@ import train
 from deskgpt import kernels
 from deskgpt.check_model import check_model
 from deskgpt.checkpoint import load_checkpoint
-from deskgpt.compute import ComputeMode, apply_compute, autocast
+from deskgpt.compiling import apply_compute
+from deskgpt.compute import ComputeMode, autocast
 from deskgpt.monitor import LossMonitor
 from deskgpt.resume import NOT_LEARNING, SCHEDULE, known_settings
 from deskgpt.train_state import TrainState
