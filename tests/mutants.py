@@ -24,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARKS = {"quick": "not slow and not nightly", "slow": "slow and not nightly"}
 MOST_S = 3600  # of the tests of a kind
+# Any edit fails these: a token more, a line that a patch looks for, an entry of the list.
+NOTICE_ANY_EDIT = {"test_reading.py", "test_hacks.py"}
 Mutant = dict[str, str]
 
 
@@ -34,11 +36,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--sample", type=int, help="plant so many, drawn at random")
     args = parser.parse_args()
-    mutants: list[Mutant] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
-    for mutant in mutants:
-        text = planted(ROOT, mutant)
-        if mutant["file"].endswith(".py"):
-            ast.parse(text)
+    mutants = all_mutants()
     if args.names:
         mutants = [mutant for mutant in mutants if mutant["name"] in args.names]
     if args.sample:
@@ -59,6 +57,16 @@ def main() -> None:
     sys.exit(min(unnoticed, 1))
 
 
+def all_mutants() -> list[Mutant]:
+    """Return the list. Raises ValueError where code has moved, SyntaxError if it is no Python."""
+    mutants: list[Mutant] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
+    for mutant in mutants:
+        text = planted(ROOT, mutant)
+        if mutant["file"].endswith(".py"):
+            ast.parse(text)
+    return mutants
+
+
 def planted(root: Path, mutant: Mutant) -> str:
     """Return the text of its file with the defect. Raises ValueError if the file has changed."""
     text = (root / mutant["file"]).read_text(encoding="utf-8")
@@ -71,7 +79,7 @@ def planted(root: Path, mutant: Mutant) -> str:
 def noticed_by(copy: Path, module: str) -> str:
     """Return the first test that fails, or "" if none does. Tests that name the module go first."""
     paths = sorted((copy / "tests").glob("test_*.py"), key=lambda p: module not in p.read_text())
-    files = [str(path) for path in paths]
+    files = [str(path) for path in paths if path.name not in NOTICE_ANY_EDIT]
     for kind, marks in MARKS.items():
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", marks, *files]
         try:
