@@ -30,7 +30,7 @@ optimizer = "muon"  # few steps: docs/answers.md#recipes
 learning_rate = 1e-2  # the first that was tried: no spike, and it learned
 lr_schedule = "linear"
 min_lr = 0.0
-# 8.5 minutes hold about 5,600 on two idle cores, by one core's time; the data last for one pass.
+# As many as an EPYC's two idle cores took in 8m15; the data last for one pass.
 max_iters = 6000
 max_minutes = 8.5  # and leaves a minute for making the data and for the table
 warmup_iters = 20
