@@ -168,7 +168,7 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
     settings = [*settings, *MINUTES, f"--dataset={dataset}", f"--out_dir={out}", *extra]
     # Of a setting that is there twice, the last one counts.
     last = {word.partition("=")[0]: word for word in settings}
-    # Large pages, as 0.9 of a step's time (bench/results/2026-11-29-small-models-cpu.md).
+    # With large pages a step takes 0.9 of the time (bench/results/2026-11-29-small-models-cpu.md).
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     run(python, "train.py", *last.values())
     print0("the run's curves and texts, as a page for your browser:")

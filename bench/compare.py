@@ -218,10 +218,9 @@ def compare_after(runs: list[Run], amount: str) -> tuple[str, Table]:
     best = runs[losses.index(low)]
     gaps = ""
     for run, loss in zip(runs, losses, strict=True):
-        if run != best:
+        if run is not best:
             gaps += f", {run.name[0]}'s is {loss - low:.4f} higher"
-    line = f"{best.name} learned more: its {label} is {low:.4f}{gaps}"
-    return line, rows
+    return f"{best.name} learned more: its {label} is {low:.4f}{gaps}", rows
 
 
 def common_losses(runs: list[Run], amount: str) -> tuple[float, list[float]]:

@@ -66,7 +66,8 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
 def split_heads(
     qkv: Tensor, n_head: int, qk_norm: bool, rotary: Tensor | None
 ) -> tuple[Tensor, ...]:
-    q, k, v = qkv.unflatten(2, (3, n_head, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+    qkv = qkv.unflatten(2, (3, n_head, -1))  # (B, T, 3, H, D)
+    q, k, v = qkv.transpose(1, 3).unbind(2)  # each (B, H, T, D)
     if qk_norm:
         q = F.rms_norm(q, q.shape[-1:], eps=1e-5).type_as(v)
         k = F.rms_norm(k, k.shape[-1:], eps=1e-5).type_as(v)

@@ -53,6 +53,7 @@ COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_
 # Beginnings of commands that other tests run, or that need what is not here.
 NOT_RUN = """\
 make train
+make chat
 make test
 make qualify
 python bench/qualify.py
@@ -103,7 +104,8 @@ def clone(tmp_path_factory, text) -> Path:
         parts = [text[n : n + 2000] for n in range(i * 2000, 100_000, 4000)]
         lines = [json.dumps({"text": part, "body": part}) for part in parts]
         (folder / "documents" / f"{i}.jsonl").write_text("\n".join(lines))
-    (folder / "dialogues.jsonl").write_text(DIALOGUE * 20)
+    for name in ("dialogues.jsonl", "test.jsonl"):
+        (folder / name).write_text(DIALOGUE * 20)
     header = np.array([20240520, 1, 5000, *[0] * 253], "<i4")  # llm.c's
     ids = np.random.default_rng(0).integers(0, 50257, 5000, np.uint16)
     for name in ("val_000000", "train_000001"):  # as hf download brings them
@@ -143,6 +145,8 @@ def shortened(command: str) -> str:
     command = re.sub(r"--vocab_size[ =]\d+", "--vocab_size=512", command)
     if "data/chat/prepare.py" in command:
         # As training_flags sets it
+        if "mine" in command:  # a whole dialogue fits
+            return f"{command} --block_size 64"
         return f"{command} --block_size {16 if 'novel' in command else 32}"
     if "fineweb_edu/prepare.py" in command:
         tokenizer = "" if "--tokenizer" in command else " --tokenizer bytes"
@@ -159,6 +163,8 @@ def training_flags(command: str) -> str:
     """Return settings that make a train.py command short."""
     if "init_from=resume" in command:  # the checkpoint decides the model and the batch
         return f"--max_iters=4 {PLAIN} --resume_changed=True"
+    if "mine" in command:
+        return f"{SHORT} --block_size=64"
     if "init_from=out-" in command:
         return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
