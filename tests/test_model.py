@@ -98,6 +98,17 @@ def test_counts_of_gpt2_small_are_those_of_the_paper_and_palm_appendix_b():
     assert model.estimate_flops() == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_estimated_flops_are_those_that_torch_counts(tied):
+    model = GPT(replace(SMALL, block_size=4, vocab_size=1000, tie_weights=tied))
+    idx = tokens(2, 4)
+    with FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    assert model.estimate_flops() * idx.numel() == pytest.approx(
+        counter.get_total_flops(), rel=0.05
+    )
+
+
 @pytest.mark.parametrize("config", [SMALL, MODERN])
 def test_cropped_model_computes_the_same_on_short_contexts(config):
     model, idx = make(config).requires_grad_(False), tokens(2, 12)
