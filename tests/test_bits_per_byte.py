@@ -34,6 +34,12 @@ def test_all_bytes_of_the_targets_count_end_of_text_has_none_but_its_nats_count(
     # All but the first token are predicted.
     assert bytes_per_token(split, 1, tokenizer) == n_bytes / (len(ids) - 1)
 
+    mask = ids % 2
+    mask.astype(np.uint8).tofile(tmp_path / "val.mask")
+    masked = Split(tmp_path, "val", len(ids) - 1, tokenizer.vocab_size)
+    lengths = tokenizer.token_bytes()[ids[1:][mask[1:] == 1]]
+    assert bytes_per_token(masked, 1, tokenizer) == lengths.mean()
+
 
 @needs_bpe
 def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):

@@ -214,6 +214,7 @@ def test_band_has_a_width_although_all_seeds_begin_at_one_loss_and_says_nothing_
     assert sentence({2: math.nan}).startswith("unusual:")
     assert sentence({0: math.nan}).startswith("unusual:")
     assert sentence({0: 4.1005}) == sentence({5: 1.0}) == ""  # random weights say nothing yet
+    assert "at step 0," in sentence({0: 9.0, 2: 4.1})  # where it first left the band
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     assert slowest < 1.6 * fastest
     basis = r"an MFU of 55% to 82% \(known runs on GeForce; not measured here.*\) of 1 x 58.30 "
     assert re.search(basis + "TFLOP/s .* for 18,750 steps", done.out)
+    hours = numbers(r"s per step, (\d+)h\d\dm to (\d+)h\d\dm for", done.out)
+    assert hours == [18_750 * fastest // 3600, 18_750 * slowest // 3600]
     batch_size, accumulation = numbers(r"=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out)
     assert batch_size * accumulation == 8 * 64
     assert not out.exists()
@@ -185,6 +187,18 @@ def test_plan_that_does_not_fit_or_has_no_peak_has_no_time(capsys):
     assert "time: n/a" in out
     assert "TFLOP/s" not in out
     assert "time: n/a" in plan(capsys, plan_for="T4", dtype="bfloat16")
+
+
+def test_plan_leaves_a_tenth_of_a_card_free_and_is_of_the_context_that_is_trained(capsys):
+    out = plan(capsys, plan_for="RTX 2060", batch_size=4800, n_embd=256)
+    peak, memory = numbers(r"^predicted peak memory .*: (\S+) of (\S+) GiB$", out)
+    assert 0.9 < peak / memory < 1
+    assert "does not fit" in out
+    short = plan(capsys)
+    c = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=32, plan_for="H100")
+    c = replace(c, gradient_accumulation_steps=1)
+    dry_run(c, replace(c.model_config(50304), block_size=1024), DistContext(CPU))
+    assert capsys.readouterr().out == short
 
 
 def test_plan_of_many_ranks_says_what_each_has(capsys):

@@ -387,6 +387,11 @@ def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     assert "changed" not in capsys.readouterr().out
 
 
+def test_weights_of_a_run_are_finetuned_with_the_dropout_that_is_asked_for(half, out, tmp_path):
+    main(tiny(half / "data", tmp_path / "fine", init_from=str(out), dropout=0.3, max_iters=0))
+    assert load_checkpoint(tmp_path / "fine").model_args["dropout"] == 0.3
+
+
 def test_finished_run_that_is_resumed_prints_changed_code_and_a_damaged_best_model(out, capsys):
     saved = load_checkpoint(out)
     assert saved.metadata is not None

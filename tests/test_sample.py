@@ -226,6 +226,13 @@ def test_tokens_are_drawn_with_their_probabilities_of_k_or_of_those_that_reach_t
     assert (shares > 0).tolist() == [share > 0 for share in expected]
 
 
+def test_tokens_of_a_large_vocabulary_are_drawn_evenly_to_the_last():
+    ids = torch.arange(0, 50_304, 997)[:, None]
+    u = (ids.double() + 0.001) / 50_304
+    picked = sample_tokens(torch.zeros(len(ids), 50_304), u, temperature=1.0, top_k=0, top_p=1.0)
+    assert torch.equal(picked, ids)
+
+
 # ---- texts ---------------------------------------------------------------------------------------
 
 

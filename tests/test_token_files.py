@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from data.batches import AHEAD, BatchSplit, Loader, NumberFile, Split
 from data.dataset import Dataset, eval_digest, fingerprint
-from data.prepared import write_dataset
+from data.prepared import write_dataset, write_shards
 from data.token_files import (
     HEADER_BYTES,
     JSON_BYTES,
@@ -392,3 +392,16 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
     assert waited > 0.05
     until(lambda: sorted(made) == list(range(1 + AHEAD)))  # nobody asks for them yet
     loader.close()
+
+
+def test_shards_hold_all_pieces_in_order_and_no_more_than_their_size(tmp_path):
+    pieces = [np.arange(3), np.arange(3, 15), np.arange(15, 20)]
+    entries = write_shards(tmp_path, {"a": 5, "b": 9, "c": 99, "d": 9}, iter(pieces))
+    shards = [np.fromfile(tmp_path / name, np.uint16) for name in entries]
+    assert [len(ids) for ids in shards] == [5, 9, 6]
+    assert np.concatenate(shards).tolist() == list(range(20))
+
+
+def test_evaluation_reads_at_least_the_tokens_that_are_asked_for():
+    for tokens, windows in ((1, 1), (16, 1), (17, 2), (0, 6)):
+        assert BatchSplit(2, 1, 16, eval_iters=3, eval_tokens=tokens).eval_sequences == windows
