@@ -137,6 +137,14 @@ def test_best_model_of_other_data_is_moved_aside_and_nothing_is_lost(tmp_path):
         assert load_checkpoint(folder).iter_num == 5
 
 
+def test_intact_best_checkpoint_stays_beside_a_later_worse_one(tmp_path):
+    worse = replace(state_of(7), progress={"evaluations": [[7, 9.0, 9.0, 0.1]]})
+    for saved, is_best in ((state_of(5), True), (worse, False)):
+        save_checkpoint(saved, tmp_path, best=is_best)
+    clean_out_dir(tmp_path, print)
+    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 5
+
+
 @pytest.mark.parametrize(("step", "loss"), [(5, 3.5), (7, math.inf)])
 def test_only_evaluated_weights_become_the_best(step, loss, tmp_path):
     """Without ckpt_best.pt: it was deleted, or the run was stopped before its first evaluation

@@ -81,6 +81,7 @@ FAULTY: dict[str, list[str]] = {
     "--max_iters": ["--max_iters", "--max_iters=6"],
     "--bias=1": ["--bias=1", "bool"],
     "--max_iters=-1": ["max_iters=-1", "at least 0"],
+    "--beta2=1": ["beta2=1.0 must be", "below 1"],
     "--out_dir=": ["--out_dir", "--out_dir=out"],
     "--max_iters 8": ["8", "--key=value"],
     # What other programs call it; never what is spelled alike and means something else.

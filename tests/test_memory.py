@@ -23,6 +23,7 @@ from deskgpt.distributed import DistContext
 from deskgpt.memory import (
     StepShape,
     batch_too_large,
+    check_model_fits,
     dry_run,
     larger_batch,
     largest_batch,
@@ -109,6 +110,15 @@ def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run
         card = DistContext(torch.device("cuda"))
         found, _ = choose_compute_and_batch(c, Start("", GPT2, saved), card)
         assert found.loss_chunks == expected
+
+
+def test_model_that_is_trained_needs_three_times_its_weights(monkeypatch):
+    weights = 4 * sum(p.numel() for p in GPT(SMALL).parameters())
+    monkeypatch.setattr("deskgpt.device.usable_memory_bytes", lambda device: 2 * weights)
+    check_model_fits(SMALL, CPU)
+    check_model_fits(SMALL, CPU, trains=True, shards=2)
+    with raises_one_line("n_embd=64", "take a smaller model"):
+        check_model_fits(SMALL, CPU, trains=True)
 
 
 def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training():

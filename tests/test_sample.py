@@ -300,6 +300,12 @@ def test_first_text_appears_while_it_is_written_and_the_others_after_it(run, cap
     assert printed == "".join(f"{text}\n---------------\n" for text in texts)
 
 
+def test_text_of_the_likeliest_tokens_has_three_names(run):
+    likeliest = samples(run, temperature=0.0)
+    assert samples(run, temperature=50.0, top_k=1) == likeliest
+    assert samples(run, temperature=50.0, top_k=0, top_p=1e-6) == likeliest
+
+
 def test_same_seed_same_text_whatever_the_number_of_samples(run):
     five = samples(run, num_samples=5, out_dir="nowhere", init_from=str(run / "ckpt.pt"))
     assert samples(run, num_samples=2) == five[:2]
