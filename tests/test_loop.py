@@ -182,11 +182,15 @@ def test_val_loss_that_is_not_finite_ends_the_run(bad, chars, tmp_path, monkeypa
         main(tiny(chars, tmp_path))
 
 
-def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(chars, tmp_path):
-    for dtype in ("float32", "float16"):
+def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(
+    chars, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("deskgpt.compiling.default_dtype", lambda device: "float16")
+    for dtype in ("float32", "auto"):
         main(tiny(chars, tmp_path / dtype, dtype=dtype, max_iters=3, grad_clip=0.1))
+    assert (load_checkpoint(tmp_path / "auto").scaler or {})["scale"] > 1
     for name, rel in (("grad_norm", 0.05), ("loss", 0.01)):
-        found, expected = (logged(tmp_path / d, "iter", name) for d in ("float16", "float32"))
+        found, expected = (logged(tmp_path / d, "iter", name) for d in ("auto", "float32"))
         assert found == pytest.approx(expected, rel=rel)
 
 
