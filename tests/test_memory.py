@@ -162,6 +162,8 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     assert re.search(basis + "TFLOP/s .* for 18,750 steps", done.out)
     batch_size, accumulation = numbers(r"=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out)
     assert batch_size * accumulation == 8 * 64
+    row = r"^\| 1 x .*4070 \| python train.py config/(?!.*plan_for).* to .* \| not known \| .* \|$"
+    assert re.search(row, done.out, re.M)
     assert not out.exists()
 
 

@@ -127,6 +127,15 @@ def test_own_text_has_a_folder_of_its_own_and_its_model_is_exported(device, mach
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
 
 
+def test_folder_and_a_pattern_are_one_text(machine):
+    (machine.folder / "docs").mkdir()
+    (machine.folder / "docs" / "a.md").write_text("a text")
+    for text in ("docs", "docs/*.md"):
+        tasks.main(["train", "--text", text])
+        (prepare,) = re.findall("data/text.*", "\n".join(machine.calls()))
+        assert prepare.startswith(f"data/text/prepare.py {machine.folder / text} --name ")
+
+
 def test_missing_or_empty_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(
     machine,
 ):
