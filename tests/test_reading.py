@@ -29,13 +29,13 @@ AT_MOST = {
     "files of a step": 8,
     "lines of these files": 2_965,
     "files that train.py imports": 30,
-    "lines of those files": 8_622,
+    "lines of those files": 8_625,
     "lines of main": 94,
     "nesting of main": 4,
     "names of main": 38,
     "line of the first setting": 40,
-    "tokens of production": 97_077,
-    "tokens of tests": 88_964,
+    "tokens of production": 97_101,
+    "tokens of tests": 89_024,
 }
 
 # One iteration of main's loop that neither evaluates nor saves, up to its log block, with the

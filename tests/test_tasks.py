@@ -278,6 +278,12 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(ch
         assert done.returncode == 0, done.stderr
 
 
+def test_script_outside_of_the_environment_names_what_it_lacks_and_the_way_in(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("HIDDEN", "{'torch', 'tqdm'}"))
+    done = shell("python", "train.py", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert_one_line(done.stderr, "has no torch, tqdm;", ROOT / ".venv", "activate")
+
+
 def test_installation_holds_all_modules():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert set(setuptools["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
