@@ -29,12 +29,12 @@ AT_MOST = {
     "files of a step": 8,
     "lines of these files": 2_965,
     "files that train.py imports": 30,
-    "lines of those files": 8_625,
+    "lines of those files": 8_629,
     "lines of main": 94,
     "nesting of main": 4,
     "names of main": 38,
     "line of the first setting": 40,
-    "tokens of production": 97_101,
+    "tokens of production": 97_127,
     "tokens of tests": 89_031,
 }
 
