@@ -30,26 +30,32 @@ from deskgpt.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 HELP = {"-h", "--help"}
-# What other programs call our settings; none of these names is like the right one.
+# What other programs call our settings; the likest of our own names would mean something else.
 OTHER_NAMES = {
-    "lr": "learning_rate",
-    "bs": "batch_size",
-    "steps": "max_iters",
-    "epochs": "max_iters",
-    "num_epochs": "max_iters",
-    "gpu": "device",
-    "hidden_size": "n_embd",
-    "d_model": "n_embd",
-    "layers": "n_layer",
-    "num_layers": "n_layer",
-    "heads": "n_head",
-    "num_heads": "n_head",
-    "context_length": "block_size",
-    "seq_len": "block_size",
-    "prompt": "start",
-    "tokens": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "n": "num_samples",
+    "activation_checkpoint": "checkpointing gradient_checkpointing",
+    "batch_size": "bs mini_batch micro_batch",
+    "block_size": "context_length context ctx n_ctx seq_len seq_length sequence_length max_length",
+    "dataset": "data_dir data_path",
+    "device": "gpu gpus cuda cpu",
+    "dtype": "precision fp16 bf16 amp",
+    "eval_interval": "eval_every eval_steps",
+    "grad_clip": "clip_grad max_grad_norm",
+    "gradient_accumulation_steps": "accum grad_accum accumulation accumulation_steps",
+    "init_from": "resume load",
+    "learning_rate": "lr",
+    "max_iters": "steps num_steps n_steps iterations epoch epochs n_epochs num_epochs max_epochs",
+    "max_minutes": "time max_time",
+    "max_new_tokens": "n_tokens tokens max_tokens length max_length",
+    "n_embd": "hidden_size hidden d_model dim embed_dim embedding_size",
+    "n_head": "heads num_heads num_attention_heads",
+    "n_layer": "layers num_layers num_hidden_layers",
+    "num_samples": "n num",
+    "optimizer": "opt",
+    "out_dir": "save_dir output ckpt checkpoint",
+    "start": "prompt text input",
+    "temperature": "temp greedy",
+    "top_k": "k",
+    "weight_decay": "wd",
 }
 
 # ---- reading settings ----------------------------------------------------------------------------
@@ -136,13 +142,13 @@ def is_known(name: str, cls: type, where: str) -> bool:
     retired: dict[str, str] = getattr(cls, "retired", {})
     if name not in retired:
         hint = did_you_mean(name, settings_of(cls), "--help lists the settings")
-        meant = OTHER_NAMES.get(name)
-        negated = name.removeprefix("no-").removeprefix("no_")
+        meant = [ours for ours in settings_of(cls) if name in OTHER_NAMES.get(ours, "").split()]
+        negated = re.sub("^no[-_]", "", name)
         if name == "vocab_size":
             hint = "the tokenizer of the data has it"
-        elif meant in settings_of(cls):
-            hint = f"did you mean {meant}?"
-        elif negated != name and negated in settings_of(cls):
+        elif meant:
+            hint = f"did you mean {meant[0]}?"
+        elif negated in settings_of(cls):
             hint = f"write --{negated}=False"
         raise ConfigError(f"{where} is not a setting; {hint}")
     note_once(f"{name} is no longer used: {retired[name]}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH=1 leaves this folder out
 
-from deskgpt.errors import open_standard_files, require_torch
+from deskgpt.errors import open_standard_files, python_command, require_torch
 from deskgpt.stopping import StopConditions, signal_handler
 
 if __name__ == "__main__":
@@ -591,8 +591,8 @@ if __name__ == "__main__":
     with one_line_errors(remedy, ignore_write_errors=not HELP & {*sys.argv}):
         if not sys.argv[1:] and not dataset_folder("openwebtext").exists():  # the defaults' data
             raise ConfigError(
-                "name a config: python train.py config/train_shakespeare_char_cpu.py; config/ has "
-                "others, and --help lists the settings"
+                f"name a config: {python_command()} train.py config/train_shakespeare_char_cpu.py; "
+                "config/ has others, and --help lists the settings"
             )
         settings = read_settings(TrainConfig, sys.argv[1:])
         with lock_of(settings), explain_compile_errors():

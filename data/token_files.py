@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.tokenizer import MOST_IDS, from_meta, tokens_of
-from deskgpt.errors import did_you_mean, reason
+from deskgpt.errors import did_you_mean, python_command, reason
 from deskgpt.files import Fields, check_record, is_number, read_small, sha256
 from deskgpt.limits import allow_open_files
 
@@ -155,18 +155,18 @@ def token_files(folder: Path, split: str, record: dict[str, Any]) -> list[Path]:
         if (match := numbered.fullmatch(path.name))
     }
     if len(set(found.values())) != 1:
-        names = ", ".join(path.name for path in found)[:200] or "none"
+        names = ", ".join(path.name for path in found)[:200] or "no *.bin"
         command = f"data/text/prepare.py FILE --name {folder.name}"
         if (folder / "prepare.py").exists():
             command = os.path.relpath(folder / "prepare.py")
-        remedy = f"make it with python {command}, or name one that data/ has"
+        remedy = f"make it with {python_command()} {command}, or name one that data/ has"
         if not folder.exists():
             beside = folder.parent
             others = [*beside.glob("*/prepare.py"), *beside.glob("*/train*.bin")]
             remedy = did_you_mean(folder.name, [path.parent.name for path in others], remedy)
         raise ValueError(
-            f"dataset {folder} has no {split}.bin and no numbered {split}_*.bin of one kind, but "
-            f"{names}; {remedy}"
+            f"dataset {folder} has no {split}.bin and no numbered {split}_*.bin of one kind; it "
+            f"has {names}: {remedy}"
         )
     return list(found)
 

@@ -29,9 +29,12 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
     logger.print0(
         f"{state.step - state.first_step} steps: {clock(timer.train_s())} of training, "
         f"{clock(timer.total_s['evaluation'])} of evaluation, "
-        f"{clock(timer.total_s['saving'])} of saving, {clock(logger.warm_up_s)} to start"
+        f"{clock(timer.total_s['saving'])} of saving"
     )
-    logger.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
+    logger.print0(
+        f"{clock(logger.warm_up_s)} to start, {clock(timer.wait_s)} of waiting for data, peak "
+        f"memory {in_gib(memory)} GiB"
+    )
     none = "n/a: the run ended before its first evaluation"
     logger.print0(f"best val loss {f'{best_val_loss:.4f}' if best else none}")
     of_data = (state.data.metadata["val data"]["fingerprint"], state.data.train.tokens)

@@ -157,14 +157,18 @@ def escape_control_chars(text: str) -> str:
 
 
 def require_torch() -> None:
-    """End the script with one line if this Python has no torch, as outside of the environment."""
-    if importlib.util.find_spec("torch") is None:
+    """End the script with one line if this Python has no torch, as outside of the environment, or
+    lacks another package that every script needs.
+    """
+    needed = ("torch", "numpy", "psutil", "tqdm", "filelock")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
         activate = f"source {ROOT}/.venv/bin/activate"
         if os.name == "nt":
             activate = rf"{ROOT}\.venv\Scripts\activate"
         sys.exit(
-            f"error: {sys.executable} has no torch; enter the environment that make train makes: "
-            f"{activate}"
+            f"error: {sys.executable} has no {', '.join(missing)}; enter the environment that make "
+            f"train makes: {activate} (or install what is missing)"
         )
 
 

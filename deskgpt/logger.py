@@ -287,7 +287,8 @@ class RunLogger:
             val_batches=val.batch_losses,
         )
         if texts:
-            shown = textwrap.indent(texts[0].strip(), "    ")
+            lines = [textwrap.fill(line, 76) for line in texts[0].strip().splitlines()]
+            shown = textwrap.indent("\n".join(lines), "    ")
             self.event("sample", f"it writes:\n\n{shown}\n", iter=step, texts=texts)
 
 

@@ -412,9 +412,11 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
             f"{' and what ranks send each other' if ranks > 1 else ''}"
         )
         tokens = batching.tokens_per_step
+        is_asked = ("--dry_run", "--plan_for")  # what the run's own command has not
+        words = [word for word in sys.argv if not word.startswith(is_asked)]
         lines += [  # a row of docs/start.md's tables
             "| machine | command | time, predicted | val loss | tokens/s |",
-            f"| {ranks} x {name} | python {shlex.join(sys.argv)} | {clock(steps * fastest_s)} to "
+            f"| {ranks} x {name} | python {shlex.join(words)} | {clock(steps * fastest_s)} to "
             f"{clock(steps * slowest_s)} | not known | {tokens / slowest_s:,.0f} to "
             f"{tokens / fastest_s:,.0f} |",
         ]

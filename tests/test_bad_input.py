@@ -75,6 +75,11 @@ def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, r
     assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
 
 
+def test_script_alone_and_with_a_runs_folder_says_what_to_type(run, script):
+    fails(script("train.py"), "train.py config/train_shakespeare_char_cpu.py", code=2)
+    fails(script("sample.py", run), f"--out_dir={run}", code=2)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
 def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, monkeypatch):
     data = shutil.copytree(chars, tmp_path / "data")

@@ -144,6 +144,7 @@ def test_dialogues_that_ship_are_prepared_and_text_in_their_place_has_no_mask(tm
     assert Split(tmp_path / "c", "train", 8, 256).masks == []
     # It has no end_of_text
     fails(script(*chat, f"--tokenizer={tmp_path / 'c'}"), "tokenizer char", "bytes")
+    fails(script(chat[0], "--source=a/b"), "--hub a/b", code=2)
 
 
 USER = {"role": "user", "content": "Hello!"}

@@ -87,6 +87,7 @@ FAULTY: dict[str, list[str]] = {
     # What other programs call it; never what is spelled alike and means something else.
     "--bs=4": ["--bs", "did you mean batch_size?"],
     "--lr=1": ["--lr", "did you mean learning_rate?"],
+    "--iterations=1": ["did you mean max_iters?"],
     "--no-compile": ["--no-compile", "--compile=False"],
     "--vocab_size=9": ["--vocab_size", "tokenizer"],
 }

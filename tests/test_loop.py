@@ -110,13 +110,17 @@ def test_settings_that_a_run_may_change_are_refused_in_the_loop_with_what_to_rea
             getattr(config, name)
 
 
-def test_max_hours_are_hours(monkeypatch):
+def test_max_hours_are_hours_and_may_end_before_there_is_a_loss(
+    chars, tmp_path, monkeypatch, capsys
+):
     for seconds, reason in ((3500, None), (3700, "max_hours")):
         monkeypatch.setattr(signal_handler, "installed_at", time.perf_counter() - seconds)
         monkeypatch.setattr(signal_handler, "signal", signal.SIGTERM)  # of an earlier run
         stops = StopConditions(TrainConfig(max_hours=1.0), DistContext(CPU))
         stops.update(False, time.perf_counter())
         assert stops.reason == reason
+    main(tiny(chars, tmp_path, max_hours=1e-9))
+    assert "val loss n/a: the run ended before its first eval" in capsys.readouterr().out
 
 
 def test_steps_that_fit_into_max_minutes_leave_time_for_their_evaluations(monkeypatch):

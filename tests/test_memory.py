@@ -174,6 +174,8 @@ def test_known_run_on_a_card_lies_in_the_planned_range_and_nothing_is_written(tm
     assert hours == [18_750 * fastest // 3600, 18_750 * slowest // 3600]
     batch_size, accumulation = numbers(r"=(\d+) --gradient_accumulation_steps=(\d+)\b", done.out)
     assert batch_size * accumulation == 8 * 64
+    row = r"^\| 1 x .*4070 \| python train.py config/(?!.*plan_for).* to .* \| not known \| .* \|$"
+    assert re.search(row, done.out, re.M)
     assert not out.exists()
 
 

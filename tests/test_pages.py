@@ -370,6 +370,7 @@ def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path,
     assert "No Shakespeare: training on the source code" in printed["data"]
     assert re.search(r"\bstep \d+: train loss", printed["train"]), printed["train"]
     assert (folder / "out-notebook" / "ckpt.pt").is_file()
+    assert "127.0.0.1" in printed["playground"]
     assert "'image/png': 'iVBOR" in printed["plot"]  # how PNG begins in base64
     said = "".join(output.text for output in cells["sample"].outputs)
     assert len(re.findall(r"(?s)==== temperature \S+\ndef (.{400,}?)\n-{15}", said)) == 2, said

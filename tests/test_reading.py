@@ -29,13 +29,13 @@ AT_MOST = {
     "files of a step": 8,
     "lines of these files": 2_965,
     "files that train.py imports": 30,
-    "lines of those files": 8_616,
+    "lines of those files": 8_629,
     "lines of main": 94,
     "nesting of main": 4,
     "names of main": 38,
     "line of the first setting": 40,
-    "tokens of production": 96_988,
-    "tokens of tests": 88_776,
+    "tokens of production": 97_127,
+    "tokens of tests": 89_031,
 }
 
 # One iteration of main's loop that neither evaluates nor saves, up to its log block, with the

@@ -127,6 +127,15 @@ def test_own_text_has_a_folder_of_its_own_and_its_model_is_exported(device, mach
     assert export == f"export.py --out_dir=out-mine --to={machine.folder / 'my.gguf'}"
 
 
+def test_folder_and_a_pattern_are_one_text(machine):
+    (machine.folder / "docs").mkdir()
+    (machine.folder / "docs" / "a.md").write_text("a text")
+    for text in ("docs", "docs/*.md"):
+        tasks.main(["train", "--text", text])
+        (prepare,) = re.findall("data/text.*", "\n".join(machine.calls()))
+        assert prepare.startswith(f"data/text/prepare.py {machine.folder / text} --name ")
+
+
 def test_missing_or_empty_text_and_a_name_that_is_taken_are_reported_before_anything_is_installed(
     machine,
 ):
@@ -267,6 +276,12 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(ch
         env = os.environ | {"PYTHONPATH": str(tmp_path)}
         done = shell("python", script, f"--out_dir={tmp_path / 'out'}", *words, env=env)
         assert done.returncode == 0, done.stderr
+
+
+def test_script_outside_of_the_environment_names_what_it_lacks_and_the_way_in(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("HIDDEN", "{'torch', 'tqdm'}"))
+    done = shell("python", "train.py", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert_one_line(done.stderr, "has no torch, tqdm;", ROOT / ".venv", "activate")
 
 
 def test_installation_holds_all_modules():

@@ -147,11 +147,14 @@ if __name__ == "__main__":
         either.add_argument(
             "files", metavar="FILE", nargs="*", type=Path, default=[EXAMPLE], help=about
         )
+        either.add_argument("--source", help="here it is --hub NAME, or the files alone")
         add_folder(parser, DATA / "chat")
         add("--tokenizer", default="gpt2", help="gpt2, bytes, or a prepared folder's path")
         about = "tokens of a window; also that of training (default: 1024)"
         add("--block_size", type=whole_number, default=1024, help=about)
         args = parser.parse_args()
+        if args.source:
+            parser.error(f"--source: write --hub {args.source}, or name files without an option")
         if args.hub:
             source = hub_source(args.hub, args.subset, args.split, None)
         else:

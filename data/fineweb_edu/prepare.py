@@ -35,7 +35,13 @@ from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
 from data.token_files import read_record, to_json
 from data.tokenizer import encoded_document
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors, shortened
+from deskgpt.errors import (
+    ConfigError,
+    OneLineParser,
+    one_line_errors,
+    python_command,
+    shortened,
+)
 from deskgpt.files import file_sha256, locked_folder, remove_leftovers, write_atomically
 
 HERE = Path(__file__).resolve().parent
@@ -163,7 +169,7 @@ def print_totals(folder: Path, record: Record) -> None:
     print(
         f"{tokens['train']:,} train and {tokens['val']:,} val tokens in "
         f"{len(record['files'])} shards; train on them:\n"
-        f"python train.py config/train_fineweb_125m.py --dataset={folder.resolve()}"
+        f"{python_command()} train.py config/train_fineweb_125m.py --dataset={folder.resolve()}"
     )
 
 
