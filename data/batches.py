@@ -86,29 +86,25 @@ class Split:
 
     # ---- training --------------------------------------------------------------------------------
 
-    def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
-        """Return (inputs, targets), each (len(rows), T), of rows 0..global_batch-1 of optimizer
-        step `step`.
+    def train_batch(self, rows: I64) -> tuple[I64, I64]:
+        """Return (inputs, targets), each (len(rows), T), of rows of the training data: the windows
+        of all epochs, in the order in which steps read them.
         """
-        return self._read(*self.sequence_offsets(step, rows, global_batch))
+        return self._read(*self.sequence_offsets(rows))
 
-    def sequence_offsets(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
+    def sequence_offsets(self, rows: I64) -> tuple[I64, I64]:
         """Return (shard, its first token), each (len(rows),), of the windows of train_batch."""
-        position = step * global_batch + rows  # in the sequence of all windows of all epochs
-        epoch = position // self.n_windows
+        epoch = rows // self.n_windows
         key = epoch_keys(self.seed, epoch)
-        window = permute(position % self.n_windows, self.n_windows, key)
+        window = permute(rows % self.n_windows, self.n_windows, key)
         shard, window_of_shard = locate(window, self._windows)
         offset = splitmix64(key + shard.astype(np.uint64)) % self._offsets[shard]
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         return shard, start
 
-    def n_unmasked(self, step: int, global_batch: int, row0: int = 0) -> I64:
-        """Return the learned targets (global_batch,) in each row of optimizer step `step`; row0: as
-        Loader's.
-        """
-        rows = np.arange(global_batch) + row0
-        return self._unmasked(*self.sequence_offsets(step, rows, global_batch)).sum(1)
+    def n_unmasked(self, first: int, n: int) -> I64:
+        """Return the learned targets (n,) in each of n rows of the training data."""
+        return self._unmasked(*self.sequence_offsets(first + np.arange(n))).sum(1)
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -448,10 +444,11 @@ class Loader:
         cut = self.batching
         rows = cut.rows(micro_step)
         n = cut.global_batch_size
-        x, y = self.split.train_batch(step, rows + self._row0, n)
+        first = step * n + self._row0
+        x, y = self.split.train_batch(first + rows)
         weight = 1 / cut.micro_steps_per_rank
         if self.split.masks:
-            n_unmasked = self._n_unmasked(step, n, self._row0)
+            n_unmasked = self._n_unmasked(first, n)
             weight = cut.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
         is_last = micro_step == cut.micro_steps_per_rank - 1
         inputs = to_device(x, self.device)
