@@ -159,7 +159,13 @@ from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_s
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import gradient_norms
 from deskgpt.errors import BatchTooLargeError, ConfigError, DataError, one_line_errors
-from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, share_answered
+from deskgpt.evaluation import (
+    Evaluation,
+    evaluate,
+    evaluation_loss,
+    share_answered,
+    without_improvement,
+)
 from deskgpt.files import RESTART_S, locked_folder
 from deskgpt.launch import dist_env, init_distributed, shutdown_distributed, wrap_ddp
 from deskgpt.logger import STEP_FIELDS, RunLogger
@@ -231,11 +237,11 @@ def main(config: TrainConfig) -> float:
     restore(start, state, trains=not config.eval_only)
 
     # ---- who watches it --------------------------------------------------------------------------
-    logger = RunLogger(config, state, stop)  # the terminal, log.jsonl, W&B; it times the steps
+    loader = Loader(data.train, batch, dist.device, state.step, state.row0)
+    logger = RunLogger(config, state, stop, loader)  # terminal, log.jsonl, W&B; it times the steps
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
     texts_at = make_sampler(config.sample_interval, state)  # no texts with an interval of 0
-    loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait, state.row0)
     train_pass, eval_pass = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
@@ -445,7 +451,7 @@ def evaluate_run(
     lr = learning_rate(state.schedule, state.step)
     logger.evaluation(train, val, lr, texts, answered)
     monitor.check_val_loss(val.loss)
-    stop.check_patience(state.evaluations)
+    stop.check_patience(without_improvement(state.evaluations))
     return val
 
 

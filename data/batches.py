@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -379,18 +379,16 @@ class Loader:
         batching: BatchSplit,
         device: torch.device,
         position: int = 0,
-        waited: Callable[[float], object] = lambda seconds: None,
         row0: int = 0,
     ) -> None:
-        """position: the first step to be read. waited: is called with the seconds that training
-        waited for a micro-batch. row0: the row at which step 0 begins: not 0 if earlier steps were
-        larger or smaller.
+        """position: the first step to be read. row0: the row at which step 0 begins: not 0 if
+        earlier steps were larger or smaller.
         """
         self._row0 = row0
         self.split = split
         self.batching = batching
         self.device = device
-        self.waited = waited
+        self.wait_s = 0.0  # that training waited for micro-batches
         self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._n_unmasked = functools.lru_cache(AHEAD)(split.n_unmasked)
         self._ahead: deque[Future[tuple[MicroBatch, Any]]] = deque()
@@ -425,7 +423,7 @@ class Loader:
                 stream.wait_event(copied)
                 batch.x.record_stream(stream)
                 batch.y.record_stream(stream)
-            self.waited(time.perf_counter() - t0)
+            self.wait_s += time.perf_counter() - t0
             self._submit()
             yield batch
 

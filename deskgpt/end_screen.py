@@ -31,7 +31,8 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         f"{clock(timer.total_s['evaluation'])} of evaluation, "
         f"{clock(timer.total_s['saving'])} of saving, {clock(logger.warm_up_s)} to start"
     )
-    logger.print0(f"peak memory {in_gib(memory)} GiB, {clock(timer.wait_s)} of waiting for data")
+    waited_s = logger.loader.wait_s
+    logger.print0(f"peak memory {in_gib(memory)} GiB, {clock(waited_s)} of waiting for data")
     none = "n/a: the run ended before its first evaluation"
     logger.print0(f"best val loss {f'{best_val_loss:.4f}' if best else none}")
     of_data = (state.data.metadata["val data"]["fingerprint"], state.data.train.tokens)
@@ -44,7 +45,7 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         iter=state.step,
         stop=stop,
         train_s=timer.train_s(),
-        data_wait_s=timer.wait_s,
+        data_wait_s=waited_s,
         eval_s=timer.total_s["evaluation"],
         save_s=timer.total_s["saving"],
         peak_memory_bytes=memory,

@@ -1,12 +1,12 @@
-"""The loss of a model over many micro-batches, of all ranks."""
+"""The loss of a model over many micro-batches, of all ranks, and whether it still improves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -32,6 +32,33 @@ class Evaluation:
     windows: int = 0  # that were read, over all ranks
     # The mean loss of each of this rank's batches, to compare runs in pairs.
     batch_losses: tuple[float, ...] = ()
+
+
+class EvalRecord(NamedTuple):
+    """What is remembered of an evaluation."""
+
+    step: int
+    train_loss: float
+    val_loss: float
+    standard_error: float | None  # of val_loss
+
+
+def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
+    """Count the last evaluations in a row that are not below the best before them by a standard
+    error.
+
+    Small steps down add up: the best is the last one that counted as an improvement. Where the
+    standard error is not known, any lower loss counts.
+    """
+    best = math.inf
+    n = 0
+    for e in evaluations:
+        if e.val_loss < best - (e.standard_error or 0.0):
+            best = e.val_loss
+            n = 0
+        else:
+            n += 1
+    return n
 
 
 def evaluation_loss(

@@ -23,10 +23,10 @@ from deskgpt.compute import ComputeMode
 from deskgpt.device import code_versions
 from deskgpt.distributed import DistContext, is_dtensor, is_sharded
 from deskgpt.errors import reason, shortened
-from deskgpt.evaluation import Evaluation
+from deskgpt.evaluation import EvalRecord, Evaluation
 from deskgpt.files import is_number
 from deskgpt.optim import Muon, keep_rates_of_groups
-from deskgpt.stopping import EvalRecord, Schedule
+from deskgpt.stopping import Schedule
 from model import GPT
 
 # ---- loss spikes ---------------------------------------------------------------------------------

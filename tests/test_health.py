@@ -29,9 +29,9 @@ from configurator import read_settings
 from data.batches import Split
 from deskgpt import loss_bands
 from deskgpt.checkpoint import load_checkpoint
+from deskgpt.evaluation import EvalRecord, without_improvement
 from deskgpt.loss_bands import band_sentence
 from deskgpt.monitor import LossMonitor
-from deskgpt.stopping import EvalRecord, without_improvement
 from deskgpt.train_state import SpikeDetector
 from train import TrainConfig, main
 
