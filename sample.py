@@ -31,7 +31,7 @@ from configurator import configure
 from data.chat import template
 from data.text_files import read_text
 from deskgpt.chat import Writer, talk
-from deskgpt.compute import default_dtype
+from deskgpt.compiling import default_dtype
 from deskgpt.device import limit_threads, resolve_device, unused_gpu
 from deskgpt.engine import (
     PROMPT,

@@ -138,10 +138,8 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 import functools
 import gc
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -150,24 +148,23 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from configurator import HELP, build, read_settings
-from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
+from data.batches import BatchSplit, Loader, Split, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
-from deskgpt.checkpoint import run_folder
 from deskgpt.compiling import explain_compile_errors
-from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_seed
+from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import gradient_norms
 from deskgpt.errors import BatchTooLargeError, ConfigError, DataError, one_line_errors
 from deskgpt.evaluation import (
     Evaluation,
+    eval_batches,
     evaluate,
     evaluation_loss,
     share_answered,
     without_improvement,
 )
-from deskgpt.files import RESTART_S, locked_folder
-from deskgpt.launch import dist_env, init_distributed, shutdown_distributed, wrap_ddp
+from deskgpt.launch import init_distributed, lock_of, set_seed, shutdown_distributed, wrap_ddp
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import make_optimizer, step_if_finite
@@ -576,17 +573,6 @@ def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Except
     # One rank cannot start again alone: the others wait for it within the step.
     may_halve = bool(config.auto_batch) and state.dist.world == 1
     return batch_too_large(state.dist.device, state.batching, may_halve)
-
-
-def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
-    """Keep other runs out of out_dir, if this process is one that writes there."""
-    env = dist_env(os.environ)
-    if env.rank > 0 or settings["eval_only"] or settings["dry_run"] or settings["plan_for"]:
-        return nullcontext()
-    # torchrun starts a run again while a file server still keeps the lock of a host that is gone.
-    restarts = env.distributed and settings["init_from"] == "auto"
-    wait_s = RESTART_S if restarts else 0.0
-    return locked_folder(run_folder(settings["out_dir"]), wait_s=wait_s)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ import numpy as np
 import train
 from bench import output
 from configurator import configure
-from deskgpt.compute import default_dtype
+from deskgpt.compiling import default_dtype
 from deskgpt.device import resolve_device
 from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events

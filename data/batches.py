@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.token_files import Numbers, split_files
 from deskgpt.errors import DataError
@@ -347,23 +346,6 @@ def to_device(ids: I64, device: torch.device) -> Tensor:
     if device.type == "cuda":  # on MPS, such a copy may read memory that is already freed
         return tokens.pin_memory().to(device, non_blocking=True)
     return tokens.to(device)
-
-
-def eval_batches(
-    split: Split, batching: BatchSplit, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield this rank's batches of a fixed set of windows: inputs, targets, number of learned
-    targets, in windows.
-
-    The last batch may hold fewer windows than rows. All ranks have equally many batches: where
-    weights are sharded, each needs the others. A terminal shows a progress bar. Raises DataError.
-    """
-    n = split.n_eval_windows(batching.eval_sequences)
-    firsts = range(0, n, batching.world * batching.batch_size)
-    for first in tqdm(firsts, "evaluating", leave=False, disable=True if batching.rank else None):
-        x, y = split.eval_batch(first + batching.rows(0), n)
-        n_learned = float((y >= 0).sum() / split.block_size)
-        yield to_device(x, device), to_device(y, device), n_learned
 
 
 class Loader:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from deskgpt import cpu_kernels
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compute import ComputeMode
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import reason
@@ -119,6 +119,26 @@ def choose_compute(
         residual_dtype=residual_dtype,
         cuda_graph=may_record and bool(config.cuda_graph),
     )
+
+
+def default_dtype(device: torch.device) -> str:
+    """Return the dtype that dtype=auto means: bfloat16 if the device multiplies it faster than
+    float32.
+
+    A GPU without bfloat16 takes float16, which needs a loss scale. A CPU is measured, since a
+    processor may list bfloat16 and be slower in it (docs/decisions.md).
+    """
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16"
+        # Below 7.0 no tensor cores multiply float16.
+        return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
+    if device.type == "cpu":
+        from deskgpt.peaks import MIN_SPEEDUP, measured_flops
+
+        flops = measured_flops(device)
+        return "bfloat16" if flops["bfloat16"] > MIN_SPEEDUP * flops["float32"] else "float32"
+    return "float32"
 
 
 def load_kernels(dist: DistContext) -> bool:

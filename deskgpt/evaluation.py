@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
+from data.batches import BatchSplit, Split, to_device
 from deskgpt.compute import ComputeMode, autocast, named_losses
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
@@ -59,6 +61,23 @@ def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
         else:
             n += 1
     return n
+
+
+def eval_batches(
+    split: Split, batching: BatchSplit, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Yield this rank's batches of a fixed set of windows: inputs, targets, number of learned
+    targets, in windows.
+
+    The last batch may hold fewer windows than rows. All ranks have equally many batches: where
+    weights are sharded, each needs the others. A terminal shows a progress bar. Raises DataError.
+    """
+    n = split.n_eval_windows(batching.eval_sequences)
+    firsts = range(0, n, batching.world * batching.batch_size)
+    for first in tqdm(firsts, "evaluating", leave=False, disable=True if batching.rank else None):
+        x, y = split.eval_batch(first + batching.rows(0), n)
+        n_learned = float((y >= 0).sum() / split.block_size)
+        yield to_device(x, device), to_device(y, device), n_learned
 
 
 def evaluation_loss(

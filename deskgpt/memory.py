@@ -30,8 +30,8 @@ import torch
 from data.batches import BatchSplit
 from deskgpt import device as machine
 from deskgpt import kernels, peaks
-from deskgpt.compiling import ComputeSettings
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compiling import ComputeSettings, default_dtype
+from deskgpt.compute import ComputeMode
 from deskgpt.device import memory_in_words
 from deskgpt.distributed import DistContext, shards_of
 from deskgpt.errors import BatchTooLargeError, clock, in_gib, millions

@@ -72,24 +72,6 @@ def make_optimizer(
     return Muon(groups, torch.bfloat16 if muon_dtype == "bfloat16" else torch.float32, **options)
 
 
-def keep_rates_of_groups(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set `lr_scale` of each group that has a learning rate of its own: its share of learning_rate,
-    for the whole run.
-
-    The loop sets each group's `lr` anew at every step. A group that has an `lr_scale` keeps that.
-    Raises ValueError if learning_rate is 0, of which nothing has a share.
-    """
-    for group in optimizer.param_groups:
-        own = group.get("lr")
-        if own in (None, learning_rate, optimizer.defaults.get("lr")) or "lr_scale" in group:
-            continue
-        if not learning_rate:
-            raise ValueError(
-                f"a group of parameters has lr={own:g}, which is no share of learning_rate=0"
-            )
-        group["lr_scale"] = own / learning_rate
-
-
 def step_if_finite(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, grad_norm: Tensor
 ) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_fineweb import stopped_at, write_table
 from torch.nn.functional import cross_entropy
 
-from data.batches import BatchSplit, Loader, Split, eval_batches
+from data.batches import BatchSplit, Loader, Split
 from data.chat import prepare as prepare_chat
 from data.chat.dialogues import as_messages
 from data.chat.prepare import pack
@@ -33,7 +33,7 @@ from data.tokenizer import BytesTokenizer, from_meta
 from deskgpt.chat import fitting
 from deskgpt.compute import ComputeMode
 from deskgpt.distributed import DistContext
-from deskgpt.evaluation import evaluate, evaluation_loss
+from deskgpt.evaluation import eval_batches, evaluate, evaluation_loss
 from model import GPT, GPTConfig
 
 T = 32

@@ -22,7 +22,7 @@ import torch
 from conftest import CPU, TINY, assert_one_line, events, flags, raises_one_line, tiny
 
 from deskgpt import limits, peaks, wheels
-from deskgpt.compute import default_dtype
+from deskgpt.compiling import default_dtype
 from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_bytes
 from deskgpt.files import read_cache, write_cache
 from deskgpt.wheels import Gpu
