@@ -10,8 +10,6 @@ earlier versions, which the dataclass lists in a class attribute `retired`, have
 says so, and what there is in their place.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

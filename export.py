@@ -11,8 +11,6 @@ xllamacpp), and its logits are compared with model.py's on text. If they differ,
 exported. Without that package the exit status is 3: exported, and not compared.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import signal

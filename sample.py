@@ -11,8 +11,6 @@ answers programs that ask as they ask OpenAI's API. Writes no files. In --start,
 --system, \\n is a line break, \\t a tab and \\\\ a backslash.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, replace

@@ -14,8 +14,6 @@ All tasks first make a virtual environment, .venv, and install what they need in
 uses only the standard library.
 """
 
-from __future__ import annotations
-
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)

@@ -9,8 +9,6 @@ there. Beside it: the share that a program would get which always gives the comm
 kind, which is what stands after the last colon of an answer.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter, defaultdict

@@ -12,8 +12,6 @@ bytes alive are counted. An operator counts as one launch. Exit status 1 if a ke
 compile, or wants more shared memory than the card has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

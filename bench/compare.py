@@ -9,8 +9,6 @@ windows, after equal tokens, equal time and equal FLOPs, where all runs were eva
 writes a page with curves.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

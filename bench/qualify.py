@@ -24,8 +24,6 @@ so far, and at the end with a profile, which needs CUDA:
     gaps       wall less busy: the card waits for the CPU, and a graph gains no more than that
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -27,8 +27,6 @@ size, so that a step keeps the tokens that the config asks for. Prints a table i
 rows name the settings to take.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

@@ -3,8 +3,6 @@ files, at once or in shards: tokenized in several threads, continued where an ea
 stopped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import deque

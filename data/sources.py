@@ -5,8 +5,6 @@ jsonl, csv) are read line by line: as tables, all lines would need the same keys
 would become empty, and no error could name a line.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -2,8 +2,6 @@
 <|endoftext|> between them.
 """
 
-from __future__ import annotations
-
 import glob
 import io
 import itertools

@@ -5,8 +5,6 @@ Nothing of this happens in a run. Exports and sampling with a cache compare logi
 of tolerances.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ replaced in one step. A crash at any moment leaves an intact checkpoint. nanoGPT
 are read too.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zipfile

@@ -4,8 +4,6 @@ The choice follows from the settings and the kind of machine alone: a short tria
 long run does, and two runs with the same settings on the same machine compute the same.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

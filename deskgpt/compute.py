@@ -1,7 +1,5 @@
 """How a pass computes: its mode, dtype, losses and seeds. compiling.py chooses the mode by rule."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext

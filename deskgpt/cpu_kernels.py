@@ -8,8 +8,6 @@ one is not used. Callers ask `takes` first, which the operators assert: what the
 for, such as float16 or empty tensors, would write beyond its memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

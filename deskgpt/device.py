@@ -2,8 +2,6 @@
 and how long steps take.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

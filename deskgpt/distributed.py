@@ -4,8 +4,6 @@ their gradients, and weights that they share.
 A run without torchrun is one rank of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The screen at the end of a run: where its time went, its best model, and the next commands."""
 
-from __future__ import annotations
-
 import math
 
 from deskgpt.checkpoint import best_on_disk, run_folder

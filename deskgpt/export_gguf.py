@@ -6,8 +6,6 @@ Which of llama.cpp's architectures computes what our settings say is read in its
 Shape legend: C channels (n_embd), H heads, D = C // H, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

@@ -5,8 +5,6 @@ config.json has one key of our own, "deskgpt", which transformers keeps and does
 model_args, from which gpt2_weights.py knows the way back.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import asdict

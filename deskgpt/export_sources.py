@@ -4,8 +4,6 @@ Imports of ours are rewritten: names that deskgpt_ops.py has come from there, ot
 checkout come along.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

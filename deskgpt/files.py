@@ -6,8 +6,6 @@ and compiled kernels. Nothing depends on them: if one is missing, damaged or ano
 cannot be written, it is made again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

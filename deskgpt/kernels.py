@@ -7,8 +7,6 @@ what the function computes as a line of torch, and the tests hold it to that.
 Shape legend: B batch, T time, S time of keys, H heads, D head width, C channels, V vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -2,8 +2,6 @@
 the tests.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

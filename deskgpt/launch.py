@@ -2,8 +2,6 @@
 gradients and leave.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -5,8 +5,6 @@ the val losses of eight runs. A band knows one loss per step and seed, so it fin
 wrongly, not one that is a little worse.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -16,8 +16,6 @@ allocator's gaps. Leave a tenth free.
 The time is a range, from the device's peak (peaks.py) and the share of it that known runs reached.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

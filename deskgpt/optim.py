@@ -4,8 +4,6 @@ Each is one torch optimizer to the training loop and to checkpoints, with parame
 state_dict and step().
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

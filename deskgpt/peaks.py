@@ -17,8 +17,6 @@ here gets its measured peak. Laptop chips and MIG slices are left out, since the
 differ under one name, and so is what has no published dense figure in 16 bits (DGX Spark).
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

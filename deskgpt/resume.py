@@ -2,8 +2,6 @@
 the run before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -2,8 +2,6 @@
 its progress; and what is kept of an optimizer.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

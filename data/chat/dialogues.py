@@ -5,8 +5,6 @@ error that names it: a system message or a tool call that is left out would trai
 than the data say.
 """
 
-from __future__ import annotations
-
 import reprlib
 from typing import Any
 

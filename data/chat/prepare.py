@@ -16,8 +16,6 @@ target. Dialogues are packed into windows of --block_size tokens, and cut only i
 a window. If it is stopped, the same command continues there.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

@@ -13,8 +13,6 @@ shard. Every document begins with <|endoftext|>. If it is stopped, at any point,
 continues there.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys

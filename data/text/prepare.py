@@ -11,8 +11,6 @@ Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UT
 begins with that token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
