@@ -215,7 +215,7 @@ def chunked_cross_entropy(
     """
     N = targets.numel()
     if N * vocab_size <= LOGITS_ON_CPU and chunks == 1:
-        return cross_entropy(logits, x, targets)
+        return deskgpt_ops.chunked_cross_entropy(logits, x, targets)
     h = x.flatten(0, 1)  # (N, C)
     rows = targets.flatten()
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else h.dtype
@@ -233,7 +233,7 @@ def chunked_cross_entropy(
             continue
         found = gradients_of_chunk(logits, part, targets_of_part, compiled)
         if found is None:
-            return cross_entropy(logits, x, targets)
+            return deskgpt_ops.chunked_cross_entropy(logits, x, targets)
         losses.append(found[0])
         by_h.append(found[1])
         for leaf, gradient in found[2]:
@@ -244,12 +244,6 @@ def chunked_cross_entropy(
         return loss / n_targets
     gradients = [by_h[0] if len(by_h) == 1 else torch.cat(by_h), *by_leaf.values()]
     return GivenGradients.apply(loss, n_targets, gradients, h, *by_leaf)
-
-
-def cross_entropy(logits: Logits, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of hidden states x (B, T, C), with all logits at once."""
-    loss = F.cross_entropy(logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-    return loss.masked_fill((targets == -1).all(), 0.0)  # torch's mean of no targets is NaN
 
 
 def tokens_per_chunk(N: int, V: int, device_type: str, chunks: int, kernel_bytes: int) -> int:
