@@ -33,7 +33,7 @@ from torch import Tensor
 from configurator import configure
 from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt import export_gguf, export_hugging_face, export_sources
+from deskgpt import export_gguf, export_hugging_face
 from deskgpt.engine import LoadedModel, load_model
 from deskgpt.errors import ConfigError, millions, one_line_errors
 from deskgpt.files import cannot_write, check_unused, new_folder, replacing
@@ -109,7 +109,7 @@ def write_folder_for(gpt2: bool, trained: LoadedModel, to: Path, is_compared: bo
     card = CARD.read_text(encoding="utf-8")
     texts["README.md"] = card.format(name=to.resolve().name, class_name=computed_by, prompt=prompt)
     if not gpt2:
-        texts |= export_sources.sources()
+        texts |= export_hugging_face.sources()
     with new_folder(to) as folder:
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8", newline="\n")

@@ -1,6 +1,6 @@
 """What model.py needs of deskgpt, in plain torch: export.py copies this file.
 
-Imports of these names from deskgpt are rewritten to come from here (export_sources.py).
+Imports of these names from deskgpt are rewritten to come from here (export_hugging_face.py).
 
 Shape legend: B batch, T time, S time with what is cached, C channels.
 """

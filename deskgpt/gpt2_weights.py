@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.tokenizer_json import OUR_KEY
 from deskgpt.device import DTYPES
 from deskgpt.errors import reason, shortened
-from deskgpt.export_hugging_face import OUR_KEY, is_conv1d, is_gpt2
+from deskgpt.export_hugging_face import is_conv1d, is_gpt2
 from deskgpt.files import read_small
 from model import GPTConfig
 

@@ -30,7 +30,7 @@ from tiny_models import make, tokens
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt import deskgpt_ops, export_sources, kernels
+from deskgpt import deskgpt_ops, export_hugging_face, kernels
 from deskgpt.check_model import TOLERANCE, distance
 from deskgpt.checkpoint import Checkpoint, save_checkpoint
 from deskgpt.engine import GenerationConfig, generate, load_model
@@ -270,11 +270,11 @@ def test_import_that_no_folder_can_have_is_refused_by_its_line(tmp_path, monkeyp
     (folder / "mine.py").touch()
     source = folder / "model.py"
     source.write_text(source.read_text() + f"\n\nif False:\n    {line}\n")
-    monkeypatch.setattr(export_sources, "ROOT", folder)
+    monkeypatch.setattr(export_hugging_face, "ROOT", folder)
     with raises_one_line(
         source, f"line {len(source.read_text().splitlines())}", line, "nothing was exported"
     ):
-        export_sources.sources()
+        export_hugging_face.sources()
 
 
 def test_plain_functions_of_the_folder_compute_what_the_kernels_do():
