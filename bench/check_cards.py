@@ -40,12 +40,12 @@ import train
 from bench import pretend_card
 from bench.output import markdown_table
 from bench.qualify import our_start
-from bench.speed import ROOT, vocab_size_of
+from bench.speed import vocab_size_of
 from configurator import configure
 from deskgpt.compiling import apply_compute
 from deskgpt.compute import autocast
 from deskgpt.distributed import DistContext
-from deskgpt.errors import OneLineParser, in_gib, one_line_errors
+from deskgpt.errors import ROOT, OneLineParser, in_gib, one_line_errors
 from deskgpt.files import cache_folder
 from deskgpt.memory import StepShape
 from model import GPT, GPTConfig

@@ -57,14 +57,14 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 import train
 from bench import output
 from bench.pretend_card import rows_of
-from bench.speed import ROOT, vocab_size_of, write_data
+from bench.speed import vocab_size_of, write_data
 from configurator import configure
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.compute import ComputeMode, seed_all
 from deskgpt.cuda_graph import CudaGraph
 from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
 from deskgpt.distributed import DistContext
-from deskgpt.errors import OneLineParser, one_line_errors
+from deskgpt.errors import ROOT, OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.launch import init_distributed
 from deskgpt.resume import Start, build_model, choose_compute_and_batch

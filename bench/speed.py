@@ -58,11 +58,10 @@ from bench import output
 from configurator import configure
 from deskgpt.compiling import default_dtype
 from deskgpt.device import resolve_device
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events
 from model import MODERN_CHOICES, NANOGPT_ARGS
 
-ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
 LEAST_STEPS = 3  # in a round; the first step does not count
 LINES_OF_FAILURE = 30  # of the output of a run that fails

@@ -49,10 +49,10 @@ from data.tokenizer import (
     encoded_document,
     of_merges,
 )
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors
 from deskgpt.files import sha256
 
-DATA = Path(__file__).resolve().parents[1]
+DATA = ROOT / "data"
 TRAIN_SHARE = 0.9  # of the characters; the rest is val
 
 # A byte-pair encoding that is trained on the text. The trainer takes up to 140 times the size of
