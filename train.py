@@ -26,7 +26,7 @@ if __name__ == "__main__":
     require_torch()
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from deskgpt.settings import REMOVED_SETTINGS, AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
@@ -152,7 +152,7 @@ from data.batches import BatchSplit, Loader, Split, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
 from deskgpt.compiling import explain_compile_errors
-from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all
+from deskgpt.compute import ComputeMode, Pass, autocast, named_losses, seed_all
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import gradient_norms
 from deskgpt.errors import BatchTooLargeError, ConfigError, DataError, one_line_errors
@@ -180,9 +180,6 @@ from deskgpt.resume import (
 from deskgpt.saving import Checkpointer
 from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
-
-if TYPE_CHECKING:
-    from deskgpt.cuda_graph import Pass
 
 # A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
 # The settings say what was asked for. A loop that reads them would follow a plan that is no longer
@@ -302,7 +299,7 @@ def main(config: TrainConfig) -> float:
         stop.fail(remedied(e, config, state))
     finally:
         logger.deferred.run()  # also if the run ends with an error
-    return finish(state, checkpointer, logger, monitor, loader, ddp_model, stop)
+    return finish(state, checkpointer, logger, monitor, ddp_model, stop)
 
 
 def main_that_fits(config: TrainConfig) -> float:
@@ -534,7 +531,6 @@ def finish(
     checkpointer: Checkpointer,
     logger: RunLogger,
     monitor: LossMonitor,
-    loader: Loader,
     ddp_model: nn.Module,
     stop: StopConditions,
 ) -> float:
@@ -554,7 +550,7 @@ def finish(
         logger.event("out_of_memory", line, iter=state.step, **stop.smaller)
     else:
         best_val_loss = end_run(logger, state, stop.reason)
-    loader.close()
+    logger.loader.close()
     logger.log.close()
     shutdown_distributed(ddp_model, state.dist)
     checkpointer.raise_if_last_failed()

@@ -1,7 +1,7 @@
 """How a pass computes: its mode, dtype, losses and seeds. compiling.py chooses the mode by rule."""
 
 import random
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,9 @@ class ComputeMode:
             f"loss in {self.loss_chunks} chunks": self.loss_chunks > 1,
         }
         return ", ".join(word for word, is_so in words.items() if is_so)
+
+
+Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
 
 
 # ---- dtype and seeds -----------------------------------------------------------------------------

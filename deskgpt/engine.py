@@ -435,7 +435,7 @@ def sampler_for(
             room = max(1, model.config.block_size - prompts.size(1))
             config = GenerationConfig(max_new_tokens=min(TOKENS, room))
             for _ in engine().write(prompts, samples, config):
-                if signal_handler.has_signal():
+                if signal_handler.signal is not None:
                     samples = []
                     break
         model.train()

@@ -1,12 +1,10 @@
 """The loss of a model over many micro-batches, of all ranks, and whether it still improves."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -15,13 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.batches import BatchSplit, Split, to_device
-from deskgpt.compute import ComputeMode, autocast, named_losses
+from deskgpt.compute import ComputeMode, Pass, autocast, named_losses
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
 from model import GPT
-
-if TYPE_CHECKING:
-    from deskgpt.cuda_graph import Pass
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
 

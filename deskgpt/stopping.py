@@ -65,9 +65,6 @@ class SignalHandler:
         for number in numbers:
             signal.signal(number, self._handle)
 
-    def has_signal(self) -> bool:
-        return self.signal is not None
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.signal is None:
