@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ConfigError, millions, one_line_errors, require_torch
 
 require_torch()
 
@@ -35,7 +35,6 @@ from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt import export_gguf, export_hugging_face
 from deskgpt.engine import LoadedModel, load_model
-from deskgpt.errors import ConfigError, millions, one_line_errors
 from deskgpt.files import cannot_write, check_unused, new_folder, replacing
 from deskgpt.settings import FilePath, check_fields
 from model import GPT

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import one_line_errors, require_torch
 
 require_torch()
 
@@ -40,7 +40,6 @@ from deskgpt.engine import (
     encode_prompt,
     load_model,
 )
-from deskgpt.errors import one_line_errors
 from deskgpt.settings import AtLeast1, FilePath, Range
 
 DASHES = "\n---------------"

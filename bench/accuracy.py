@@ -17,7 +17,7 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -28,7 +28,6 @@ from data.chat.dialogues import as_messages
 from data.chat.template import Template
 from deskgpt.device import limit_threads, resolve_device
 from deskgpt.engine import load_model
-from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.evaluation import exact_answers
 
 

@@ -38,7 +38,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, clock, one_line_errors, require_torch
 
 require_torch()
 
@@ -48,7 +48,6 @@ from filelock import FileLock
 from bench.asking.statistics import LEAST, decide, difference
 from data.token_files import dataset_folder
 from deskgpt.device import code_digest, device_name, resolve_device
-from deskgpt.errors import ROOT, ConfigError, OneLineParser, clock, one_line_errors
 from deskgpt.files import cache_folder, file_sha256, locked_folder, sha256, write_atomically
 from deskgpt.logger import read_events
 

@@ -26,7 +26,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, OneLineParser, in_gib, one_line_errors, require_torch
 
 require_torch()
 
@@ -45,7 +45,6 @@ from configurator import configure
 from deskgpt.compiling import apply_compute
 from deskgpt.compute import autocast
 from deskgpt.distributed import DistContext
-from deskgpt.errors import ROOT, OneLineParser, in_gib, one_line_errors
 from deskgpt.files import cache_folder
 from deskgpt.memory import StepShape
 from model import GPT, GPTConfig

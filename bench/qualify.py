@@ -44,7 +44,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -64,7 +64,6 @@ from deskgpt.compute import ComputeMode, seed_all
 from deskgpt.cuda_graph import CudaGraph
 from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
 from deskgpt.distributed import DistContext
-from deskgpt.errors import ROOT, OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.launch import init_distributed
 from deskgpt.resume import Start, build_model, choose_compute_and_batch

@@ -47,7 +47,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -58,7 +58,6 @@ from bench import output
 from configurator import configure
 from deskgpt.compiling import default_dtype
 from deskgpt.device import resolve_device
-from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events
 from model import MODERN_CHOICES, NANOGPT_ARGS
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deskgpt.files import cache_folder, is_trusted, replacing

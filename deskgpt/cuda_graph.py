@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from deskgpt.compute import Pass
 from deskgpt.errors import reason

@@ -15,9 +15,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint

@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class KVCache:

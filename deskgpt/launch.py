@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -8,8 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from deskgpt.distributed import is_dtensor, local
 from model import GPT

@@ -22,7 +22,7 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -49,7 +49,6 @@ from data.tokenizer import (
     encoded_document,
     of_merges,
 )
-from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors
 from deskgpt.files import sha256
 
 DATA = ROOT / "data"
