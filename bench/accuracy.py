@@ -54,15 +54,11 @@ def main() -> None:
             exact, answers = exact_answers(model(x[:, :-1])[0], y[:, 1:])
         right[kind].append(bool(exact == answers))
         results[kind][messages[-1].content.rpartition(": ")[2]] += 1
-    table = []
-    n, n_right, n_guessed = 0, 0, 0
+    counts = {}
     for kind, found in sorted(right.items()):
-        guessed = results[kind].most_common(1)[0][1]
-        table.append(row_of(kind, len(found), sum(found), guessed))
-        n += len(found)
-        n_right += sum(found)
-        n_guessed += guessed
-    table.append(row_of("all", n, n_right, n_guessed))
+        counts[kind] = [len(found), sum(found), results[kind].most_common(1)[0][1]]
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    table = [row_of(kind, *numbers) for kind, numbers in counts.items()]
     print(markdown_table(["kind", "questions", "right", "by guessing"], table, 1))
 
 

@@ -47,7 +47,7 @@ from deskgpt.compute import autocast
 from deskgpt.distributed import DistContext
 from deskgpt.files import cache_folder
 from deskgpt.memory import StepShape
-from model import GPT, GPTConfig
+from model import GPT
 
 CONFIGS = ["train_shakespeare_char", "train_fineweb_125m --batch_size=16"]
 CONFIGS += ["train_fineweb_125m_fast"]
@@ -200,7 +200,7 @@ def check() -> None:
     kernels.prepare_inductor()
     torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
     c = configure(train.TrainConfig, [f"config/{config_name}.py", *flags])
-    config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
+    config = c.model_config(vocab_size_of(c.dataset))
     device = torch.device("cuda")
     _, compute = our_start(c, config, DistContext(device))
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:

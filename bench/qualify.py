@@ -164,7 +164,7 @@ def lab(given: list[str]) -> None:
     c = configure(train.TrainConfig, given)
     dist = init_distributed(c.device, c.backend, c.dist_timeout_s)  # sets a stream for graphs
     device = dist.device
-    config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
+    config = c.model_config(vocab_size_of(c.dataset))
     seed_all(c.seed, device)
     tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
     start, compute = our_start(c, config, dist)
