@@ -135,7 +135,6 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 # ---- what main uses -----------------------------------------------------------------------------
 # These imports stand below the settings, so that the settings are the first thing you read.
 
-import functools
 import gc
 import math
 from collections import defaultdict
@@ -151,7 +150,7 @@ from configurator import HELP, build, read_settings
 from data.batches import BatchSplit, Loader, Split, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
-from deskgpt.compiling import explain_compile_errors
+from deskgpt.compiling import cuda_graphs, explain_compile_errors
 from deskgpt.compute import ComputeMode, Pass, autocast, named_losses, seed_all
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import gradient_norms
@@ -160,7 +159,6 @@ from deskgpt.evaluation import (
     Evaluation,
     eval_batches,
     evaluate,
-    evaluation_loss,
     share_answered,
     without_improvement,
 )
@@ -236,7 +234,7 @@ def main(config: TrainConfig) -> float:
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
     texts_at = make_sampler(config.sample_interval, state)  # no texts with an interval of 0
-    train_pass, eval_pass = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
+    train_pass, eval_pass = cuda_graphs(forward_backward, ddp_model, state, logger.warn)
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
     try:
@@ -470,39 +468,6 @@ def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list
     from deskgpt.engine import sampler_for  # only runs that write need what sampling needs
 
     return sampler_for(interval, state.model, state.compute, state.dist, state.data.tokenizer)
-
-
-def cuda_graphs(
-    ddp_model: nn.Module, state: TrainState, warn: Callable[[str], None]
-) -> tuple[Pass, Pass]:
-    """Return forward_backward, to be called with a micro-batch, and evaluation_loss, with a batch.
-    On CUDA both passes are recorded, and replayed from then on.
-
-    The first two steps run without a graph, because they compile and allocate the optimizer's
-    state. Both graphs use the same memory, one after the other.
-    """
-    train_pass = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
-    eval_pass = functools.partial(evaluation_loss, state.model, state.compute)
-    if not state.compute.cuda_graph:
-        return train_pass, eval_pass
-    from deskgpt.cuda_graph import CudaGraph
-
-    train = CudaGraph(
-        train_pass,
-        state.model,
-        eager_calls=2 * state.batching.micro_steps_per_rank,
-        on_refusal=lambda why: warn(f"no CUDA graph: {why}"),
-    )
-    evaluation = CudaGraph(
-        eval_pass,
-        state.model,
-        shares_memory_with=train,
-        on_refusal=lambda why: warn(f"evaluations without a CUDA graph: {why}"),
-    )
-    # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
-    if getattr(ddp_model, "modules_buffers", None):
-        train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
-    return train, evaluation
 
 
 def print_plan(config: TrainConfig) -> float:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from deskgpt.checkpoint import run_folder
