@@ -199,7 +199,7 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
             text = ast.unparse(node)
             remedy = text.replace(":", " =", 1)
             raise ConfigError(f"{path}:{node.lineno}: {text} sets nothing; write {remedy}")
-    settings: dict[str, Any] = {}
+    settings = {}
     for name, value in result.items():
         if name.startswith("_") or isinstance(value, ModuleType) or callable(value):
             continue

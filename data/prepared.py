@@ -155,7 +155,7 @@ def resumed(
             while content := file.read(PIECE):
                 yield np.frombuffer(content, dtype)
 
-    unsaved: list[Tokens] = []
+    unsaved = []
     for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
         if len(ids):
             yield ids

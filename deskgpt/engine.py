@@ -150,7 +150,7 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     layer that a model computes in float32 on purpose stays so. An embedding that is tied to the
     head stays float32, which is what is read of it.
     """
-    cast: set[nn.Module] = set()
+    cast = set()
 
     def note(layer: nn.Module, args: Any) -> None:
         # A class of the user's own may compute in float32.

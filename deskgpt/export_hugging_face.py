@@ -88,7 +88,7 @@ def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool
     """Write our state_dict as GPT-2's class has it, or ours. Raises OSError if the disk fails."""
     from safetensors.torch import save
 
-    found: dict[str, Tensor] = {}
+    found = {}
     for key, w in state.items():
         if key == "lm_head.weight" and c.tie_weights:
             continue

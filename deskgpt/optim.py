@@ -52,7 +52,7 @@ def make_optimizer(
                 f"{name_of} is complex, which no fused step and no checkpoint takes: make it real, "
                 "(..., 2), and let the model compute with torch.view_as_complex of it"
             )
-    hidden: set[nn.Parameter] = set()  # matrices, for Muon
+    hidden = set()  # matrices, for Muon
     if name == "muon":
         tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         hidden = {p for p in model.transformer.h.parameters() if p.dim() == 2} - tables
