@@ -26,7 +26,7 @@ from deskgpt.device import DeferredCalls, LogWindow, StepTimer, copy_to_host, pe
 from deskgpt.distributed import shards_of, unsharded
 from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.files import cache_path, check_not_replaced, note_once, read_small
+from deskgpt.files import check_not_replaced, note_once, read_small
 from deskgpt.resume import StartSettings
 from deskgpt.stopping import StopConditions, StopSettings
 from deskgpt.train_state import TrainState
@@ -239,9 +239,11 @@ class RunLogger:
             **own,
         )
         if mfu > 1:
+            from deskgpt.peaks import peaks_path
+
             note_once(
                 "mfu above 100%: the peak is too low, or GPT.estimate_flops too high; if the peak "
-                f"was measured, delete {cache_path('peaks')} to measure it again"
+                f"was measured, delete {peaks_path()} to measure it again"
             )
 
     def _left_s(self, step: int, step_s: float) -> float:
