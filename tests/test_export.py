@@ -34,7 +34,7 @@ from deskgpt import deskgpt_ops, export_hugging_face, kernels
 from deskgpt.check_model import TOLERANCE, distance
 from deskgpt.checkpoint import Checkpoint, save_checkpoint
 from deskgpt.engine import GenerationConfig, generate, load_model
-from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.gpt2_weights import load_gpt2
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from train import main as train
@@ -122,10 +122,10 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
         SMALL, **OF_CLASS[name], bias=bias, tie_weights=bias, activation="relu2", dropout=0.1
     )
     model, folder = exported(tmp_path, config)
-    args, weights = load_gpt2(str(folder))
+    found = load_gpt2(str(folder))
     assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
-    assert GPTConfig.from_args(args, "") == config
-    assert_equal(weights, dict(model.state_dict()))
+    assert GPTConfig.from_args(found.model_args, "") == config
+    assert_equal(found.model, dict(model.state_dict()))
     assert load_model(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
@@ -165,9 +165,11 @@ def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_aga
         assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
     theirs.save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    _, weights = load_gpt2(str(tmp_path / "again"))
-    assert_equal(weights, dict(load_model(str(folder), "", torch.device("cpu")).model.state_dict()))
-    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
+    again = load_gpt2(str(tmp_path / "again"))
+    assert_equal(
+        again.model, dict(load_model(str(folder), "", torch.device("cpu")).model.state_dict())
+    )
+    assert again.tokenizer == {"name": "char", "chars": CHARS}
 
 
 @pytest.mark.slow
