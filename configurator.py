@@ -10,8 +10,6 @@ earlier versions, which the dataclass lists in a class attribute `retired`, have
 says so, and what there is in their place.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -207,7 +205,7 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
             text = ast.unparse(node)
             remedy = text.replace(":", " =", 1)
             raise ConfigError(f"{path}:{node.lineno}: {text} sets nothing; write {remedy}")
-    settings: dict[str, Any] = {}
+    settings = {}
     for name, value in result.items():
         if name.startswith("_") or isinstance(value, ModuleType) or callable(value):
             continue

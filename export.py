@@ -11,8 +11,6 @@ xllamacpp), and its logits are compared with model.py's on text. If they differ,
 exported. Without that package the exit status is 3: exported, and not compared.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import signal
@@ -23,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ConfigError, millions, one_line_errors, require_torch
 
 require_torch()
 
@@ -35,9 +33,8 @@ from torch import Tensor
 from configurator import configure
 from data.chat import template
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt import export_gguf, export_hugging_face, export_sources
+from deskgpt import export_gguf, export_hugging_face
 from deskgpt.engine import LoadedModel, load_model
-from deskgpt.errors import ConfigError, millions, one_line_errors
 from deskgpt.files import cannot_write, check_unused, new_folder, replacing
 from deskgpt.settings import FilePath, check_fields
 from model import GPT
@@ -111,7 +108,7 @@ def write_folder_for(gpt2: bool, trained: LoadedModel, to: Path, is_compared: bo
     card = CARD.read_text(encoding="utf-8")
     texts["README.md"] = card.format(name=to.resolve().name, class_name=computed_by, prompt=prompt)
     if not gpt2:
-        texts |= export_sources.sources()
+        texts |= export_hugging_face.sources()
     with new_folder(to) as folder:
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8", newline="\n")

@@ -11,8 +11,6 @@ answers programs that ask as they ask OpenAI's API. Writes no files. In --start,
 --system, \\n is a line break, \\t a tab and \\\\ a backslash.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import one_line_errors, require_torch
 
 require_torch()
 
@@ -31,7 +29,7 @@ from configurator import configure
 from data.chat import template
 from data.text_files import read_text
 from deskgpt.chat import Writer, talk
-from deskgpt.compute import default_dtype
+from deskgpt.compiling import default_dtype
 from deskgpt.device import limit_threads, resolve_device, unused_gpu
 from deskgpt.engine import (
     PROMPT,
@@ -42,7 +40,6 @@ from deskgpt.engine import (
     encode_prompt,
     load_model,
 )
-from deskgpt.errors import one_line_errors
 from deskgpt.settings import AtLeast1, FilePath, Range
 
 DASHES = "\n---------------"

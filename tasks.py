@@ -14,8 +14,6 @@ All tasks first make a virtual environment, .venv, and install what they need in
 uses only the standard library.
 """
 
-from __future__ import annotations
-
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 (an old Python reads this)
@@ -130,8 +128,8 @@ SLOWER = ["--norm=layer", "--learning_rate=8e-3", "--momentum=0.85"]
 # (bench/results/2026-11-22-token-shift.md).
 FOR_EXPORT = ["--token_shift=False", "--norm=rms"]
 MATMULS = (
-    "from deskgpt import compute, device as d, peaks; d.limit_threads(); "
-    "device = d.resolve_device('auto'); dtype = compute.default_dtype(device); "
+    "from deskgpt import compiling, device as d, peaks; d.limit_threads(); "
+    "device = d.resolve_device('auto'); dtype = compiling.default_dtype(device); "
     "print(device.type, max(0.0, peaks.measured_matmul_flops(device, dtype) / 1e12))"
 )
 

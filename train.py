@@ -26,7 +26,7 @@ if __name__ == "__main__":
     require_torch()
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from deskgpt.settings import REMOVED_SETTINGS, AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
@@ -135,13 +135,10 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
 # ---- what main uses -----------------------------------------------------------------------------
 # These imports stand below the settings, so that the settings are the first thing you read.
 
-import functools
 import gc
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -150,18 +147,22 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from configurator import HELP, build, read_settings
-from data.batches import BatchSplit, Loader, Split, eval_batches, splitmix64
+from data.batches import BatchSplit, Loader, Split, splitmix64
 from data.dataset import Dataset
 from data.token_files import dataset_folder
-from deskgpt.checkpoint import run_folder
-from deskgpt.compiling import explain_compile_errors
-from deskgpt.compute import ComputeMode, autocast, named_losses, seed_all, set_seed
+from deskgpt.compiling import cuda_graphs, explain_compile_errors
+from deskgpt.compute import ComputeMode, Pass, autocast, named_losses, seed_all
 from deskgpt.device import keep_freed_memory, limit_threads
 from deskgpt.distributed import gradient_norms
 from deskgpt.errors import BatchTooLargeError, ConfigError, DataError, one_line_errors
-from deskgpt.evaluation import Evaluation, evaluate, evaluation_loss, share_answered
-from deskgpt.files import RESTART_S, locked_folder
-from deskgpt.launch import dist_env, init_distributed, shutdown_distributed, wrap_ddp
+from deskgpt.evaluation import (
+    Evaluation,
+    eval_batches,
+    evaluate,
+    share_answered,
+    without_improvement,
+)
+from deskgpt.launch import init_distributed, lock_of, set_seed, shutdown_distributed, wrap_ddp
 from deskgpt.logger import STEP_FIELDS, RunLogger
 from deskgpt.monitor import LossMonitor
 from deskgpt.optim import make_optimizer, step_if_finite
@@ -177,9 +178,6 @@ from deskgpt.resume import (
 from deskgpt.saving import Checkpointer
 from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
-
-if TYPE_CHECKING:
-    from deskgpt.cuda_graph import Pass
 
 # A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
 # The settings say what was asked for. A loop that reads them would follow a plan that is no longer
@@ -231,12 +229,12 @@ def main(config: TrainConfig) -> float:
     restore(start, state, trains=not config.eval_only)
 
     # ---- who watches it --------------------------------------------------------------------------
-    logger = RunLogger(config, state, stop)  # the terminal, log.jsonl, W&B; it times the steps
+    loader = Loader(data.train, batch, dist.device, state.step, state.row0)
+    logger = RunLogger(config, state, stop, loader)  # terminal, log.jsonl, W&B; it times the steps
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes
     texts_at = make_sampler(config.sample_interval, state)  # no texts with an interval of 0
-    loader = Loader(data.train, batch, dist.device, state.step, logger.timer.add_wait, state.row0)
-    train_pass, eval_pass = cuda_graphs(ddp_model, state, logger.warn)  # graphs on CUDA only
+    train_pass, eval_pass = cuda_graphs(forward_backward, ddp_model, state, logger.warn)
     config = config.in_loop()  # what a run may change is in state.schedule and state.batching
 
     try:
@@ -299,7 +297,7 @@ def main(config: TrainConfig) -> float:
         stop.fail(remedied(e, config, state))
     finally:
         logger.deferred.run()  # also if the run ends with an error
-    return finish(state, checkpointer, logger, monitor, loader, ddp_model, stop)
+    return finish(state, checkpointer, logger, monitor, ddp_model, stop)
 
 
 def main_that_fits(config: TrainConfig) -> float:
@@ -445,7 +443,7 @@ def evaluate_run(
     lr = learning_rate(state.schedule, state.step)
     logger.evaluation(train, val, lr, texts, answered)
     monitor.check_val_loss(val.loss)
-    stop.check_patience(state.evaluations)
+    stop.check_patience(without_improvement(state.evaluations))
     return val
 
 
@@ -470,39 +468,6 @@ def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list
     from deskgpt.engine import sampler_for  # only runs that write need what sampling needs
 
     return sampler_for(interval, state.model, state.compute, state.dist, state.data.tokenizer)
-
-
-def cuda_graphs(
-    ddp_model: nn.Module, state: TrainState, warn: Callable[[str], None]
-) -> tuple[Pass, Pass]:
-    """Return forward_backward, to be called with a micro-batch, and evaluation_loss, with a batch.
-    On CUDA both passes are recorded, and replayed from then on.
-
-    The first two steps run without a graph, because they compile and allocate the optimizer's
-    state. Both graphs use the same memory, one after the other.
-    """
-    train_pass = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
-    eval_pass = functools.partial(evaluation_loss, state.model, state.compute)
-    if not state.compute.cuda_graph:
-        return train_pass, eval_pass
-    from deskgpt.cuda_graph import CudaGraph
-
-    train = CudaGraph(
-        train_pass,
-        state.model,
-        eager_calls=2 * state.batching.micro_steps_per_rank,
-        on_refusal=lambda why: warn(f"no CUDA graph: {why}"),
-    )
-    evaluation = CudaGraph(
-        eval_pass,
-        state.model,
-        shares_memory_with=train,
-        on_refusal=lambda why: warn(f"evaluations without a CUDA graph: {why}"),
-    )
-    # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
-    if getattr(ddp_model, "modules_buffers", None):
-        train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
-    return train, evaluation
 
 
 def print_plan(config: TrainConfig) -> float:
@@ -531,7 +496,6 @@ def finish(
     checkpointer: Checkpointer,
     logger: RunLogger,
     monitor: LossMonitor,
-    loader: Loader,
     ddp_model: nn.Module,
     stop: StopConditions,
 ) -> float:
@@ -551,7 +515,7 @@ def finish(
         logger.event("out_of_memory", line, iter=state.step, **stop.smaller)
     else:
         best_val_loss = end_run(logger, state, stop.reason)
-    loader.close()
+    logger.loader.close()
     logger.log.close()
     shutdown_distributed(ddp_model, state.dist)
     checkpointer.raise_if_last_failed()
@@ -570,17 +534,6 @@ def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Except
     # One rank cannot start again alone: the others wait for it within the step.
     may_halve = bool(config.auto_batch) and state.dist.world == 1
     return batch_too_large(state.dist.device, state.batching, may_halve)
-
-
-def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
-    """Keep other runs out of out_dir, if this process is one that writes there."""
-    env = dist_env(os.environ)
-    if env.rank > 0 or settings["eval_only"] or settings["dry_run"] or settings["plan_for"]:
-        return nullcontext()
-    # torchrun starts a run again while a file server still keeps the lock of a host that is gone.
-    restarts = env.distributed and settings["init_from"] == "auto"
-    wait_s = RESTART_S if restarts else 0.0
-    return locked_folder(run_folder(settings["out_dir"]), wait_s=wait_s)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ there. Beside it: the share that a program would get which always gives the comm
 kind, which is what stands after the last colon of an answer.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter, defaultdict
@@ -19,7 +17,7 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -30,7 +28,6 @@ from data.chat.dialogues import as_messages
 from data.chat.template import Template
 from deskgpt.device import limit_threads, resolve_device
 from deskgpt.engine import load_model
-from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.evaluation import exact_answers
 
 
@@ -57,15 +54,11 @@ def main() -> None:
             exact, answers = exact_answers(model(x[:, :-1])[0], y[:, 1:])
         right[kind].append(bool(exact == answers))
         results[kind][messages[-1].content.rpartition(": ")[2]] += 1
-    table = []
-    n, n_right, n_guessed = 0, 0, 0
+    counts = {}
     for kind, found in sorted(right.items()):
-        guessed = results[kind].most_common(1)[0][1]
-        table.append(row_of(kind, len(found), sum(found), guessed))
-        n += len(found)
-        n_right += sum(found)
-        n_guessed += guessed
-    table.append(row_of("all", n, n_right, n_guessed))
+        counts[kind] = [len(found), sum(found), results[kind].most_common(1)[0][1]]
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    table = [row_of(kind, *numbers) for kind, numbers in counts.items()]
     print(markdown_table(["kind", "questions", "right", "by guessing"], table, 1))
 
 

@@ -38,7 +38,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, clock, one_line_errors, require_torch
 
 require_torch()
 
@@ -48,11 +48,9 @@ from filelock import FileLock
 from bench.asking.statistics import LEAST, decide, difference
 from data.token_files import dataset_folder
 from deskgpt.device import code_digest, device_name, resolve_device
-from deskgpt.errors import ConfigError, OneLineParser, clock, one_line_errors
 from deskgpt.files import cache_folder, file_sha256, locked_folder, sha256, write_atomically
 from deskgpt.logger import read_events
 
-ROOT = Path(__file__).resolve().parents[1]
 # Of val.bin, evaluated at the end of a run if the config does not set eval_tokens.
 MAX_EVAL_TOKENS = 1 << 21
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters

@@ -12,8 +12,6 @@ bytes alive are counted. An operator counts as one launch. Exit status 1 if a ke
 compile, or wants more shared memory than the card has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,7 +26,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, OneLineParser, in_gib, one_line_errors, require_torch
 
 require_torch()
 
@@ -42,15 +40,14 @@ import train
 from bench import pretend_card
 from bench.output import markdown_table
 from bench.qualify import our_start
-from bench.speed import ROOT, vocab_size_of
+from bench.speed import vocab_size_of
 from configurator import configure
 from deskgpt.compiling import apply_compute
 from deskgpt.compute import autocast
 from deskgpt.distributed import DistContext
-from deskgpt.errors import OneLineParser, in_gib, one_line_errors
 from deskgpt.files import cache_folder
 from deskgpt.memory import StepShape
-from model import GPT, GPTConfig
+from model import GPT
 
 CONFIGS = ["train_shakespeare_char", "train_fineweb_125m --batch_size=16"]
 CONFIGS += ["train_fineweb_125m_fast"]
@@ -203,7 +200,7 @@ def check() -> None:
     kernels.prepare_inductor()
     torch.nn.functional.scaled_dot_product_attention = card_attention  # type: ignore[assignment]
     c = configure(train.TrainConfig, [f"config/{config_name}.py", *flags])
-    config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
+    config = c.model_config(vocab_size_of(c.dataset))
     device = torch.device("cuda")
     _, compute = our_start(c, config, DistContext(device))
     with FakeTensorMode(allow_non_fake_inputs=True), device, work:

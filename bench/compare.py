@@ -9,8 +9,6 @@ windows, after equal tokens, equal time and equal FLOPs, where all runs were eva
 writes a page with curves.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -24,13 +22,12 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import OneLineParser, clock, one_line_errors, require_torch
 
 require_torch()
 
 from bench.logs import NANOGPT_PEAK, Run, read_runs
 from bench.output import markdown_table
-from deskgpt.errors import OneLineParser, clock, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.logger import STEP_FIELDS
 from deskgpt.resume import NOT_LEARNING

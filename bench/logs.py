@@ -3,8 +3,6 @@
 A figure that a log does not have is missing from its event, or None.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -1,7 +1,5 @@
 """What several benchmarks print: Markdown tables, and where figures come from."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -168,7 +168,7 @@ def functions(card: SimpleNamespace, library: ctypes.CDLL) -> dict[str, Any]:
 
     set_fraction(1.0)
     # A function for each name: torch.compile has other rules for each.
-    found: dict[str, Any] = {}
+    found = {}
     for name, value in rows_of("pretend_functions.txt"):
         if value.startswith("card_"):
             found[name] = without_arguments(getattr(library, value))

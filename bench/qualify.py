@@ -24,8 +24,6 @@ so far, and at the end with a profile, which needs CUDA:
     gaps       wall less busy: the card waits for the CPU, and a graph gains no more than that
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -46,7 +44,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -59,14 +57,13 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 import train
 from bench import output
 from bench.pretend_card import rows_of
-from bench.speed import ROOT, vocab_size_of, write_data
+from bench.speed import vocab_size_of, write_data
 from configurator import configure
 from deskgpt.checkpoint import Checkpoint
 from deskgpt.compute import ComputeMode, seed_all
 from deskgpt.cuda_graph import CudaGraph
 from deskgpt.device import device_name, git_commit, resolve_device, synchronize, versions
 from deskgpt.distributed import DistContext
-from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import write_atomically
 from deskgpt.launch import init_distributed
 from deskgpt.resume import Start, build_model, choose_compute_and_batch
@@ -167,7 +164,7 @@ def lab(given: list[str]) -> None:
     c = configure(train.TrainConfig, given)
     dist = init_distributed(c.device, c.backend, c.dist_timeout_s)  # sets a stream for graphs
     device = dist.device
-    config = GPTConfig.from_settings(c, vocab_size_of(c.dataset))
+    config = c.model_config(vocab_size_of(c.dataset))
     seed_all(c.seed, device)
     tokens = torch.randint(config.vocab_size, (c.batch_size, c.block_size + 1)).to(device)
     start, compute = our_start(c, config, dist)

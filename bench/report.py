@@ -10,8 +10,6 @@ opens in any browser and needs no network; drawing it needs the package plotly. 
 --html FILE makes the page of several runs, and of what nanoGPT printed.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

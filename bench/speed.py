@@ -27,8 +27,6 @@ size, so that a step keeps the tokens that the config asks for. Prints a table i
 rows name the settings to take.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle
@@ -49,7 +47,7 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -58,13 +56,11 @@ import numpy as np
 import train
 from bench import output
 from configurator import configure
-from deskgpt.compute import default_dtype
+from deskgpt.compiling import default_dtype
 from deskgpt.device import resolve_device
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.logger import read_events
 from model import MODERN_CHOICES, NANOGPT_ARGS
 
-ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable, "-u"]  # unbuffered, because nanoGPT does not flush its lines
 LEAST_STEPS = 3  # in a round; the first step does not count
 LINES_OF_FAILURE = 30  # of the output of a run that fails

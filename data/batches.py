@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.token_files import Numbers, split_files
 from deskgpt.errors import DataError
@@ -86,29 +85,25 @@ class Split:
 
     # ---- training --------------------------------------------------------------------------------
 
-    def train_batch(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
-        """Return (inputs, targets), each (len(rows), T), of rows 0..global_batch-1 of optimizer
-        step `step`.
+    def train_batch(self, rows: I64) -> tuple[I64, I64]:
+        """Return (inputs, targets), each (len(rows), T), of rows of the training data: the windows
+        of all epochs, in the order in which steps read them.
         """
-        return self._read(*self.sequence_offsets(step, rows, global_batch))
+        return self._read(*self.sequence_offsets(rows))
 
-    def sequence_offsets(self, step: int, rows: I64, global_batch: int) -> tuple[I64, I64]:
+    def sequence_offsets(self, rows: I64) -> tuple[I64, I64]:
         """Return (shard, its first token), each (len(rows),), of the windows of train_batch."""
-        position = step * global_batch + rows  # in the sequence of all windows of all epochs
-        epoch = position // self.n_windows
+        epoch = rows // self.n_windows
         key = epoch_keys(self.seed, epoch)
-        window = permute(position % self.n_windows, self.n_windows, key)
+        window = permute(rows % self.n_windows, self.n_windows, key)
         shard, window_of_shard = locate(window, self._windows)
         offset = splitmix64(key + shard.astype(np.uint64)) % self._offsets[shard]
         start = window_of_shard * self.block_size + offset.astype(np.int64)
         return shard, start
 
-    def n_unmasked(self, step: int, global_batch: int, row0: int = 0) -> I64:
-        """Return the learned targets (global_batch,) in each row of optimizer step `step`; row0: as
-        Loader's.
-        """
-        rows = np.arange(global_batch) + row0
-        return self._unmasked(*self.sequence_offsets(step, rows, global_batch)).sum(1)
+    def n_unmasked(self, first: int, n: int) -> I64:
+        """Return the learned targets (n,) in each of n rows of the training data."""
+        return self._unmasked(*self.sequence_offsets(first + np.arange(n))).sum(1)
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -353,23 +348,6 @@ def to_device(ids: I64, device: torch.device) -> Tensor:
     return tokens.to(device)
 
 
-def eval_batches(
-    split: Split, batching: BatchSplit, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield this rank's batches of a fixed set of windows: inputs, targets, number of learned
-    targets, in windows.
-
-    The last batch may hold fewer windows than rows. All ranks have equally many batches: where
-    weights are sharded, each needs the others. A terminal shows a progress bar. Raises DataError.
-    """
-    n = split.n_eval_windows(batching.eval_sequences)
-    firsts = range(0, n, batching.world * batching.batch_size)
-    for first in tqdm(firsts, "evaluating", leave=False, disable=True if batching.rank else None):
-        x, y = split.eval_batch(first + batching.rows(0), n)
-        n_learned = float((y >= 0).sum() / split.block_size)
-        yield to_device(x, device), to_device(y, device), n_learned
-
-
 class Loader:
     """The training micro-batches of one rank, from a step in `Split.train_batch`'s order on.
 
@@ -383,18 +361,16 @@ class Loader:
         batching: BatchSplit,
         device: torch.device,
         position: int = 0,
-        waited: Callable[[float], object] = lambda seconds: None,
         row0: int = 0,
     ) -> None:
-        """position: the first step to be read. waited: is called with the seconds that training
-        waited for a micro-batch. row0: the row at which step 0 begins: not 0 if earlier steps were
-        larger or smaller.
+        """position: the first step to be read. row0: the row at which step 0 begins: not 0 if
+        earlier steps were larger or smaller.
         """
         self._row0 = row0
         self.split = split
         self.batching = batching
         self.device = device
-        self.waited = waited
+        self.wait_s = 0.0  # that training waited for micro-batches
         self._pool = ThreadPoolExecutor(THREADS, "loader")
         self._n_unmasked = functools.lru_cache(AHEAD)(split.n_unmasked)
         self._ahead: deque[Future[tuple[MicroBatch, Any]]] = deque()
@@ -429,7 +405,7 @@ class Loader:
                 stream.wait_event(copied)
                 batch.x.record_stream(stream)
                 batch.y.record_stream(stream)
-            self.waited(time.perf_counter() - t0)
+            self.wait_s += time.perf_counter() - t0
             self._submit()
             yield batch
 
@@ -448,10 +424,11 @@ class Loader:
         cut = self.batching
         rows = cut.rows(micro_step)
         n = cut.global_batch_size
-        x, y = self.split.train_batch(step, rows + self._row0, n)
+        first = step * n + self._row0
+        x, y = self.split.train_batch(first + rows)
         weight = 1 / cut.micro_steps_per_rank
         if self.split.masks:
-            n_unmasked = self._n_unmasked(step, n, self._row0)
+            n_unmasked = self._n_unmasked(first, n)
             weight = cut.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
         is_last = micro_step == cut.micro_steps_per_rank - 1
         inputs = to_device(x, self.device)

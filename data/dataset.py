@@ -100,7 +100,7 @@ class Dataset:
         file.
         """
         rows = first_row + np.arange(sequences)
-        shards, begins = self.train.sequence_offsets(0, rows, sequences)
+        shards, begins = self.train.sequence_offsets(rows)
         return {
             self.train.shards[shard].path.name: begins[shards == shard].tolist()
             for shard in np.unique(shards)

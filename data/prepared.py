@@ -3,8 +3,6 @@ files, at once or in shards: tokenized in several threads, continued where an ea
 stopped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import deque
@@ -157,7 +155,7 @@ def resumed(
             while content := file.read(PIECE):
                 yield np.frombuffer(content, dtype)
 
-    unsaved: list[Tokens] = []
+    unsaved = []
     for ids, after in tokens_in(source.batches(shard, value_of, size, state), encode):
         if len(ids):
             yield ids

@@ -5,8 +5,6 @@ jsonl, csv) are read line by line: as tables, all lines would need the same keys
 would become empty, and no error could name a line.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json
@@ -62,7 +60,7 @@ class Source(NamedTuple):
         for number in range(begin["file"], len(self.shards[shard])):
             part = self.shards[shard][number]
             n = begin["row"]  # rows that were read; empty lines count
-            batch: list[Any] = []
+            batch = []
             length = 0
             try:
                 for row in itertools.islice(self.open(part), n, None):

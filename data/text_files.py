@@ -2,8 +2,6 @@
 <|endoftext|> between them.
 """
 
-from __future__ import annotations
-
 import glob
 import io
 import itertools
@@ -42,7 +40,7 @@ def expanded(paths: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     A folder means its files with these suffixes, in name order, hidden ones left out. Raises
     ValueError if it has none.
     """
-    files: list[Path] = []
+    files = []
     for path in paths:
         if not path.is_dir():
             # Windows leaves patterns to programs.

@@ -17,8 +17,6 @@ Anybody may have made these files. Reading them runs no code and raises nothing 
 OSError.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

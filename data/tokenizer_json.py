@@ -5,8 +5,6 @@ tokenizer_config.json has one key of our own, "deskgpt": the description from wh
 makes our tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -2,8 +2,6 @@
 terminal.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace

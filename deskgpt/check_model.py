@@ -5,8 +5,6 @@ Nothing of this happens in a run. Exports and sampling with a cache compare logi
 of tolerances.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -14,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deskgpt import cpu_kernels
 from deskgpt.checkpoint import savable
 from deskgpt.compiling import apply_compute
-from deskgpt.compute import ComputeMode, named_losses, seed_all
+from deskgpt.compute import ComputeMode, Pass, named_losses, seed_all
 from deskgpt.distributed import DistContext
 from deskgpt.optim import step_if_finite
 from deskgpt.train_state import optimizer_state
@@ -82,7 +79,6 @@ def in_float32(model: GPT) -> Iterator[None]:
 
 
 SHORT = 256  # tokens of a text on which a model is checked
-ForwardBackward = Callable[..., dict[str, Tensor]]  # train.py's
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)  # it leaves a loss on any device as it is
 
 
@@ -91,7 +87,7 @@ def check_run(
     model: GPT,
     mode: ComputeMode,
     dist: DistContext,
-    forward_backward: ForwardBackward,
+    forward_backward: Pass,
     build_optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
     """Check the model of a run, in eager float32 so far, how this run computes it, and its first
@@ -120,7 +116,7 @@ def check_run(
 
 
 def check_model(
-    model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor, forward_backward: ForwardBackward
+    model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor, forward_backward: Pass
 ) -> list[str]:
     """Return what is wrong with a model on a text idx, targets (B, T), and computed in this mode: a
     sentence each.
@@ -215,7 +211,7 @@ def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
 
 
 def loss_and_gradients(
-    forward_backward: ForwardBackward, model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor
+    forward_backward: Pass, model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of the losses of a pass, and the gradients of the trained parameters by name,
     zeros if there is none.

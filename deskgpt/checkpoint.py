@@ -7,8 +7,6 @@ replaced in one step. A crash at any moment leaves an intact checkpoint. nanoGPT
 are read too.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zipfile
@@ -149,7 +147,7 @@ def clean_out_dir(
     if there is none.
     """
     remove_leftovers(out_dir, CKPT, CKPT_BEST)
-    losses: dict[str, float] = {}  # by the name of an intact file
+    losses = {}  # by the name of an intact file
     for path in list_checkpoints(out_dir):
         try:
             saved = read_checkpoint(path, is_mapped=True)

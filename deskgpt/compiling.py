@@ -4,26 +4,28 @@ The choice follows from the settings and the kind of machine alone: a short tria
 long run does, and two runs with the same settings on the same machine compute the same.
 """
 
-from __future__ import annotations
-
+import functools
 import importlib.util
 import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from deskgpt import cpu_kernels
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compute import ComputeMode, Pass
 from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext, agree, shards_of
 from deskgpt.errors import reason
+from deskgpt.evaluation import evaluation_loss
+from deskgpt.train_state import TrainState
 from model import GPT
 
 # ---- dtype, kernels, compiled or not -------------------------------------------------------------
@@ -121,6 +123,26 @@ def choose_compute(
     )
 
 
+def default_dtype(device: torch.device) -> str:
+    """Return the dtype that dtype=auto means: bfloat16 if the device multiplies it faster than
+    float32.
+
+    A GPU without bfloat16 takes float16, which needs a loss scale. A CPU is measured, since a
+    processor may list bfloat16 and be slower in it (docs/decisions.md).
+    """
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16"
+        # Below 7.0 no tensor cores multiply float16.
+        return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
+    if device.type == "cpu":
+        from deskgpt.peaks import MIN_SPEEDUP, measured_flops
+
+        flops = measured_flops(device)
+        return "bfloat16" if flops["bfloat16"] > MIN_SPEEDUP * flops["float32"] else "float32"
+    return "float32"
+
+
 def load_kernels(dist: DistContext) -> bool:
     """Load the kernels in C++, compiling them if need be.
 
@@ -161,6 +183,39 @@ def apply_compute(model: GPT, compute: ComputeMode, ranks: int = 1) -> None:
             # Several ranks exchange the gradients of a block while those of the next are computed.
             for block in model.transformer.h:
                 block.compile()
+
+
+def cuda_graphs(
+    forward_backward: Pass, ddp_model: nn.Module, state: TrainState, warn: Callable[[str], None]
+) -> tuple[Pass, Pass]:
+    """Return train.py's forward_backward, to be called with a micro-batch, and evaluation_loss,
+    with a batch. On CUDA both passes are recorded, and replayed from then on.
+
+    The first two steps run without a graph, because they compile and allocate the optimizer's
+    state. Both graphs use the same memory, one after the other.
+    """
+    train_pass = functools.partial(forward_backward, ddp_model, state.scaler, state.compute)
+    eval_pass = functools.partial(evaluation_loss, state.model, state.compute)
+    if not state.compute.cuda_graph:
+        return train_pass, eval_pass
+    from deskgpt.cuda_graph import CudaGraph
+
+    train = CudaGraph(
+        train_pass,
+        state.model,
+        eager_calls=2 * state.batching.micro_steps_per_rank,
+        on_refusal=lambda why: warn(f"no CUDA graph: {why}"),
+    )
+    evaluation = CudaGraph(
+        eval_pass,
+        state.model,
+        shares_memory_with=train,
+        on_refusal=lambda why: warn(f"evaluations without a CUDA graph: {why}"),
+    )
+    # DDP broadcasts buffers in some passes only. A recording would repeat that always, or miss it.
+    if getattr(ddp_model, "modules_buffers", None):
+        train.refuse("with several ranks, a model that has buffers needs --cuda_graph=False")
+    return train, evaluation
 
 
 def has_triton(device: torch.device) -> bool:

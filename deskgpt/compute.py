@@ -1,10 +1,7 @@
 """How a pass computes: its mode, dtype, losses and seeds. compiling.py chooses the mode by rule."""
 
-from __future__ import annotations
-
-import os
 import random
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +39,9 @@ class ComputeMode:
             f"loss in {self.loss_chunks} chunks": self.loss_chunks > 1,
         }
         return ", ".join(word for word, is_so in words.items() if is_so)
+
+
+Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
 
 
 # ---- dtype and seeds -----------------------------------------------------------------------------
@@ -82,21 +82,6 @@ def named_losses(result: Any, taken: Set[str] = frozenset({"loss"})) -> dict[str
     return losses
 
 
-def set_seed(seed: int, deterministic: bool, device: torch.device) -> None:
-    """Seed torch's and Python's generators; deterministic: and make CUDA compute the same bits each
-    time.
-
-    Attention is then flash, whose backward pass can add in a fixed order, and not cuDNN's, which
-    cannot.
-    """
-    if deterministic:
-        # Which cuBLAS reads at its first matmul.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(deterministic)
-    seed_all(seed, device)
-
-
 def seed_all(seed: int, device: torch.device) -> None:
     """Seed what a model on this device may draw random numbers from: torch's generators and
     Python's own.
@@ -108,23 +93,3 @@ def seed_all(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-
-
-def default_dtype(device: torch.device) -> str:
-    """Return the dtype that dtype=auto means: bfloat16 if the device multiplies it faster than
-    float32.
-
-    A GPU without bfloat16 takes float16, which needs a loss scale. A CPU is measured, since a
-    processor may list bfloat16 and be slower in it (docs/decisions.md).
-    """
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bfloat16"
-        # Below 7.0 no tensor cores multiply float16.
-        return "float16" if torch.cuda.get_device_capability(device) >= (7, 0) else "float32"
-    if device.type == "cpu":
-        from deskgpt.peaks import MIN_SPEEDUP, measured_flops
-
-        flops = measured_flops(device)
-        return "bfloat16" if flops["bfloat16"] > MIN_SPEEDUP * flops["float32"] else "float32"
-    return "float32"

@@ -8,8 +8,6 @@ one is not used. Callers ask `takes` first, which the operators assert: what the
 for, such as float16 or empty tensors, would write beyond its memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -23,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deskgpt.files import cache_folder, is_trusted, replacing
@@ -47,16 +44,6 @@ FLAGS = (
 )
 COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 
-FUNCTIONS = (  # of the library
-    "attention_forward",
-    "attention_backward",
-    "activation",
-    "softmax",
-    "norm_forward",
-    "norm_backward",
-    "split_heads",
-    "token_shift",
-)
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 _library: ctypes.CDLL | None = None  # set by load
@@ -95,17 +82,14 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
                 f"others can write in {library.parent}: set XDG_CACHE_HOME to a folder of your own"
             )
         open_library(library)
-    except (AttributeError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as e:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as e:
         raise Unavailable(" ".join(str(e).split())[:200]) from None
 
 
 def open_library(library: Path) -> None:
-    """Load a library and register its operators. Raises OSError, AttributeError."""
+    """Load a library and register its operators. Raises OSError."""
     global _library
-    loaded = ctypes.CDLL(str(library))
-    for name in FUNCTIONS:
-        getattr(loaded, name).restype = ctypes.c_char_p
-    _library = loaded
+    _library = ctypes.CDLL(str(library))
     register_operators()
     admit_dtypes()
 
@@ -142,6 +126,13 @@ def flags() -> list[str]:
     return found
 
 
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command, whose output is text, for at most COMPILE_S."""
+    return subprocess.run(
+        words, capture_output=True, text=True, errors="replace", timeout=COMPILE_S
+    )
+
+
 def compiler_command() -> list[str]:
     """Return the compiler's words, since CXX may be "ccache g++".
 
@@ -160,9 +151,7 @@ def compiler_version() -> str:
     Raises RuntimeError if there is none or it is clang.
     """
     command = compiler_command()
-    done = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILE_S
-    )
+    done = run([*command, "--version"])
     if "clang" in done.stdout:
         raise RuntimeError(
             f"{shlex.join(command)} is clang, whose OpenMP threads compete with torch's: "
@@ -202,9 +191,7 @@ def compile_to(library: Path) -> None:
     ]
     words += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=COMPILE_S
-        )
+        done = run(words)
         if done.returncode or not unfinished.is_file():
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             raise RuntimeError(
@@ -227,9 +214,7 @@ def check_results(library: Path) -> None:
     Compilers have been wrong before (bench/results/2026-11-22-gcc-dse.md).
     """
     words = [sys.executable, str(Path(__file__).with_name("kernels_self_test.py")), str(library)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, errors="replace", timeout=COMPILE_S
-    )
+    done = run(words)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise RuntimeError(f"the compiled kernels are wrong on this machine: {why}")
@@ -277,7 +262,9 @@ def call(name: str, dtype: torch.dtype, *args: Any) -> None:
     """Call a function of the library. Raises RuntimeError if it fails."""
     kinds = {int: ctypes.c_int64, bool: ctypes.c_bool, float: ctypes.c_double}
     sized = [kinds[type(a)](a) if type(a) in kinds else a for a in args]
-    problem = getattr(_library, name)(dtype == torch.bfloat16, *sized)
+    function = getattr(_library, name)
+    function.restype = ctypes.c_char_p
+    problem = function(dtype == torch.bfloat16, *sized)
     if problem:
         raise RuntimeError(f"{name}: {problem.decode(errors='replace').splitlines()[0]}")
 

@@ -22,12 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
+from deskgpt.compute import Pass
 from deskgpt.errors import reason
-
-Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
 
 MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
 GENERATOR = "a generator on the CPU: Python's, NumPy's or torch's"

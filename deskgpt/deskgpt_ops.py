@@ -1,6 +1,6 @@
 """What model.py needs of deskgpt, in plain torch: export.py copies this file.
 
-Imports of these names from deskgpt are rewritten to come from here (export_sources.py).
+Imports of these names from deskgpt are rewritten to come from here (export_hugging_face.py).
 
 Shape legend: B batch, T time, S time with what is cached, C channels.
 """
@@ -103,5 +103,6 @@ def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
 def chunked_cross_entropy(
     logits: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, *chunks: Any
 ) -> Tensor:
+    """Return the mean loss of hidden states x (B, T, C), with all logits at once."""
     loss = F.cross_entropy(logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-    return loss.masked_fill((targets == -1).all(), 0.0)
+    return loss.masked_fill((targets == -1).all(), 0.0)  # torch's mean of no targets is NaN

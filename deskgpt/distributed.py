@@ -4,14 +4,11 @@ their gradients, and weights that they share.
 A run without torchrun is one rank of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from model import GPT

@@ -1,7 +1,5 @@
 """The screen at the end of a run: where its time went, its best model, and the next commands."""
 
-from __future__ import annotations
-
 import math
 
 from deskgpt.checkpoint import best_on_disk, run_folder
@@ -32,7 +30,7 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         f"{clock(timer.total_s['saving'])} of saving"
     )
     logger.print0(
-        f"{clock(logger.warm_up_s)} to start, {clock(timer.wait_s)} of waiting for data, peak "
+        f"{clock(logger.warm_up_s)} to start, {clock(logger.loader.wait_s)} of waiting for data, peak "
         f"memory {in_gib(memory)} GiB"
     )
     none = "n/a: the run ended before its first evaluation"
@@ -47,7 +45,7 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         iter=state.step,
         stop=stop,
         train_s=timer.train_s(),
-        data_wait_s=timer.wait_s,
+        data_wait_s=waited_s,
         eval_s=timer.total_s["evaluation"],
         save_s=timer.total_s["saving"],
         peak_memory_bytes=memory,

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -32,7 +31,7 @@ from deskgpt.device import DTYPES
 from deskgpt.distributed import DistContext
 from deskgpt.errors import is_out_of_memory, reason, shortened
 from deskgpt.files import is_local
-from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.kv_cache import GraphedKVCache, KVCache
 from deskgpt.memory import check_model_fits
 from deskgpt.settings import Range, check_fields
@@ -151,7 +150,7 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
     layer that a model computes in float32 on purpose stays so. An embedding that is tied to the
     head stays float32, which is what is read of it.
     """
-    cast: set[nn.Module] = set()
+    cast = set()
 
     def note(layer: nn.Module, args: Any) -> None:
         # A class of the user's own may compute in float32.
@@ -344,15 +343,14 @@ def load_model(init_from: str, out_dir: str, device: torch.device) -> LoadedMode
     saved = None
     source = out_dir if init_from == "resume" else init_from
     if init_from == "resume" or is_checkpoint(init_from):
-        saved = load_checkpoint(source, functools.partial(print, file=sys.stderr))
-        model_args, weights = saved.model_args, saved.model
+        found = saved = load_checkpoint(source, functools.partial(print, file=sys.stderr))
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
-        model_args, weights = load_gpt2(source)
-        meta = tokenizer_of(source)
-    config = GPTConfig.from_args(model_args, source)
+        found = load_gpt2(source)
+        meta = found.tokenizer or {}  # which describes no tokenizer
+    config = GPTConfig.from_args(found.model_args, source)
     check_model_fits(config, device)
-    model = GPT.from_state(config, weights, source)
+    model = GPT.from_state(config, found.model, source)
     tokenizer = from_meta(meta)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
@@ -435,7 +433,7 @@ def sampler_for(
             room = max(1, model.config.block_size - prompts.size(1))
             config = GenerationConfig(max_new_tokens=min(TOKENS, room))
             for _ in engine().write(prompts, samples, config):
-                if signal_handler.has_signal():
+                if signal_handler.signal is not None:
                     samples = []
                     break
         model.train()

@@ -5,8 +5,6 @@ A script runs its main function in one_line_errors. With DESKGPT_TRACEBACK=1 eve
 traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib.util

@@ -1,25 +1,21 @@
-"""The loss of a model over many micro-batches, of all ranks."""
-
-from __future__ import annotations
+"""The loss of a model over many micro-batches, of all ranks, and whether it still improves."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
-from deskgpt.compute import ComputeMode, autocast, named_losses
+from data.batches import BatchSplit, Split, to_device
+from deskgpt.compute import ComputeMode, Pass, autocast, named_losses
 from deskgpt.device import free_unused
 from deskgpt.distributed import DistContext, free_gathered
 from model import GPT
-
-if TYPE_CHECKING:
-    from deskgpt.cuda_graph import Pass
 
 BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
 
@@ -32,6 +28,50 @@ class Evaluation:
     windows: int = 0  # that were read, over all ranks
     # The mean loss of each of this rank's batches, to compare runs in pairs.
     batch_losses: tuple[float, ...] = ()
+
+
+class EvalRecord(NamedTuple):
+    """What is remembered of an evaluation."""
+
+    step: int
+    train_loss: float
+    val_loss: float
+    standard_error: float | None  # of val_loss
+
+
+def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
+    """Count the last evaluations in a row that are not below the best before them by a standard
+    error.
+
+    Small steps down add up: the best is the last one that counted as an improvement. Where the
+    standard error is not known, any lower loss counts.
+    """
+    best = math.inf
+    n = 0
+    for e in evaluations:
+        if e.val_loss < best - (e.standard_error or 0.0):
+            best = e.val_loss
+            n = 0
+        else:
+            n += 1
+    return n
+
+
+def eval_batches(
+    split: Split, batching: BatchSplit, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Yield this rank's batches of a fixed set of windows: inputs, targets, number of learned
+    targets, in windows.
+
+    The last batch may hold fewer windows than rows. All ranks have equally many batches: where
+    weights are sharded, each needs the others. A terminal shows a progress bar. Raises DataError.
+    """
+    n = split.n_eval_windows(batching.eval_sequences)
+    firsts = range(0, n, batching.world * batching.batch_size)
+    for first in tqdm(firsts, "evaluating", leave=False, disable=True if batching.rank else None):
+        x, y = split.eval_batch(first + batching.rows(0), n)
+        n_learned = float((y >= 0).sum() / split.block_size)
+        yield to_device(x, device), to_device(y, device), n_learned
 
 
 def evaluation_loss(

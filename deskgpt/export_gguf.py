@@ -6,8 +6,6 @@ Which of llama.cpp's architectures computes what our settings say is read in its
 Shape legend: C channels (n_embd), H heads, D = C // H, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -153,7 +151,7 @@ def tensors_of(c: GPTConfig, weights: dict[str, Tensor], vocab_size: int) -> dic
 
     architecture = gguf.MODEL_ARCH[architecture_of(c).upper()]
     names = gguf.get_tensor_name_map(architecture, c.n_layer)
-    found: dict[str, Tensor] = {}
+    found = {}
     for key, w in weights.items():
         # Apertus wants a head of its own.
         if key == "lm_head.weight" and c.tie_weights and c.position == "learned":

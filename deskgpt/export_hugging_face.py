@@ -1,12 +1,11 @@
-"""Our models in Hugging Face's format: the class that computes them, config.json, the names of
-weights.
+"""Our models in Hugging Face's format: the class that computes them and its sources, config.json,
+the names of weights.
 
 config.json has one key of our own, "deskgpt", which transformers keeps and does not read: the
 model_args, from which gpt2_weights.py knows the way back.
 """
 
-from __future__ import annotations
-
+import ast
 import os
 import tempfile
 from dataclasses import asdict
@@ -16,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.tokenizer_json import OUR_KEY
+from deskgpt import deskgpt_ops
 from deskgpt.check_model import TOLERANCE, distance
+from deskgpt.errors import ROOT
 from model import GPT, GPTConfig
 
-OUR_KEY = "deskgpt"
 # Ours, and GPT-2's in transformers
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
 
@@ -87,7 +88,7 @@ def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool
     """Write our state_dict as GPT-2's class has it, or ours. Raises OSError if the disk fails."""
     from safetensors.torch import save
 
-    found: dict[str, Tensor] = {}
+    found = {}
     for key, w in state.items():
         if key == "lm_head.weight" and c.tie_weights:
             continue
@@ -96,6 +97,73 @@ def write_weights(path: Path, c: GPTConfig, state: dict[str, Tensor], gpt2: bool
         copy = (w.t() if transposed else w).clone(memory_format=torch.contiguous_format)
         found[key if gpt2 else f"gpt.{key}"] = copy
     path.write_bytes(save(found, metadata={"format": "pt"}))
+
+
+# ---- the sources that come along -----------------------------------------------------------------
+# model.py's own, for folders that are used without deskgpt. Imports of ours are rewritten: names
+# that deskgpt_ops.py has come from there, other files of the checkout come along.
+
+WRAPPER = f"{__package__}.modeling_deskgpt"
+
+
+def sources() -> dict[str, str]:
+    """Return the texts of WRAPPER and of all that it needs, by files' names in the folder.
+
+    Raises ValueError.
+    """
+    modules = [WRAPPER]
+    texts = {}
+    for module in modules:
+        texts[name_of(module)] = carried(module, modules)
+    # transformers 4 copies only files that the first one names.
+    texts[name_of(WRAPPER)] += "".join(f"from .{name} import __name__ as _\n" for name in texts)
+    return {f"{name}.py": text for name, text in texts.items()}
+
+
+def name_of(module: str) -> str:
+    """Return the module's name in the folder, such as model or deskgpt_kernels_loss."""
+    return module.removeprefix(f"{__package__}.").replace(".", "_")
+
+
+def carried(module: str, modules: list[str]) -> str:
+    """Return a module's text with its imports rewritten, and add the modules of the checkout that
+    they name.
+
+    Raises ValueError for one that cannot leave the checkout.
+    """
+    text = file_of(module).read_text(encoding="utf-8")
+    nodes = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    statements = {ast.get_source_segment(text, node) or "": node for node in nodes}
+    # One may be the beginning of another.
+    for statement in sorted(statements, key=len, reverse=True):
+        node = statements[statement]
+        lines = []
+        for alias in node.names:
+            source = node.module if isinstance(node, ast.ImportFrom) else alias.name
+            if not source or not (
+                file_of(source).exists() or file_of(f"{source}.__init__").exists()
+            ):
+                continue  # of Python or another project
+            if source.startswith("deskgpt.") and hasattr(deskgpt_ops, alias.name):
+                source = deskgpt_ops.__name__
+            elif isinstance(node, ast.Import) or not file_of(source).exists():
+                raise ValueError(
+                    f"{file_of(module)}, line {node.lineno}: `{statement}` cannot go into "
+                    "an exported folder: only `from FILE import NAMES` can; nothing was "
+                    "exported. Write what model.py needs of it there"
+                )
+            if source not in modules:
+                modules.append(source)
+            lines.append(ast.unparse(ast.ImportFrom(name_of(source), [alias], level=1)))
+        if lines:  # each import on a line of its own, for which transformers looks
+            text = text.replace(statement, ("\n" + " " * node.col_offset).join(lines))
+    return text
+
+
+def file_of(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
 
 
 # ---- what it computes ----------------------------------------------------------------------------

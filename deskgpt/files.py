@@ -1,16 +1,13 @@
 """Files that hold either their old content or the new one, never a part; checksums; one process in
 a folder.
 
-Also files that save work on this machine, in ~/.cache/deskgpt or XDG_CACHE_HOME/deskgpt: peaks.json
-and compiled kernels. Nothing depends on them: if one is missing, damaged or another user's, or
-cannot be written, it is made again.
+Also the folder of files that save work on this machine, ~/.cache/deskgpt or
+XDG_CACHE_HOME/deskgpt: peaks.json and compiled kernels. Nothing depends on them: if one is missing,
+damaged or another user's, or cannot be written, it is made again.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import reprlib
 import secrets
@@ -318,34 +315,6 @@ def is_trusted(path: Path) -> bool:
         return True
     found = [path.stat(), path.parent.stat()]
     return all(s.st_uid == os.getuid() and not s.st_mode & stat.S_IWOTH for s in found)
-
-
-def cache_path(name: str) -> Path:
-    """Return the file that holds the entries called `name`."""
-    return cache_folder() / f"{name}.json"
-
-
-def read_cache(name: str) -> dict[str, Any]:
-    """Return the entries called `name`, by key; none if the file is missing, damaged or another
-    user's.
-    """
-    path = cache_path(name)
-    with suppress(OSError, ValueError, RecursionError):
-        entries = json.loads(path.read_bytes()) if is_trusted(path) else None
-        if isinstance(entries, dict):
-            return entries
-    return {}
-
-
-def write_cache(name: str, key: str, value: Any) -> None:
-    """Set one entry.
-
-    If that fails, or if another process sets one at the same time, a later run tries again.
-    """
-    with suppress(OSError):
-        write_atomically(
-            cache_path(name), json.dumps(read_cache(name) | {key: value}, indent=1).encode()
-        )
 
 
 def untrusted_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,18 +2,17 @@
 export.py wrote.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from data.tokenizer_json import OUR_KEY
+from deskgpt.checkpoint import Checkpoint
 from deskgpt.device import DTYPES
 from deskgpt.errors import reason, shortened
-from deskgpt.export_hugging_face import OUR_KEY, is_conv1d, is_gpt2
+from deskgpt.export_hugging_face import is_conv1d, is_gpt2
 from deskgpt.files import read_small
 from model import GPTConfig
 
@@ -33,9 +32,9 @@ PLAIN_GPT2 = {
 }
 
 
-def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (model_args, state dict in our names) of GPT-2 weights: one of GPT2_NAMES, or a folder
-    in their format.
+def load_gpt2(name: str) -> Checkpoint:
+    """Return GPT-2 weights, in our names, with model_args and tokenizer: one of GPT2_NAMES, or a
+    folder in their format.
 
     The folder holds config.json and model.safetensors, as Hugging Face or export.py writes them.
     Raises ValueError if the weights cannot be had, or are neither a GPT-2 nor a model that was
@@ -89,7 +88,7 @@ def load_gpt2(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"init_from={name}: config.json ties the head to the embedding, but {WEIGHTS} has "
                 "two; such a model cannot be read"
             )
-    return args, state
+    return Checkpoint(state, args, tokenizer=tokenizer_of(name))
 
 
 def gpt2_model_args(folder: Path, name: str) -> dict[str, Any]:

@@ -7,8 +7,6 @@ what the function computes as a line of torch, and the tests hold it to that.
 Shape legend: B batch, T time, S time of keys, H heads, D head width, C channels, V vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -17,9 +15,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -217,7 +214,7 @@ def chunked_cross_entropy(
     """
     N = targets.numel()
     if N * vocab_size <= LOGITS_ON_CPU and chunks == 1:
-        return cross_entropy(logits, x, targets)
+        return deskgpt_ops.chunked_cross_entropy(logits, x, targets)
     h = x.flatten(0, 1)  # (N, C)
     rows = targets.flatten()
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else h.dtype
@@ -235,7 +232,7 @@ def chunked_cross_entropy(
             continue
         found = gradients_of_chunk(logits, part, targets_of_part, compiled)
         if found is None:
-            return cross_entropy(logits, x, targets)
+            return deskgpt_ops.chunked_cross_entropy(logits, x, targets)
         losses.append(found[0])
         by_h.append(found[1])
         for leaf, gradient in found[2]:
@@ -246,12 +243,6 @@ def chunked_cross_entropy(
         return loss / n_targets
     gradients = [by_h[0] if len(by_h) == 1 else torch.cat(by_h), *by_leaf.values()]
     return GivenGradients.apply(loss, n_targets, gradients, h, *by_leaf)
-
-
-def cross_entropy(logits: Logits, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of hidden states x (B, T, C), with all logits at once."""
-    loss = F.cross_entropy(logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
-    return loss.masked_fill((targets == -1).all(), 0.0)  # torch's mean of no targets is NaN
 
 
 def tokens_per_chunk(N: int, V: int, device_type: str, chunks: int, kernel_bytes: int) -> int:

@@ -2,8 +2,6 @@
 the tests.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deskgpt import cpu_kernels, kernels
+from deskgpt.check_model import distance
 
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # |result - expected| / |expected|
 # (B, H, T, D): tiles, and what is left over
@@ -98,12 +97,6 @@ def error_of(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float
     # A gradient far below the others is rounding only.
     scale = max(x.norm().item() for x in computed[1])
     return max(distance(a, b, 1e-2 * scale) for a, b in zip(*computed, strict=True))
-
-
-def distance(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
-    """|found - expected| / |expected|, or by `least` if that is larger; NaN counts as infinite."""
-    error = (found.double() - expected).norm() / expected.norm().clamp(min=least)
-    return error.nan_to_num(torch.inf).item()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,11 @@ Every module of the model finds in the cache what it left there in the passes be
 Shape legend: B batch, T time, S time with what is cached, H heads, D head width.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class KVCache:

@@ -1,22 +1,26 @@
-"""The ranks that torchrun started: how they meet, average their gradients and leave."""
-
-from __future__ import annotations
+"""The start of a run: its lock and seed; how the ranks that torchrun started meet, average their
+gradients and leave.
+"""
 
 import os
 import signal
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed
-import torch.nn as nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from deskgpt.checkpoint import run_folder
+from deskgpt.compute import seed_all
 from deskgpt.device import resolve_device, unused_gpu
 from deskgpt.distributed import ALONE, DistContext, is_sharded
+from deskgpt.files import RESTART_S, locked_folder
 from deskgpt.limits import allow_open_files
 
 
@@ -41,6 +45,17 @@ def dist_env(environ: Mapping[str, str]) -> DistContext:
         local_world=int(environ["LOCAL_WORLD_SIZE"]),
         distributed=True,
     )
+
+
+def lock_of(settings: dict[str, Any]) -> AbstractContextManager[None]:
+    """Keep other runs out of out_dir, if this process is one that writes there."""
+    env = dist_env(os.environ)
+    if env.rank > 0 or settings["eval_only"] or settings["dry_run"] or settings["plan_for"]:
+        return nullcontext()
+    # torchrun starts a run again while a file server still keeps the lock of a host that is gone.
+    restarts = env.distributed and settings["init_from"] == "auto"
+    wait_s = RESTART_S if restarts else 0.0
+    return locked_folder(run_folder(settings["out_dir"]), wait_s=wait_s)
 
 
 def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistContext:
@@ -90,6 +105,21 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     if reason:
         dist.print0(f"{reason}; training on the CPU")
     return dist
+
+
+def set_seed(seed: int, deterministic: bool, device: torch.device) -> None:
+    """Seed torch's and Python's generators; deterministic: and make CUDA compute the same bits each
+    time.
+
+    Attention is then flash, whose backward pass can add in a fixed order, and not cuDNN's, which
+    cannot.
+    """
+    if deterministic:
+        # Which cuBLAS reads at its first matmul.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(deterministic)
+    seed_all(seed, device)
 
 
 def wrap_ddp(model: nn.Module, dist: DistContext) -> nn.Module:

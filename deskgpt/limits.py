@@ -5,8 +5,6 @@ usable_cores()          # by affinity and CPU quota: docker --cpus=1.5 makes it 
 memory_limits()         # in bytes, of each group that limits this process
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

@@ -18,16 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.batches import Loader
 from deskgpt import device as machine
 from deskgpt.checkpoint import CKPT, CKPT_BEST, archive_previous_run, run_folder
 from deskgpt.compiling import compile_s
-from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes
+from deskgpt.device import DeferredCalls, LogWindow, StepTimer, copy_to_host, peak_memory_bytes
 from deskgpt.distributed import shards_of, unsharded
 from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
-from deskgpt.files import cache_path, check_not_replaced, note_once, read_small
+from deskgpt.files import check_not_replaced, note_once, read_small
 from deskgpt.resume import StartSettings
-from deskgpt.stopping import LogWindow, StepTimer, StopConditions, StopSettings
+from deskgpt.stopping import StopConditions, StopSettings
 from deskgpt.train_state import TrainState
 
 # A number of a step: a float, a 0-d tensor, or a function of the steps since the last line.
@@ -65,12 +66,15 @@ class RunLogger:
     Biases and to the page of bench/report.py.
     """
 
-    def __init__(self, config: LogSettings, state: TrainState, stop: StopConditions) -> None:
+    def __init__(
+        self, config: LogSettings, state: TrainState, stop: StopConditions, loader: Loader
+    ) -> None:
         """Print and log what runs, and on what; from here on, steps are timed."""
         from deskgpt.peaks import peak_flops
 
         self.config = config
         self.state = state
+        self.loader = loader
         self.data = state.data
         self.dist = state.dist
         self.print0 = state.dist.print0
@@ -89,8 +93,9 @@ class RunLogger:
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
         self.warm_up_s = time.perf_counter() - stop.started
         self._print_start(peak_source)
+        is_compiled = state.compute.compiled
         self.timer = StepTimer(
-            self.dist.device, compile_s if state.compute.compiled else lambda: 0.0
+            self.dist.device, lambda: compile_s() if is_compiled else 0.0, lambda: loader.wait_s
         )
 
     # ---- the beginning ---------------------------------------------------------------------------
@@ -234,9 +239,11 @@ class RunLogger:
             **own,
         )
         if mfu > 1:
+            from deskgpt.peaks import peaks_path
+
             note_once(
                 "mfu above 100%: the peak is too low, or GPT.estimate_flops too high; if the peak "
-                f"was measured, delete {cache_path('peaks')} to measure it again"
+                f"was measured, delete {peaks_path()} to measure it again"
             )
 
     def _left_s(self, step: int, step_s: float) -> float:

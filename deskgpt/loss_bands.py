@@ -5,18 +5,16 @@ the val losses of eight runs. A band knows one loss per step and seed, so it fin
 wrongly, not one that is a little worse.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from deskgpt.errors import ROOT
 from deskgpt.resume import NOT_LEARNING
 
-FOLDER = Path(__file__).resolve().parents[1] / "config" / "loss_bands"
+FOLDER = ROOT / "config" / "loss_bands"
 # Half the width of a band in standard deviations between its eight runs. One more run leaves the
 # band at any of nine steps with a probability of 1%, if losses are normal: t sqrt(1 + 1/8), where
 # |t| of 7 degrees of freedom is exceeded with probability 0.01 / 9 (Hahn, Journal of the American

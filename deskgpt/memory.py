@@ -16,8 +16,6 @@ allocator's gaps. Leave a tenth free.
 The time is a range, from the device's peak (peaks.py) and the share of it that known runs reached.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys
@@ -30,8 +28,8 @@ import torch
 from data.batches import BatchSplit
 from deskgpt import device as machine
 from deskgpt import kernels, peaks
-from deskgpt.compiling import ComputeSettings
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compiling import ComputeSettings, default_dtype
+from deskgpt.compute import ComputeMode
 from deskgpt.device import memory_in_words
 from deskgpt.distributed import DistContext, shards_of
 from deskgpt.errors import BatchTooLargeError, clock, in_gib, millions

@@ -2,8 +2,6 @@
 many.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -4,14 +4,11 @@ Each is one torch optimizer to the training loop and to checkpoints, with parame
 state_dict and step().
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 
 from deskgpt.distributed import is_dtensor, local
 from model import GPT
@@ -55,7 +52,7 @@ def make_optimizer(
                 f"{name_of} is complex, which no fused step and no checkpoint takes: make it real, "
                 "(..., 2), and let the model compute with torch.view_as_complex of it"
             )
-    hidden: set[nn.Parameter] = set()  # matrices, for Muon
+    hidden = set()  # matrices, for Muon
     if name == "muon":
         tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
         hidden = {p for p in model.transformer.h.parameters() if p.dim() == 2} - tables
@@ -70,24 +67,6 @@ def make_optimizer(
         return torch.optim.AdamW(groups, **options)
     groups.append({"params": muon, "weight_decay": weight_decay, "momentum": momentum})
     return Muon(groups, torch.bfloat16 if muon_dtype == "bfloat16" else torch.float32, **options)
-
-
-def keep_rates_of_groups(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set `lr_scale` of each group that has a learning rate of its own: its share of learning_rate,
-    for the whole run.
-
-    The loop sets each group's `lr` anew at every step. A group that has an `lr_scale` keeps that.
-    Raises ValueError if learning_rate is 0, of which nothing has a share.
-    """
-    for group in optimizer.param_groups:
-        own = group.get("lr")
-        if own in (None, learning_rate, optimizer.defaults.get("lr")) or "lr_scale" in group:
-            continue
-        if not learning_rate:
-            raise ValueError(
-                f"a group of parameters has lr={own:g}, which is no share of learning_rate=0"
-            )
-        group["lr_scale"] = own / learning_rate
 
 
 def step_if_finite(

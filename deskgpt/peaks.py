@@ -17,10 +17,9 @@ here gets its measured peak. Laptop chips and MIG slices are left out, since the
 differ under one name, and so is what has no published dense figure in 16 bits (DGX Spark).
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
+import json
 import math
 import re
 import sys
@@ -28,11 +27,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from deskgpt.device import DTYPES, device_name, free_unused, synchronize, torch_variables
-from deskgpt.files import read_cache, write_cache
+from deskgpt.files import cache_folder, is_trusted, write_atomically
 
 # ---- the table -----------------------------------------------------------------------------------
 
@@ -150,6 +150,35 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     return measured, f"measured {dtype} matmul{threads}"
 
 
+# ---- what was measured on this machine before ----------------------------------------------------
+
+
+def peaks_path() -> Path:
+    """Return the file of the measured figures."""
+    return cache_folder() / "peaks.json"
+
+
+def read_peaks() -> dict[str, Any]:
+    """Return the measured figures, by key; none if the file is missing, damaged or another
+    user's.
+    """
+    path = peaks_path()
+    with suppress(OSError, ValueError, RecursionError):
+        entries = json.loads(path.read_bytes()) if is_trusted(path) else None
+        if isinstance(entries, dict):
+            return entries
+    return {}
+
+
+def write_peaks(key: str, value: Any) -> None:
+    """Set one entry.
+
+    If that fails, or if another process sets one at the same time, a later run tries again.
+    """
+    with suppress(OSError):
+        write_atomically(peaks_path(), json.dumps(read_peaks() | {key: value}, indent=1).encode())
+
+
 # ---- measuring -----------------------------------------------------------------------------------
 
 # n of square matmuls.
@@ -178,7 +207,7 @@ def measured_flops(device: torch.device) -> dict[str, float]:
     the other, so with all threads a busy moment would decide which dtype is faster.
     """
     key = f"{device_name(device)}, torch {torch.__version__}, by dtype{torch_variables()}"
-    known = read_cache("peaks").get(key)
+    known = read_peaks().get(key)
     if isinstance(known, dict) and known.get("float32"):
         return known
     threads = torch.get_num_threads()
@@ -186,7 +215,7 @@ def measured_flops(device: torch.device) -> dict[str, float]:
         torch.set_num_threads(1)
     found = best_flops(device)
     torch.set_num_threads(threads)
-    write_cache("peaks", key, found)
+    write_peaks(key, found)
     return found
 
 

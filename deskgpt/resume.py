@@ -2,8 +2,6 @@
 the run before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -103,10 +101,9 @@ def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start
         trained = load_checkpoint(source, dist.print0, dist, checksums=reads)
         saved = Checkpoint(trained.model, trained.model_args, tokenizer=trained.tokenizer)
     else:
-        from deskgpt.gpt2_weights import exported_model_args, load_gpt2, tokenizer_of
+        from deskgpt.gpt2_weights import exported_model_args, load_gpt2
 
-        model_args, weights = load_gpt2(source)
-        saved = Checkpoint(weights, model_args, tokenizer=tokenizer_of(source))
+        saved = load_gpt2(source)
         # GPT-2's folder lacks the others
         given = RESUMED_SETTINGS if exported_model_args(source) else MODERN_CHOICES
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": new_model.dropout}, source)

@@ -147,7 +147,7 @@ def gathered_on_first(state: Checkpoint) -> Checkpoint:
 
     All ranks that share them call this.
     """
-    gathered: dict[int, Tensor] = {}
+    gathered = {}
 
     def full(tensor: Tensor) -> Tensor:
         if not is_dtensor(tensor):

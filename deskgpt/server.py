@@ -9,8 +9,6 @@ A setting that a request leaves out has the page's default, except the seed, whi
 What fields mean: https://platform.openai.com/docs/api-reference
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -11,8 +11,6 @@ A dataclass declares them:
 then checks only rules about several settings together.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from deskgpt.distributed import is_dtensor, local, shards_of

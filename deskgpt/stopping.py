@@ -1,5 +1,4 @@
-"""When a run ends and where its time goes: signals, time, patience; the schedule that max_minutes
-shortens.
+"""When a run ends: signals, time, patience; the schedule that max_minutes shortens.
 
 Importing this imports no torch: train.py handles signals before that, which takes seconds.
 """
@@ -10,15 +9,14 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
+    from deskgpt.device import StepTimer
     from deskgpt.distributed import DistContext
 
 
@@ -66,9 +64,6 @@ class SignalHandler:
         numbers, self._numbers = self._numbers, []
         for number in numbers:
             signal.signal(number, self._handle)
-
-    def has_signal(self) -> bool:
-        return self.signal is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -180,9 +175,9 @@ class StopConditions:
             raise ValueError(f"{reason} is no reason to stop that ranks know: add it to REASONS")
         return REASONS[int(self.dist.max(REASONS.index(reason)))]
 
-    def check_patience(self, evaluations: Sequence[EvalRecord]) -> None:
+    def check_patience(self, without_improvement: int) -> None:
         """Set `reason` after `patience` evaluations in a row without an improvement."""
-        if 0 < self.patience <= without_improvement(evaluations):
+        if 0 < self.patience <= without_improvement:
             self.reason = "patience"
 
     def replan(self, schedule: Schedule, step: int, first_step: int, timer: StepTimer) -> Schedule:
@@ -279,112 +274,3 @@ class Schedule:
             f"warmup_iters={self.warmup_iters} is not below {name}={last}: the warm-up never "
             f"reaches learning_rate={self.learning_rate:g}; try --warmup_iters={last // 10}"
         )
-
-
-# ---- where its time goes -------------------------------------------------------------------------
-
-
-class LogWindow(NamedTuple):
-    """The steps from one log line to the next."""
-
-    steps: int
-    tokens: int  # over all ranks
-    seconds: float
-    wait_s: float  # of these, waiting for data
-
-
-class StepTimer:
-    """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for
-    data.
-
-    Its clock is read when the device has finished what is queued, and stands still while
-    torch.compile compiles. What the blocks of `timed` take is not of the steps, also if they raise.
-    Steps are timed from when it is made.
-    """
-
-    def __init__(self, device: torch.device, compile_s: Callable[[], float] = lambda: 0.0) -> None:
-        """compile_s: returns the seconds that this process has spent compiling so far."""
-        self.device = device
-        self._compile_s = compile_s
-        self.wait_s = 0.0  # of the training time, spent waiting for data
-        self.total_s = {"evaluation": 0.0, "saving": 0.0}
-        self.last_s = dict(self.total_s)
-        self._started_at = self._now()
-        self.window_ended_s = 0.0  # training time at the end of the last window
-        self._window_wait_s = 0.0  # wait for data by then
-
-    def _now(self) -> float:
-        from deskgpt.device import synchronize
-
-        synchronize(self.device)
-        return time.perf_counter() - self._compile_s()
-
-    def train_s(self) -> float:
-        """Return the seconds of all steps so far, the wait for data included.
-
-        Not within a block of timed.
-        """
-        return self._now() - self._started_at - sum(self.total_s.values())
-
-    def add_wait(self, seconds: float) -> None:
-        """Add to the time that was spent waiting for data."""
-        self.wait_s += seconds
-
-    def spent_s(self) -> tuple[float, float]:
-        """Return the seconds of compiling and of waiting for data so far, for `log_window`."""
-        return self._compile_s(), self.wait_s
-
-    def log_window(
-        self, steps: int, tokens: int, done_at: float, spent_s: tuple[float, float]
-    ) -> LogWindow:
-        """Return the steps since the last call.
-
-        done_at: when the device had done the last of them. spent_s: by the time that it was queued.
-        """
-        compile_s, total_wait_s = spent_s
-        now_s = done_at - compile_s - self._started_at - sum(self.total_s.values())
-        window_s = now_s - self.window_ended_s
-        wait_s = total_wait_s - self._window_wait_s
-        self.window_ended_s = now_s
-        self._window_wait_s = total_wait_s
-        return LogWindow(steps, tokens, window_s, wait_s)
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Time evaluation or saving."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self.last_s[what] = self._now() - began
-            self.total_s[what] += self.last_s[what]
-
-
-# ---- evaluations that no longer improve ----------------------------------------------------------
-
-
-class EvalRecord(NamedTuple):
-    """What is remembered of an evaluation."""
-
-    step: int
-    train_loss: float
-    val_loss: float
-    standard_error: float | None  # of val_loss
-
-
-def without_improvement(evaluations: Sequence[EvalRecord]) -> int:
-    """Count the last evaluations in a row that are not below the best before them by a standard
-    error.
-
-    Small steps down add up: the best is the last one that counted as an improvement. Where the
-    standard error is not known, any lower loss counts.
-    """
-    best = math.inf
-    n = 0
-    for e in evaluations:
-        if e.val_loss < best - (e.standard_error or 0.0):
-            best = e.val_loss
-            n = 0
-        else:
-            n += 1
-    return n

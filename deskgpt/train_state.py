@@ -2,8 +2,6 @@
 its progress; and what is kept of an optimizer.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -23,10 +21,10 @@ from deskgpt.compute import ComputeMode
 from deskgpt.device import code_versions
 from deskgpt.distributed import DistContext, is_dtensor, is_sharded
 from deskgpt.errors import reason, shortened
-from deskgpt.evaluation import Evaluation
+from deskgpt.evaluation import EvalRecord, Evaluation
 from deskgpt.files import is_number
-from deskgpt.optim import Muon, keep_rates_of_groups
-from deskgpt.stopping import EvalRecord, Schedule
+from deskgpt.optim import Muon
+from deskgpt.stopping import Schedule
 from model import GPT
 
 # ---- loss spikes ---------------------------------------------------------------------------------
@@ -474,9 +472,27 @@ def own_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return own
 
 
-# ---- learning rates of the steps so far ----------------------------------------------------------
+# ---- learning rates ------------------------------------------------------------------------------
 
 LRS_KEPT = 64  # steps, evenly spread
+
+
+def keep_rates_of_groups(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set `lr_scale` of each group that has a learning rate of its own: its share of learning_rate,
+    for the whole run.
+
+    The loop sets each group's `lr` anew at every step. A group that has an `lr_scale` keeps that.
+    Raises ValueError if learning_rate is 0, of which nothing has a share.
+    """
+    for group in optimizer.param_groups:
+        own = group.get("lr")
+        if own in (None, learning_rate, optimizer.defaults.get("lr")) or "lr_scale" in group:
+            continue
+        if not learning_rate:
+            raise ValueError(
+                f"a group of parameters has lr={own:g}, which is no share of learning_rate=0"
+            )
+        group["lr_scale"] = own / learning_rate
 
 
 def sample_lrs(rate: Callable[[int], float], done: int) -> dict[str, float]:

@@ -5,8 +5,6 @@ Only the standard library is needed.
 python -m deskgpt.wheels      # what this machine needs, in one line
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -81,7 +81,7 @@ def plain_loop(
         rate = plain_rate(hack, c, step)
         is_small = hack == "batch_ramp" and step < c.max_iters / 3
         losses.append(0.0)
-        x, y = map(torch.from_numpy, split.train_batch(step, np.arange(n), n))
+        x, y = map(torch.from_numpy, split.train_batch(step * n + np.arange(n)))
         for micro in range(c.gradient_accumulation_steps):
             torch.manual_seed(train.micro_batch_seed(c.seed, step, micro))
             rows = slice(micro * B, micro * B + B)

@@ -27,10 +27,9 @@ from deskgpt.checkpoint import (
     load_to_resume,
     save_checkpoint,
 )
-from deskgpt.evaluation import Evaluation
+from deskgpt.evaluation import EvalRecord, Evaluation
 from deskgpt.files import note_once, sync_folder
 from deskgpt.gpt2_weights import load_gpt2
-from deskgpt.stopping import EvalRecord
 from deskgpt.train_state import MOST_EVALUATIONS, TrainState
 from model import GPT, GPTConfig
 

@@ -18,8 +18,8 @@ from gloo import forked
 
 import train
 from deskgpt.errors import ConfigError, clock, one_line_errors
-from deskgpt.files import cache_path, read_cache, write_cache
 from deskgpt.launch import init_distributed
+from deskgpt.peaks import peaks_path, read_peaks, write_peaks
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
 
@@ -179,19 +179,19 @@ def test_damaged_cache_counts_as_none_and_without_a_home_it_is_in_the_temporary_
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write_cache("x", "a", 1.5)
-    assert read_cache("x") == {"a": 1.5}
+    write_peaks("a", 1.5)
+    assert read_peaks() == {"a": 1.5}
     for content in (b"{", b"[1]", b"\xff", b"[" * 100_000):
-        cache_path("x").write_bytes(content)
-        assert read_cache("x") == {}
-    write_cache("x", "b", 2)
-    cache_path("x").chmod(0o666)  # others may have written it
-    assert read_cache("x") == {}
+        peaks_path().write_bytes(content)
+        assert read_peaks() == {}
+    write_peaks("b", 2)
+    peaks_path().chmod(0o666)  # others may have written it
+    assert read_peaks() == {}
     monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")  # which is in the folder that a run starts in
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_path("x").parent == tmp_path / "home" / ".cache" / "deskgpt"
+    assert peaks_path().parent == tmp_path / "home" / ".cache" / "deskgpt"
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    write_cache("x", "c", 3)
-    assert cache_path("x").parent == tmp_path / f"deskgpt-{os.getuid()}"
-    assert read_cache("x") == {"c": 3}
+    write_peaks("c", 3)
+    assert peaks_path().parent == tmp_path / f"deskgpt-{os.getuid()}"
+    assert read_peaks() == {"c": 3}

@@ -30,11 +30,11 @@ from tiny_models import make, tokens
 from data.chat import template
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
-from deskgpt import deskgpt_ops, export_sources, kernels
+from deskgpt import deskgpt_ops, export_hugging_face, kernels
 from deskgpt.check_model import TOLERANCE, distance
 from deskgpt.checkpoint import Checkpoint, save_checkpoint
 from deskgpt.engine import GenerationConfig, generate, load_model
-from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
+from deskgpt.gpt2_weights import load_gpt2
 from export import ExportConfig, main
 from model import GPT, GPTConfig
 from train import main as train
@@ -122,10 +122,10 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
         SMALL, **OF_CLASS[name], bias=bias, tie_weights=bias, activation="relu2", dropout=0.1
     )
     model, folder = exported(tmp_path, config)
-    args, weights = load_gpt2(str(folder))
+    found = load_gpt2(str(folder))
     assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
-    assert GPTConfig.from_args(args, "") == config
-    assert_equal(weights, dict(model.state_dict()))
+    assert GPTConfig.from_args(found.model_args, "") == config
+    assert_equal(found.model, dict(model.state_dict()))
     assert load_model(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
@@ -165,9 +165,11 @@ def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_aga
         assert (theirs(x).logits - model(x)[0]).abs().max() <= 1e-5
     theirs.save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    _, weights = load_gpt2(str(tmp_path / "again"))
-    assert_equal(weights, dict(load_model(str(folder), "", torch.device("cpu")).model.state_dict()))
-    assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
+    again = load_gpt2(str(tmp_path / "again"))
+    assert_equal(
+        again.model, dict(load_model(str(folder), "", torch.device("cpu")).model.state_dict())
+    )
+    assert again.tokenizer == {"name": "char", "chars": CHARS}
 
 
 @pytest.mark.slow
@@ -270,11 +272,11 @@ def test_import_that_no_folder_can_have_is_refused_by_its_line(tmp_path, monkeyp
     (folder / "mine.py").touch()
     source = folder / "model.py"
     source.write_text(source.read_text() + f"\n\nif False:\n    {line}\n")
-    monkeypatch.setattr(export_sources, "ROOT", folder)
+    monkeypatch.setattr(export_hugging_face, "ROOT", folder)
     with raises_one_line(
         source, f"line {len(source.read_text().splitlines())}", line, "nothing was exported"
     ):
-        export_sources.sources()
+        export_hugging_face.sources()
 
 
 def test_plain_functions_of_the_folder_compute_what_the_kernels_do():

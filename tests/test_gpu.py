@@ -31,7 +31,8 @@ from torch.nn.attention import sdpa_kernel
 import train
 from deskgpt.check_model import check_model, distance
 from deskgpt.checkpoint import load_checkpoint
-from deskgpt.compute import ComputeMode, default_dtype
+from deskgpt.compiling import default_dtype
+from deskgpt.compute import ComputeMode
 from deskgpt.device import DTYPES, memory_bytes
 from deskgpt.engine import WITHOUT_CUDNN, GenerationConfig, InferenceEngine, generate
 from deskgpt.kernels import causal_attention

@@ -22,9 +22,9 @@ import torch
 from conftest import CPU, TINY, assert_one_line, events, flags, raises_one_line, tiny
 
 from deskgpt import limits, peaks, wheels
-from deskgpt.compute import default_dtype
+from deskgpt.compiling import default_dtype
 from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_bytes
-from deskgpt.files import read_cache, write_cache
+from deskgpt.peaks import read_peaks, write_peaks
 from deskgpt.wheels import Gpu
 from train import main
 
@@ -281,14 +281,14 @@ def test_matmuls_that_take_their_time_have_their_flops_and_draw_no_random_number
 
 def test_only_the_first_start_measures(empty_cache, monkeypatch):
     first = peaks.measured_matmul_flops(CPU, "float32")
-    [(key, figures)] = read_cache("peaks").items()
+    [(key, figures)] = read_peaks().items()
     assert peaks.device_name(CPU) in key
     assert first == torch.get_num_threads() * figures["float32"]
     empty_cache()
     with monkeypatch.context() as patch:
         patch.setattr(peaks, "best_flops", lambda *_: pytest.fail("measured again"))
         assert peaks.measured_matmul_flops(CPU, "float32") == first
-    write_cache("peaks", key, figures | {"float32": 0.0})  # as on a machine that failed once
+    write_peaks(key, figures | {"float32": 0.0})  # as on a machine that failed once
     empty_cache()
     assert peaks.measured_matmul_flops(CPU, "float32") > 1e8
 

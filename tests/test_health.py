@@ -29,9 +29,9 @@ from configurator import read_settings
 from data.batches import Split
 from deskgpt import loss_bands
 from deskgpt.checkpoint import load_checkpoint
+from deskgpt.evaluation import EvalRecord, without_improvement
 from deskgpt.loss_bands import band_sentence
 from deskgpt.monitor import LossMonitor
-from deskgpt.stopping import EvalRecord, without_improvement
 from deskgpt.train_state import SpikeDetector
 from train import TrainConfig, main
 
@@ -77,7 +77,7 @@ def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_loss_and_window
     tokens = np.fromfile(chars / "train.bin", np.uint16)
     [begins] = bad["windows"].values()
     windows = [tokens[begin : begin + 16] for begin in begins]
-    expected = Split(chars, "train", 16, 256, c.seed).train_batch(2, np.arange(4), 4)[0]
+    expected = Split(chars, "train", 16, 256, c.seed).train_batch(np.arange(8, 12))[0]
     assert np.array_equal(windows, expected)
     saved = load_checkpoint(tmp_path)
     assert saved.iter_num == 6

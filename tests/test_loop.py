@@ -40,10 +40,11 @@ import train
 from data.batches import Split
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.compute import ComputeMode
+from deskgpt.device import StepTimer
 from deskgpt.distributed import DistContext
 from deskgpt.evaluation import Evaluation, evaluation_loss
 from deskgpt.logger import RunLogger, read_events
-from deskgpt.stopping import StepTimer, StopConditions, signal_handler
+from deskgpt.stopping import StopConditions, signal_handler
 from model import GPT, GPTConfig
 from train import TrainConfig, main
 
@@ -157,8 +158,7 @@ def test_compiling_counts_neither_as_training_nor_as_evaluation_and_waiting_once
     now = [0.0]
     compiled = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    timer = StepTimer(CPU, lambda: compiled[0])
-    timer.add_wait(1.5)
+    timer = StepTimer(CPU, lambda: compiled[0], lambda: 1.5)
     now[0], compiled[0] = 10.0, 7.0  # a step of 3 s
     assert timer.log_window(1, 60, 10.0, timer.spent_s()) == (1, 60, 3, 1.5)
     with timer.timed("evaluation"):

@@ -28,8 +28,6 @@ arms' standard deviations, which only ever lowers E. docs/asking.md has the rate
 measure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

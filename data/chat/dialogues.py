@@ -5,8 +5,6 @@ error that names it: a system message or a tool call that is left out would trai
 than the data say.
 """
 
-from __future__ import annotations
-
 import reprlib
 from typing import Any
 
@@ -44,7 +42,7 @@ def turns(value: Any) -> list[Message]:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list):
-        messages: list[Message] = []
+        messages = []
         for n, entry in enumerate(value, 1):
             if isinstance(entry, str):
                 entry = {"role": "user" if n % 2 else "assistant", "content": entry}

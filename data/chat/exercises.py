@@ -11,8 +11,6 @@ the same side. An answer shows its working, and ends with the result: a small mo
 at a time, but not three at once.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -16,8 +16,6 @@ target. Dialogues are packed into windows of --block_size tokens, and cut only i
 a window. If it is stopped, the same command continues there.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools
@@ -28,7 +26,7 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -41,7 +39,6 @@ from data.prepared import Tokens, forget, named_tokenizer, resumed, write_datase
 from data.sources import Source, add_hub, hub_source, local_source
 from data.text.prepare import DATA, add_folder, whole_number
 from data.tokenizer import Tokenizer
-from deskgpt.errors import OneLineParser, one_line_errors
 from deskgpt.files import locked_folder
 
 EXAMPLE = Path(__file__).with_name("example.jsonl")

@@ -15,8 +15,6 @@ turn of another role out of it. After end_of_text, GPT-2 expects a new document;
 continues is learned soon; DialoGPT's turns end like this too (arXiv:1911.00536).
 """
 
-from __future__ import annotations
-
 import reprlib
 from contextlib import suppress
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ shard. Every document begins with <|endoftext|>. If it is stopped, at any point,
 continues there.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys
@@ -24,7 +22,14 @@ from typing import Any
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import (
+    ConfigError,
+    OneLineParser,
+    one_line_errors,
+    python_command,
+    require_torch,
+    shortened,
+)
 
 require_torch()
 
@@ -35,13 +40,6 @@ from data.sources import FINEWEB_EDU, add_hub, hub_source, local_source, text_of
 from data.text.prepare import add_folder, whole_number
 from data.token_files import read_record, to_json
 from data.tokenizer import encoded_document
-from deskgpt.errors import (
-    ConfigError,
-    OneLineParser,
-    one_line_errors,
-    python_command,
-    shortened,
-)
 from deskgpt.files import file_sha256, locked_folder, remove_leftovers, write_atomically
 
 HERE = Path(__file__).resolve().parent

@@ -6,8 +6,6 @@ Reads FILE, else input.txt in this script's folder, which it downloads. Writes t
 tokens), val.bin (111,540) and meta.json there too.
 """
 
-from __future__ import annotations
-
 import http.client
 import sys
 import urllib.request

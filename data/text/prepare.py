@@ -11,8 +11,6 @@ Writes data/NAME/train.bin, val.bin (the last tenth) and meta.json. Files are UT
 begins with that token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -24,7 +22,7 @@ from pathlib import Path
 # The repository; Python adds only this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deskgpt.errors import require_torch
+from deskgpt.errors import ROOT, ConfigError, OneLineParser, one_line_errors, require_torch
 
 require_torch()
 
@@ -51,10 +49,9 @@ from data.tokenizer import (
     encoded_document,
     of_merges,
 )
-from deskgpt.errors import ConfigError, OneLineParser, one_line_errors
 from deskgpt.files import sha256
 
-DATA = Path(__file__).resolve().parents[1]
+DATA = ROOT / "data"
 TRAIN_SHARE = 0.9  # of the characters; the rest is val
 
 # A byte-pair encoding that is trained on the text. The trainer takes up to 140 times the size of
