@@ -59,6 +59,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 
+POSIX = pytest.mark.skipif(
+    os.name == "nt", reason="needs fork, signals, a shell, modes, or files as POSIX has them"
+)
 needs_bpe = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="no TIKTOKEN_CACHE_DIR with GPT-2's BPE files"
 )

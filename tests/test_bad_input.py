@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, contents, fails, flags, raises_one_line, tiny
+from conftest import POSIX, TINY, contents, fails, flags, raises_one_line, tiny
 
 import train
 from data.batches import Split
@@ -75,7 +75,7 @@ def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, r
     assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
+@POSIX
 def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, monkeypatch):
     data = shutil.copytree(chars, tmp_path / "data")
     read = Split.train_batch

@@ -145,10 +145,7 @@ def test_chat_answers_and_answers_again(tmp_path, scheme):
     from selenium.webdriver import Keys
 
     saved_chat(tmp_path)
-    with (
-        serving(tmp_path, max_new_tokens=20) as served,
-        browser(scheme, served.address) as driver,
-    ):
+    with serving(tmp_path, max_new_tokens=20) as served, browser(scheme, served.address) as driver:
         until(driver.find_element("id", "generate").is_enabled)
         set_fields(driver, prompt="Who is there?")
         driver.find_element("name", "prompt").send_keys(Keys.ENTER)

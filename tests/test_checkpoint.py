@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import Code, assert_equal, assert_one_line, corrupted, raises_one_line
+from conftest import POSIX, Code, assert_equal, assert_one_line, corrupted, raises_one_line
 from tiny_models import state_of
 
 from deskgpt.checkpoint import (
@@ -80,7 +80,7 @@ def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_
     assert [b for a, b in itertools.pairwise(calls) if a == "rename"] == [str(tmp_path)] * 2
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows opens no folders")
+@POSIX
 def test_file_system_that_syncs_no_folders_is_named_once(tmp_path, monkeypatch, capsys):
     error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
@@ -157,9 +157,7 @@ def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
     before = (tmp_path / "ckpt.pt").read_bytes()
     for entry in (Path("x"), np.ones(2), torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
         with raises_one_line(
-            tmp_path / "ckpt.pt",
-            "extra_state.mine.entry holds",
-            "before is intact",
+            tmp_path / "ckpt.pt", "extra_state.mine.entry holds", "before is intact"
         ):
             save_checkpoint(
                 replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False

@@ -173,10 +173,7 @@ STATEFUL = [
     (keeps_a_tensor, "transformer.h.0.kept"),
     (lambda block, x: random.random(), ON_THE_CPU),
     (lambda block, x: float(np.random.rand()), ON_THE_CPU),
-    (
-        lambda block, x: float(block.numpy_generator.random()),
-        "transformer.h.0.numpy_generator",
-    ),
+    (lambda block, x: float(block.numpy_generator.random()), "transformer.h.0.numpy_generator"),
     (lambda block, x: torch.rand(()).numpy().item(), ON_THE_CPU),
     (
         lambda block, x: torch.rand((), generator=block.torch_generator).numpy().item(),

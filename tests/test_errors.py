@@ -13,15 +13,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, flags, logged, raises_one_line, shell, tiny
+from conftest import POSIX, ROOT, TINY, assert_one_line, flags, logged, raises_one_line, shell, tiny
 from gloo import forked
 
 import train
 from deskgpt.errors import ConfigError, clock, one_line_errors
 from deskgpt.files import cache_path, read_cache, write_cache
 from deskgpt.launch import init_distributed
-
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
 
 
 @pytest.mark.parametrize(

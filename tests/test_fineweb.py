@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, assert_refused, contents, fails, shell
+from conftest import POSIX, ROOT, assert_refused, contents, fails, shell
 
 import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
@@ -257,7 +257,7 @@ def test_other_settings_are_errors_and_change_nothing(script, source, undisturbe
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
+@POSIX
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
     tmp_path, source, undisturbed
 ):

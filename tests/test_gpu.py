@@ -17,14 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    TORCHRUN,
-    events,
-    flags,
-    shell,
-    tiny,
-)
+from conftest import TINY, TORCHRUN, events, flags, shell, tiny
 from tiny_models import MODERN_SETTINGS, make, tokens
 from torch.nn.attention import sdpa_kernel
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, TINY, assert_one_line, events, flags, raises_one_line, tiny
+from conftest import CPU, POSIX, TINY, assert_one_line, events, flags, raises_one_line, tiny
 
 from deskgpt import limits, peaks, wheels
 from deskgpt.compute import default_dtype
@@ -27,8 +27,6 @@ from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_
 from deskgpt.files import read_cache, write_cache
 from deskgpt.wheels import Gpu
 from train import main
-
-POSIX = pytest.mark.skipif(os.name == "nt", reason="the driver is a library in C here")
 
 
 def test_ranks_never_share_a_gpu(monkeypatch):

@@ -19,7 +19,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, assert_one_line, events, flags, logged, raises_one_line, tiny
+from conftest import (
+    POSIX,
+    ROOT,
+    TINY,
+    assert_one_line,
+    events,
+    flags,
+    logged,
+    raises_one_line,
+    tiny,
+)
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +45,6 @@ from deskgpt.stopping import EvalRecord, without_improvement
 from deskgpt.train_state import SpikeDetector
 from train import TrainConfig, main
 
-NEEDS_FORK = pytest.mark.skipif(os.name == "nt", reason="needs fork")
 BAD = "transformer.h.1.mlp.c_fc.weight"
 
 
@@ -61,7 +70,7 @@ def faults(monkeypatch) -> SimpleNamespace:
     return found
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[pytest.mark.slow, NEEDS_FORK])])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[pytest.mark.slow, POSIX])])
 def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_loss_and_windows(
     world, chars, tmp_path, faults, capfd
 ):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, copy_of_repository, needs_bpe
+from conftest import POSIX, ROOT, copy_of_repository, needs_bpe
 from scipy import stats
 
 from bench.asking.statistics import ALPHA, difference
@@ -180,7 +180,7 @@ def training_flags(command: str) -> str:
 
 @needs_bpe
 @pytest.mark.nightly
-@pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
+@POSIX
 def test_commands_of_the_pages_run(clone):
     for command in COMMANDS:
         if command.startswith(tuple(NOT_RUN.splitlines())):

@@ -5,7 +5,6 @@ line.
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import (
+    POSIX,
     ROOT,
     SHAKESPEARE,
     assert_refused,
@@ -175,7 +175,7 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
     assert read_meta(other)["tokenizer"] == read_meta(own)["tokenizer"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
+@POSIX
 def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, script):
     own = tmp_path / "own"
     prepare = [PREPARE, "--tokenizer=bytes", "--out", own]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    POSIX,
     ROOT,
     TINY,
     assert_equal,
@@ -49,9 +50,7 @@ from deskgpt.stopping import StopConditions, signal_handler
 from model import GPTConfig
 from train import TrainConfig, main
 
-pytestmark = pytest.mark.skipif(
-    os.name == "nt", reason="needs gloo and signals as Linux and macOS have them"
-)
+pytestmark = POSIX
 
 # ---- variables of a launcher ---------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    POSIX,
     TINY,
     assert_one_line,
     assert_same_run,
@@ -45,7 +46,6 @@ from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handl
 from model import Block, ForwardContext, GPTConfig
 from train import TrainConfig, main
 
-NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
 LONG = {"max_iters": 60, "eval_interval": 5, "lr_decay_iters": 60, "dropout": 0.1}
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -201,7 +201,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.slow
-@NEEDS_SIGNALS
+@POSIX
 def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
     chars, full_run, tmp_path, capfd
 ):
@@ -222,7 +222,7 @@ def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
-@NEEDS_SIGNALS
+@POSIX
 def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
     chars, full_run, tmp_path, capfd
 ):
@@ -261,7 +261,7 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
 
 
 @pytest.mark.slow
-@NEEDS_SIGNALS
+@POSIX
 def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, capfd):
     settings = LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
     run(2, tiny(chars, tmp_path / "full", **settings))

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
+    POSIX,
     TINY,
     assert_one_line,
     contents,
@@ -50,10 +51,6 @@ from deskgpt.files import TEMPORARY, locked_folder
 from deskgpt.logger import RunLog, read_events
 from deskgpt.saving import Checkpointer
 from train import main
-
-POSIX = pytest.mark.skipif(
-    os.name == "nt", reason="needs fork, SIGKILL, limits, O_NOFOLLOW and open files that move"
-)
 
 
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch):

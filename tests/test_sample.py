@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    CPU,
-    assert_one_line,
-    assert_same_run,
-    events,
-    tiny,
-)
+from conftest import CPU, assert_one_line, assert_same_run, events, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -32,13 +26,7 @@ import model as definition
 from data.text.prepare import prepare
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, from_meta
 from deskgpt.compute import autocast
-from deskgpt.engine import (
-    GenerationConfig,
-    InferenceEngine,
-    Sample,
-    generate,
-    sample_tokens,
-)
+from deskgpt.engine import GenerationConfig, InferenceEngine, Sample, generate, sample_tokens
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.kernels import masked_attention, matmul_attention
 from deskgpt.kv_cache import KVCache

@@ -7,7 +7,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import os
 import re
 import signal
 import socket
@@ -24,7 +23,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import CPU, ROOT, assert_one_line, until
+from conftest import CPU, POSIX, ROOT, assert_one_line, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -331,7 +330,7 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="signals")
+@POSIX
 def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_path):
     terminal = tmp_path / "terminal.txt"
     flags = (f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000")

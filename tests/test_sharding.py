@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
+    POSIX,
     assert_equal,
     assert_same_run,
     files_of_at_most,
@@ -36,7 +36,7 @@ from deskgpt.sharding import (
 from deskgpt.train_state import load_optimizer, optimizer_state
 from model import GPT
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
+pytestmark = POSIX
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, flags, shell, until
+from conftest import POSIX, ROOT, TINY, assert_one_line, flags, shell, until
 
 import tasks
 from deskgpt import wheels
 from deskgpt.files import sha256
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake Python is a shell script")
+pytestmark = POSIX
 
 # Makes "environments" that are copies of itself, and fails if a file such as no-network exists.
 PYTHON = """#!/bin/sh

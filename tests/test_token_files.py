@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CPU, ROOT, Code, raises_one_line, until
+from conftest import CPU, POSIX, ROOT, Code, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,7 +91,7 @@ def bytes_data(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace open files")
+@POSIX
 def test_file_that_is_cut_short_is_noticed_and_one_that_is_replaced_is_still_read(tmp_path):
     path = bytes_data(tmp_path) / "train.bin"
     shard = NumberFile(tokens_in_file(path), "<u2")

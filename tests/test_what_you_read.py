@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import (
+    POSIX,
     ROOT,
     assert_equal,
     events,
@@ -174,7 +175,7 @@ def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@POSIX
 def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
     """The first token decides which; the loss is computed in chunks."""
     forward = Transformer.forward
