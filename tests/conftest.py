@@ -182,11 +182,15 @@ def assert_refused(done: Finished, *named: object) -> None:
     fails(done, *named, code=2)
 
 
-def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a command from the repository's root; its first word may be "python"."""
+def shell(*command: object, code: int = 0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which must end with this status, from the repository's root; its first word
+    may be "python".
+    """
     words = [sys.executable if w == "python" else str(w) for w in command]
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
-    return subprocess.run(words, **(options | kwargs))
+    done = subprocess.run(words, **(options | kwargs))
+    assert done.returncode == code, f"{words}\n{done.stdout}{done.stderr}"
+    return done
 
 
 @pytest.fixture
@@ -239,16 +243,6 @@ def copy_of_repository(folder: Path) -> Path:
         ".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt"
     )
     return Path(shutil.copytree(ROOT, folder / "deskgpt", ignore=ignored))
-
-
-TORCHRUN = (
-    "python",
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc_per_node=2",
-    "train.py",
-)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -12,7 +12,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +66,7 @@ SHORT |= {"eval_interval": 4, "lr_decay_iters": 8, "cpu_kernels": "auto"}
 
 
 def apply(name: str, folder: Path, *options: str) -> None:
-    command = ["git", "apply", *options, str(HACKS / f"{name}.patch")]
-    subprocess.run(command, cwd=folder, check=True)
+    shell("git", "apply", *options, HACKS / f"{name}.patch", cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +81,7 @@ def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, chars, t
         pytest.skip("pip install torchao")
     folder = copy_of_repository(tmp_path)
     apply(name, folder)
-    done = shell("python", __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    shell("python", __file__, name, chars, os.environ["XDG_CACHE_HOME"], cwd=folder)
 
 
 def code_lines(text: str) -> set[str]:

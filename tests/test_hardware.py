@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, POSIX, TINY, assert_one_line, events, flags, raises_one_line, tiny
+from conftest import CPU, POSIX, TINY, assert_one_line, events, flags, raises_one_line, shell, tiny
 
 from deskgpt import limits, peaks, wheels
 from deskgpt.compute import default_dtype
@@ -92,8 +91,7 @@ ANSWERS: list[tuple[str, Any]] = [
 def test_card_is_the_one_that_the_drivers_library_names(status, found, tmp_path, monkeypatch):
     library = tmp_path / "libcuda.so"
     source = DRIVER.replace("STATUS", status)
-    command = ["cc", "-O0", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
-    subprocess.run(command, input=source, text=True, check=True)
+    shell("cc", "-O0", "-shared", "-fPIC", "-xc", "-", "-o", library, input=source)
     monkeypatch.setattr(wheels, "LIBRARY", str(library))
     monkeypatch.setattr(wheels, "ANSWER_S", 0.5 if "sleep" in status else 60.0)
     gpu = wheels.nvidia_gpu()

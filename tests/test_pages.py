@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POSIX, ROOT, copy_of_repository, needs_bpe
+from conftest import POSIX, ROOT, copy_of_repository, needs_bpe, shell
 from scipy import stats
 
 from bench.asking.statistics import ALPHA, difference
@@ -130,11 +129,7 @@ def run(clone: Path, command: str) -> str:
     """Run a command in the clone and return what it prints."""
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "COLUMNS": "80"}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
-    return done.stdout
+    return shell("bash", "-c", command, cwd=clone, env=env).stdout
 
 
 def shortened(command: str) -> str:

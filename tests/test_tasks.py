@@ -220,7 +220,7 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
     options = ["TEXT=my novel.txt", "TO=a.gguf", "OUT=o", "VENV=v", "ARGS=--a=1 --b"]
     for target in ("train", "test-all"):
         make = ["make", target, f"PYTHON={machine.python}", *options]
-        shell(*make, cwd=machine.folder, check=True)
+        shell(*make, cwd=machine.folder)
     assert machine.calls() == [
         "tasks.py train --venv v --out o --text my novel.txt --to a.gguf -- --a=1 --b",
         "tasks.py test-all --venv v -- --a=1 --b",
@@ -232,8 +232,7 @@ def test_make_hands_everything_to_tasks_and_alone_lists_the_targets(machine):
 
 def test_tasks_start_before_any_package_is_installed_and_with_pythonsafepath():
     # -S: the standard library alone
-    done = shell("python", "-SP", ROOT / "tasks.py", "--help", cwd="/")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert shell("python", "-SP", ROOT / "tasks.py", "--help", cwd="/").stderr == ""
 
 
 # ---- packages ------------------------------------------------------------------------------------
@@ -265,8 +264,7 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(ch
         ["sample.py", "--num_samples=1", "--max_new_tokens=3", "--device=cpu"],
     ):
         env = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = shell("python", script, f"--out_dir={tmp_path / 'out'}", *words, env=env)
-        assert done.returncode == 0, done.stderr
+        shell("python", script, f"--out_dir={tmp_path / 'out'}", *words, env=env)
 
 
 def test_installation_holds_all_modules():
@@ -283,9 +281,8 @@ def test_quick_tests_pass_with_the_oldest_packages_that_requirements_admit(tmp_p
     packages = [f"{name}=={version}" for name, version in bounds if name != "torch"]
     packages.append(f"torch=={version('torch').partition('+')[0]}")
     python = tmp_path / "bin" / "python"
-    shell("python", "-m", "venv", tmp_path, check=True)
+    shell("python", "-m", "venv", tmp_path)
     pip = [python, "-m", "pip", "install", "-q", "-r", "requirements-dev.txt"]
-    shell(*pip, *packages, timeout=1800, check=True)
+    shell(*pip, *packages, timeout=1800)
     quick = ["-m", "pytest", "-q", "-n2", "-m", "not slow and not nightly"]
-    done = shell(python, *quick, timeout=1800)
-    assert done.returncode == 0, done.stdout
+    shell(python, *quick, timeout=1800)
