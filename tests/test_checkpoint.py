@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
 import os
 import random
@@ -29,7 +28,6 @@ from deskgpt.checkpoint import (
 )
 from deskgpt.evaluation import Evaluation
 from deskgpt.files import note_once, sync_folder
-from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.stopping import EvalRecord
 from deskgpt.train_state import MOST_EVALUATIONS, TrainState
 from model import GPT, GPTConfig
@@ -232,11 +230,3 @@ def test_untrusted_file_is_refused_before_it_runs_code_or_takes_memory(
         with raises_one_line("is not a readable checkpoint", path, *named):
             load_checkpoint(tmp_path, checksums=is_checked)
     assert not (tmp_path / "ran").exists()
-
-
-def test_gpt2_whose_weights_are_cut_short_is_refused(tmp_path):
-    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 20}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
-    (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with raises_one_line("init_from", tmp_path, "model.safetensors"):
-        load_gpt2(str(tmp_path))

@@ -119,10 +119,16 @@ def test_steps_that_fit_into_max_minutes_leave_time_for_their_evaluations(monkey
     """A step takes 2 s; an evaluation, after every four of them and at the end, takes 3 s."""
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
     timer: Any = SimpleNamespace(train_s=lambda: 4.0, last_s={"evaluation": 3.0, "saving": 0.0})
-    config = TrainConfig(max_minutes=1.0, eval_interval=4, lr_decay_iters=1000)
-    plan = StopConditions(config, DistContext(CPU)).replan(config.schedule(), 9, 7, timer)
-    assert plan.max_iters - 9 == max(n for n in range(99) if 2 * n + 3 * n / 4 + 3 <= 60)
-    assert (plan.warmup_iters, plan.lr_decay_iters) == (math.ceil(plan.max_iters / 10), 29)
+    for max_iters in (12, 10**6):
+        settings: Any = {"eval_interval": 4, "lr_decay_iters": 1000, "max_iters": max_iters}
+        config = TrainConfig(max_minutes=1.0, **settings)
+        plan = StopConditions(config, DistContext(CPU)).replan(config.schedule(), 9, 7, timer)
+        fit = max(n for n in range(99) if 2 * n + 3 * n / 4 + 3 <= 60)
+        assert plan.max_iters == min(max_iters, 9 + fit)
+        assert (plan.warmup_iters, plan.lr_decay_iters) == (
+            math.ceil(plan.max_iters / 10),
+            plan.max_iters,
+        )
 
 
 @pytest.mark.parametrize("end", [8, 10])

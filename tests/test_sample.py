@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_one_line, assert_same_run, events, tiny
+from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -335,11 +335,14 @@ def folder_of_others(folder: Path, weights: dict[str, Tensor], **changes: Any) -
     return str(folder)
 
 
-def test_weights_of_others_may_be_cut_once_they_are_read(tmp_path):
+def test_weights_of_others_may_be_cut_once_they_are_read_and_are_refused_afterwards(tmp_path):
     """A file that were mapped into memory would end the process with SIGBUS."""
-    _, state = load_gpt2(folder_of_others(tmp_path, {}))
+    folder = folder_of_others(tmp_path, {})
+    _, state = load_gpt2(folder)
     os.truncate(tmp_path / "model.safetensors", 100)
     assert sum(w.sum().item() for w in state.values()) == 20 * 8 * 2 + 8 * 8
+    with raises_one_line("init_from", tmp_path, "model.safetensors"):
+        load_gpt2(folder)
 
 
 @pytest.mark.parametrize(

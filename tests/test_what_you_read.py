@@ -32,14 +32,11 @@ from conftest import (
 )
 from gloo import resumed, run
 from plain_loop import plain_loop
-from tiny_models import make, tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import model as definition
 import train
-from deskgpt import kernels
-from deskgpt.check_model import check_model
 from deskgpt.checkpoint import load_checkpoint
 from deskgpt.compiling import apply_compute
 from deskgpt.compute import ComputeMode, autocast
@@ -150,30 +147,6 @@ def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compile
     assert counter.frame_count < 12  # although it counts its passes
 
 
-GLOBAL: dict[str, Any] = {}
-
-
-def by_number_of_the_layer(self: Any, x: Tensor, context: Any) -> Tensor:
-    GLOBAL["layer"] = GLOBAL.get("layer", 0) + 1
-    return x + self.mlp(self.ln_2(x), context) * (1 + GLOBAL["layer"] % 2)
-
-
-def by_numpys_numbers(self: Any, x: Tensor, context: Any) -> Tensor:
-    return x + self.mlp(self.ln_2(x), context) if np.random.rand() < 0.5 else x
-
-
-@pytest.mark.parametrize("forward", [by_number_of_the_layer, by_numpys_numbers])
-def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_refused(
-    forward, chars, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(definition.Block, "forward", forward)
-    GLOBAL.clear()
-    np.random.seed(1)  # draws of which the first two differ
-    main(tiny(chars, tmp_path, max_iters=2))
-    with raises_one_line("activation_checkpoint=full", "--activation_checkpoint=none"):
-        main(tiny(chars, tmp_path / "full", max_iters=2, activation_checkpoint="full"))
-
-
 @pytest.mark.slow
 @POSIX
 def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
@@ -268,20 +241,6 @@ def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
     for dry_run in (True,) if is_checked_only else (True, False):
         with raises_one_line(*named):
             main_that_fits(tiny(chars, tmp_path / str(dry_run), dry_run=dry_run, max_iters=2))
-
-
-def test_loss_is_checked_in_chunks_at_any_size(monkeypatch):
-    of_chunk = kernels.gradients_of_chunk
-
-    def doubled(*args: Any) -> Any:
-        found = of_chunk(*args)
-        assert found
-        return found[0], 2 * found[1], found[2]
-
-    monkeypatch.setattr(kernels, "gradients_of_chunk", doubled)
-    idx = tokens(2, 33)
-    problems = check_model(make(), ComputeMode(), idx[:, :-1], idx[:, 1:], train.forward_backward)
-    assert "loss in 3 chunks: the gradient of" in problems[0]
 
 
 def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_refused(
