@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -28,6 +29,19 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+def in_forks(*works: Callable[[], Any]) -> list[int | None]:
+    """Call these at the same time, each in a fork of this process. Return the exit statuses."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work) for work in works]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()  # one that hangs
+        process.join()
+    return [process.exitcode for process in processes]
+
+
 def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int | None]:
     """Call work(rank) in ranks with torchrun's variables; up to `failing` of them may.
 
@@ -46,15 +60,7 @@ def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         work(rank)
 
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=start, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()  # one that hangs
-        process.join()
-    statuses = [process.exitcode for process in processes]
+    statuses = in_forks(*[functools.partial(start, rank) for rank in range(world)])
     assert sum(status != 0 for status in statuses) <= failing
     return statuses
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import bz2
 import csv
+import functools
 import gzip
 import io
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import POSIX, ROOT, assert_refused, contents, fails, shell
+from conftest import POSIX, assert_refused, contents, fails, shell
+from gloo import in_forks
 
 import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
@@ -100,26 +100,29 @@ def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callabl
     return value_or_stop
 
 
-# Put before code, this ends the process at once before or after one of its renames.
-UNTIL_RENAME = """
-import itertools, os, sys
-at, after, *options = sys.argv[1:]
-rename, calls = os.replace, itertools.count(1)
-def rename_or_end(old, new):
-    is_last = next(calls) == int(at)
-    if is_last and after == "before":
-        os._exit(9)
-    rename(old, new)
-    if is_last:
-        os._exit(9)
-os.replace = rename_or_end
-"""
-MAIN = """
-import data.sources
-from data.fineweb_edu.prepare import *
-data.sources.SHARD_BYTES = 1
-main(arguments(options))
-"""
+def killed_at_rename(at: int, work: Callable[[], Any]) -> bool:
+    """Call work in a fork that ends at once before (1, 3 ...) or after (2, 4 ...) one of its
+    renames. Return whether it has that many.
+    """
+    rename = os.replace
+    moments = itertools.count(1)
+
+    def pass_or_end():
+        if next(moments) == at:
+            os._exit(9)
+
+    def rename_or_end(*paths):
+        pass_or_end()
+        rename(*paths)
+        pass_or_end()
+
+    def work_until_then():
+        setattr(os, "replace", rename_or_end)  # noqa: B010
+        work()
+
+    (status,) = in_forks(work_until_then)
+    assert status in (0, 9)
+    return status == 9
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -185,7 +188,9 @@ def test_options_that_do_not_fit_the_source_are_one_line(tmp_path, script):
 def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     texts = [f"{i} {text}" for i in range(60) for text in documents]
     source = write_documents(tmp_path / "big.parquet", texts)
-    code = f"import sys; options = sys.argv[1:]; {MAIN}print(open('/proc/self/status').read())"
+    code = "from data.fineweb_edu.prepare import *; import data.sources, sys; "
+    code += "data.sources.SHARD_BYTES = 1; main(arguments(sys.argv[1:])); "
+    code += "print(open('/proc/self/status').read())"
     options = ("--source", source, "--tokenizer=bytes", "--out", tmp_path / "out")
     done = shell("python", "-c", code, *options)
     (peak_kb,) = re.findall(r"^VmHWM:\s+(\d+)", done.stdout, re.M)
@@ -259,20 +264,13 @@ def test_other_settings_are_errors_and_change_nothing(script, source, undisturbe
 @pytest.mark.slow
 @POSIX
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
-    tmp_path, source, undisturbed
+    tmp_path, source, undisturbed, capfd
 ):
     out = tmp_path / "killed"
-    renames = itertools.cycle(itertools.product("1234", ("before", "after")))
-    options = (*SMALL, "--source", source, "--out", out)
-    n_killed = 0
-    ended = False
-    while not ended:
-        words = [sys.executable, "-c", UNTIL_RENAME + MAIN, *next(renames), *options]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        assert done.stderr == ""
-        ended = done.returncode == 0
-        n_killed += not ended
-    assert n_killed > 8
+    make = functools.partial(made, *SMALL, "--source", source, "--out", out)
+    kills = itertools.takewhile(lambda at: killed_at_rename(at, make), itertools.cycle(range(1, 9)))
+    assert len([*kills]) > 8
+    assert capfd.readouterr().err == ""
     assert contents(out) == contents(undisturbed)
 
 

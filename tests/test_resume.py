@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
 import re
@@ -31,7 +30,7 @@ from conftest import (
     raises_one_line,
     tiny,
 )
-from gloo import forked, resumed, run
+from gloo import forked, in_forks, resumed, run
 from tiny_models import MODERN_SETTINGS
 from torch import nn
 
@@ -173,12 +172,8 @@ def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
 
 def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
     """Do so in a fork. Return its exit status."""
-    process = multiprocessing.get_context("fork").Process(
-        target=train_until_stopped, args=(c, prepare)
-    )
-    process.start()
-    process.join(60)
-    return process.exitcode
+    (status,) = in_forks(partial(train_until_stopped, c, prepare))
+    return status
 
 
 def at_step(step: int, action: Callable[[], None]) -> None:
