@@ -160,7 +160,7 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(script, chars, tm
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), ValueError("a full disk"), SystemExit(1)])
 def test_defect_has_status_2_since_1_is_an_answer(monkeypatch, error):
-    def fails() -> int:
+    def fails():
         raise error
 
     monkeypatch.setattr(ask, "main", fails)

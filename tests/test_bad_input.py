@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def assert_fails(run, script, tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
-    def check(named: list[str], *args: str | Path, code: int = 1) -> None:
+    def check(named, *args, code=1):
         before = contents(run)
         done = script("train.py", *args)
         fails(done, *named, code=code)
@@ -80,7 +79,7 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, m
     data = shutil.copytree(chars, tmp_path / "data")
     read = Split.train_batch
 
-    def cut_short(self: Split, step: int, *rest: Any) -> Any:
+    def cut_short(self, step, *rest):
         if step == 20:
             os.truncate(data / "train.bin", 1000)
         return read(self, step, *rest)

@@ -64,10 +64,10 @@ def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_
 ):
     calls: list[str] = []  # files that are flushed, and renames
 
-    def fsync(fd: int) -> None:
+    def fsync(fd):
         calls.append(os.readlink(f"/proc/self/fd/{fd}"))
 
-    def replace_file(source: Path, target: Path) -> None:
+    def replace_file(source, target):
         assert str(source) in calls
         calls.append("rename")
         source.rename(target)

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from subprocess import PIPE
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -147,11 +146,11 @@ def test_of_ranks_the_models_words_are_seen_and_ddps_warning_is_not(chars, tmp_p
     settings = tiny(chars, tmp_path, max_iters=2, gradient_accumulation_steps=2)
     logits = train.GPT.logits
 
-    def loud(*args: Any) -> Any:
+    def loud(*args):
         os.write(2, b"loud ")
         return logits(*args)
 
-    def train_loudly(rank: int) -> None:
+    def train_loudly(rank):
         setattr(train.GPT, "logits", loud)  # noqa: B010
         train.main(settings)
 

@@ -159,7 +159,7 @@ def test_loss_in_chunks_is_the_plain_one_with_all_gradients(head, dtype, kernels
 
 
 def test_loss_of_no_targets_is_zero_and_so_are_its_gradients(kernels):
-    def untargeted(net: Net, x: Tensor, targets: Tensor) -> Tensor:
+    def untargeted(net, x, targets):
         return chunked(net, x, torch.full_like(targets, -1))
 
     assert not any(x.any() for x in results(Net(HEADS["mlp"]), untargeted))
@@ -175,7 +175,7 @@ def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(kernels):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hook_of_a_parameter_gets_each_gradient_once_and_whole(dtype):
-    def seen(function: Callable[..., Tensor]) -> list[Tensor]:
+    def seen(function):
         net = Net(HEADS["linear"])
         norms: list[Tensor] = []
         net.head.register_hook(lambda gradient: norms.append(gradient.norm()))
@@ -189,7 +189,7 @@ def test_hook_of_a_parameter_gets_each_gradient_once_and_whole(dtype):
 def test_two_heads_that_share_a_matrix_in_one_pass(dtype):
     """As for the token after the next one. Autocast casts the matrix once, for both."""
 
-    def two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def two(function):
         def both(net: Net, x: Tensor, targets: Tensor) -> Tensor:
             later = F.linear(x[:, :-1], net.narrow @ net.wide)
             return function(net, x, targets) + 0.3 * function(net, later, targets[:, 1:])
@@ -216,7 +216,7 @@ def test_graph_can_be_kept_for_another_pass_and_a_second_derivative_is_refused()
 def test_further_loss_of_what_logits_has_kept_is_refused():
     """It would be that of the last chunk, and its gradient would end there."""
 
-    def keeping_z(net: Net, x: Tensor) -> Tensor:
+    def keeping_z(net, x):
         y = F.linear(x, net.head)
         net.kept = [y.logsumexp(-1)]
         return y

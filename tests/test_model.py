@@ -150,11 +150,11 @@ def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_tra
     model = make(replace(SMALL, n_layer=1, dropout=0.3))
     rates: list[float] = []
 
-    def dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+    def dropout(x, p, training, inplace):
         rates.append(p * training)
         return x
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+    def attention(q, k, v, dropout_p, is_causal):
         rates.append(dropout_p)
         return q
 

@@ -206,7 +206,7 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
     optimizer.step()
     saved = copy.deepcopy(optimizer_state(optimizer, model))
 
-    def load(**wrong: Any) -> None:
+    def load(**wrong):
         load_optimizer(optimizer, model, copy.deepcopy(saved | wrong), "out")
 
     load(state={})  # of a run without a step

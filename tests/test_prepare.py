@@ -175,7 +175,7 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
 
 @POSIX
 def test_kill_before_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path):
-    def prepare_text(text: str) -> None:
+    def prepare_text(text):
         prepare(text * 50, tmp_path, "bytes", "a text")
 
     for at in (1, 3, 5):

@@ -112,11 +112,11 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     drawn: list[float] = []
     step_of = Loader.step
 
-    def step(self: Loader, number: int) -> Any:
+    def step(self, number):
         drawn.append(float(torch.rand(())))  # as main may draw before the first micro-batch
         return step_of(self, number)
 
-    def rate(schedule: Any, step: int) -> Any:
+    def rate(schedule, step):
         return np.interp(step, [0, 6], [0.01, 0.001])  # a number of NumPy
 
     monkeypatch.setattr(Loader, "step", step)
@@ -135,7 +135,7 @@ def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp
     rows: set[int] = set()
     offsets = Split.sequence_offsets
 
-    def noted(self: Split, step: int, numbers: Any, global_batch: int) -> Any:
+    def noted(self, step, numbers, global_batch):
         rows.update(step * global_batch + numbers)
         return offsets(self, step, numbers, global_batch)
 
@@ -261,7 +261,7 @@ def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, c
     settings = LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
     run(2, tiny(chars, tmp_path / "full", **settings))
 
-    def work(rank: int) -> None:
+    def work(rank):
         hit_at = 20 if rank == 1 else -1
         c = tiny(chars, tmp_path / "stopped", **settings)
         train_until_stopped(c, partial(at_step, hit_at, partial(send, signal.SIGTERM)))
@@ -329,7 +329,7 @@ def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_fi
 def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
     saved = load_checkpoint(out)
 
-    def settings_of(*argv: str, **settings: Any) -> dict[str, Any]:
+    def settings_of(*argv, **settings):
         save_checkpoint(replace(saved, config=saved.config | settings), out, best=False)
         return resumed_settings(TrainConfig, list(argv), str(out))
 

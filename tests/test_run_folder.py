@@ -303,7 +303,7 @@ def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_p
     """Each that gets in makes a file that must not exist yet, and removes it."""
     folder = tmp_path / "out"
 
-    def come_and_go(number: int) -> None:
+    def come_and_go(number):
         times = 0
         while times < 50:
             with suppress(ValueError), locked_folder(folder):

@@ -269,7 +269,7 @@ def test_first_text_appears_while_it_is_written_and_the_others_after_it(run, cap
     write = InferenceEngine.write
     seen: list[str] = [""]
 
-    def watched(self: InferenceEngine, *args: Any) -> Any:
+    def watched(self, *args):
         for shown in write(self, *args):
             yield shown
             seen.append(seen[-1] + capsys.readouterr().out)

@@ -195,7 +195,7 @@ def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatc
 def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at_ctrl_c(
     run, script, monkeypatch
 ):
-    def pressed(*_: Any) -> None:
+    def pressed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(InferenceEngine, "write", pressed)
@@ -211,7 +211,7 @@ def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at
 
 
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
-    def text(served: Served, **asked: Any) -> str:
+    def text(served, **asked):
         create = served.client().completions.create
         return create(model="any", prompt="a", **asked).choices[0].text
 
@@ -298,12 +298,12 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 def test_reader_that_reads_nothing_or_leaves_keeps_nobody_waiting(chat, stream, monkeypatch, capfd):
     written: list[int] = []
 
-    def endless(*_: Any) -> Iterator[Any]:
+    def endless(*_):
         while True:
             written.append(1)
             yield ["x" * 10_000], torch.zeros(1, 9)  # more than the system's buffers hold
 
-    def has_ended() -> bool:
+    def has_ended():
         n = len(written)
         time.sleep(0.1)
         return len(written) == n

@@ -143,7 +143,7 @@ def check_failures(out_dir: Path, mesh: Any, ranks: DistContext) -> None:
 
 
 def test_every_layout_loads_what_another_saved_and_all_ranks_know_of_a_save_that_failed(tmp_path):
-    def work(rank: int) -> None:
+    def work(rank):
         dist.init_process_group("gloo", rank=rank, world_size=2)
         mesh = make_mesh("cpu", -1, 2)
         ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)

@@ -90,7 +90,7 @@ def test_runs_take_turns_in_both_orders(monkeypatch):
     runs = [BenchRun(name, [], Path()) for name in "ab"]
     order: list[str] = []
 
-    def run(x: BenchRun, seconds: float) -> None:
+    def run(x, seconds):
         order.append(x.name)
         x.rounds_ms.append([1.0])
         x.first_s.append(1.0)

@@ -114,7 +114,7 @@ def test_dataset_is_a_folder_below_data_or_a_path(tmp_path, monkeypatch):
 
 
 def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path):
-    def read(*names: str) -> list[str]:
+    def read(*names):
         for name in names:
             (tmp_path / name).touch()
         return [path.name for path in token_files(tmp_path, "train", {})]
@@ -140,7 +140,7 @@ def test_one_flipped_bit_is_named_before_the_run_or_before_an_evaluation_shows_i
     may_verify = threading.Event()
     digest = hashlib.file_digest
 
-    def held_up(file: Any, kind: str) -> Any:
+    def held_up(file, kind):
         assert file.name.endswith("val.bin") or may_verify.wait(60)
         return digest(file, kind)
 
@@ -379,7 +379,7 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
     may_read = threading.Event()
     read = split.train_batch
 
-    def slow(step: int, *rest: Any) -> Any:
+    def slow(step, *rest):
         may_read.wait()
         made.append(step)
         return read(step, *rest)

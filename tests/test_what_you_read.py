@@ -70,11 +70,11 @@ def test_model_with_a_state_that_every_pass_moves_trains_as_a_plain_loop_trains_
     """It drops whole positions by a generator of numpy: more, the more passes it has counted."""
     forward = Transformer.forward
 
-    def with_generator(self: Any, config: GPTConfig) -> None:
+    def with_generator(self, config):
         self.generator = np.random.default_rng(0)
         self.passes = 0
 
-    def dropping(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    def dropping(self, idx, cache=None):
         x = forward(self, idx, cache)
         if not self.training:
             return x
@@ -97,7 +97,7 @@ def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_pa
     passes = {True: 0, False: 0}  # in training mode, and in evaluations
     forward = Transformer.forward
 
-    def count(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    def count(self, idx, cache=None):
         passes[self.training] += 1
         return forward(self, idx, cache)
 
@@ -153,10 +153,10 @@ def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_pat
     """The first token decides which; the loss is computed in chunks."""
     forward = Transformer.forward
 
-    def with_experts(self: Any, config: GPTConfig) -> None:
+    def with_experts(self, config):
         self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(3))
 
-    def routed(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    def routed(self, idx, cache=None):
         x = forward(self, idx, cache)
         return x + self.experts[int(idx[0, 0]) % 3](x)
 
@@ -185,7 +185,7 @@ def with_a_head_for_a_further_loss(self: Any, idx: Tensor, targets: Any = None) 
 def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
     chars, tmp_path, monkeypatch, capsys
 ):
-    def with_head(self: Any, config: GPTConfig) -> None:
+    def with_head(self, config):
         self.head = nn.Linear(config.n_embd, 2)
 
     extend(monkeypatch, GPT, with_head)
@@ -248,7 +248,7 @@ def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_ref
 ):
     gains: list[Tensor] = []
 
-    def without_wpe(self: Any, config: GPTConfig) -> None:
+    def without_wpe(self, config):
         del self.wpe
         for gain in gains:
             self.gain = nn.Parameter(gain)
@@ -295,7 +295,7 @@ def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
 ):
     """The second step has a NaN, whose batch is reported, too."""
 
-    def with_nan(self: GPT, idx: Tensor, targets: Tensor) -> Any:
+    def with_nan(self, idx, targets):
         loss = self.loss(self.transformer(idx), targets)
         calls.append(self.training)
         return None, loss * (math.nan if self.training and sum(calls) == 2 else 1.0)
@@ -346,7 +346,7 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
     make = train.build_optimizer
     shares: list[list[float]] = []
 
-    def with_own(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Optimizer:
+    def with_own(config, model, dtype):
         optimizer = make(config, model, dtype)
         biases = optimizer.param_groups[1]
         biases["lr"] = own * config.learning_rate
@@ -482,7 +482,7 @@ def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
     found = []
     resume = TrainState.resume
 
-    def noting(self: Any, *given: Any) -> None:
+    def noting(self, *given):
         resume(self, *given)
         found.append(self.tokens_seen)
 
