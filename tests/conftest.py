@@ -108,7 +108,7 @@ def flags(**settings: Any) -> list[str]:
 
 
 @pytest.fixture(params=["torch", "C++"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+def kernels(request):
     """The kernels of a run: torch's, and ours."""
     if request.param == "C++":
         if not cpu_kernels.is_supported_platform():
@@ -126,9 +126,7 @@ class Finished:
 
 
 @pytest.fixture
-def script(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Finished]:
+def script(capfd, monkeypatch):
     """Runs a script of the repository as `python SCRIPT ARGS` does, in this process: torch is
     imported already.
     """
@@ -194,13 +192,13 @@ def shell(*command: object, code: int = 0, **kwargs: Any) -> subprocess.Complete
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def begin():
     """Return a function that starts commands from the repository's root, which end with the
     test.
     """
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(terminal: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
+    def start(terminal, *command, **environ):
         env = os.environ | environ
         with open(terminal, "a") as file:
             processes.append(
@@ -320,7 +318,7 @@ def vector(out_dir: Path) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def text() -> str:
+def text():
     """Tiny Shakespeare where it is at hand, else as many characters of Python's standard
     library.
     """
@@ -331,7 +329,7 @@ def text() -> str:
 
 
 @pytest.fixture(scope="session")
-def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chars(text, tmp_path_factory):
     """A folder of character token files."""
     folder = tmp_path_factory.mktemp("data") / "chars"
     prepare(text, folder, "char", "test text")
@@ -339,7 +337,7 @@ def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def documents(text: str) -> list[str]:
+def documents(text):
     """About 300 texts of very different lengths, one of them longer than a task of the tokenizing
     threads.
     """

@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,16 @@ def runs_in(ledger: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def ledger(tmp_path_factory) -> Path:
+def ledger(tmp_path_factory):
     """Of all questions: each run takes a second, and most questions have the same arm a."""
     return Path(tmp_path_factory.mktemp("ledger"))
 
 
 @pytest.fixture
-def asking(chars, script) -> Callable[..., dict[str, Any]]:
+def asking(chars, script):
     """Return a function that asks and returns the answer of --json; runs start in a moment."""
 
-    def answer(ledger: Path, *words: str) -> dict[str, Any]:
+    def answer(ledger, *words):
         done = script(*command(chars, ledger, "--json", *words))
         found: dict[str, Any] = json.loads(done.out)
         assert found["status"] == done.code, done.err
@@ -219,7 +218,7 @@ def made_up(of_b: float, budget_s: float, digests: str = "xx") -> list[tuple[dic
     draw = random.Random(0)
     asked: list[int] = []
 
-    def run(arm: Arm, seed: int) -> dict[str, Any]:
+    def run(arm, seed):
         asked.append(seed)
         assert seed == 1 + (len(asked) - 1) // 2  # another one in each round, for both arms
         loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)

@@ -18,14 +18,14 @@ from deskgpt.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
-def finished(chars, tmp_path_factory) -> Path:
+def finished(chars, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("finished")
     train.main(tiny(chars, out_dir))
     return out_dir
 
 
 @pytest.fixture
-def run(finished, tmp_path) -> Path:
+def run(finished, tmp_path):
     """Return the out_dir of a finished run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 

@@ -264,7 +264,7 @@ def masked(folder: Path, split: str, learned: list[int]) -> Path:
 
 
 @pytest.fixture
-def model() -> GPT:
+def model():
     torch.manual_seed(0)
     return GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=1, n_head=2, n_embd=16))
 

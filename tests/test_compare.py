@@ -185,7 +185,7 @@ def made_up(name: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def real(chars, tmp_path_factory) -> Path:
+def real(chars, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("run") / "out"
     train.main(tiny(chars, out_dir, eval_iters=8))
     return out_dir

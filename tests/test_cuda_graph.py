@@ -17,7 +17,6 @@ import pytest
 import torch
 from conftest import TINY, assert_equal, assert_same_run, events, logged, tiny
 from tiny_models import MODERN_SETTINGS, make, tokens
-from torch import Tensor
 
 import model as model_module
 from deskgpt.cuda_graph import CudaGraph
@@ -184,7 +183,7 @@ STATEFUL = [
 ]
 
 
-def edited_model(monkeypatch, edit=None) -> GPT:
+def edited_model(monkeypatch, edit=None):
     """Return the same small model each time; edit(block, x) changes the input of each block."""
     global COUNT
     COUNT = Edited.total = 0
@@ -200,7 +199,7 @@ def edited_model(monkeypatch, edit=None) -> GPT:
     return make(CONFIG).to(CUDA)
 
 
-def one_pass(model, x: Tensor, y: Tensor, weight: float) -> dict[str, Tensor]:
+def one_pass(model, x, y, weight):
     loss = model(x, y)[1] * weight
     loss.backward()
     return {"loss": loss.detach()}

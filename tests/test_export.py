@@ -108,7 +108,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     """Hide the programs that exports are compared with."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch" or None)
 

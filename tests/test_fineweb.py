@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shard_for_each_file() -> Iterator[None]:
+def _shard_for_each_file():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.sources.SHARD_BYTES", 1)
         yield
@@ -91,7 +91,7 @@ def made(*options: str | Path) -> None:
 def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
     """Return the same function, which notes its values and stops its process at number n."""
 
-    def value_or_stop(*row: Any) -> Any:
+    def value_or_stop(*row):
         seen.append(value_of(*row))
         if len(seen) == n:
             raise KeyboardInterrupt
@@ -202,7 +202,7 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
 
 
 @pytest.fixture(scope="session")
-def texts(documents) -> list[list[str]]:
+def texts(documents):
     """The documents of each of seven files; the third has none."""
     short = documents[1:]  # without the one that would be nearly all of val
     groups = [short[i::6] for i in range(6)]
@@ -210,7 +210,7 @@ def texts(documents) -> list[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def source(texts, tmp_path_factory) -> Path:
+def source(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     for n, of_file in enumerate(texts):
         write_documents(folder / f"{n}{'.jsonl.zst' if n % 2 else '.parquet'}", of_file)
@@ -218,7 +218,7 @@ def source(texts, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source, tmp_path_factory) -> Path:
+def undisturbed(source, tmp_path_factory):
     """What is made of source, undisturbed."""
     out = tmp_path_factory.mktemp("undisturbed")
     made("--source", source, *SMALL, "--out", out)
@@ -290,7 +290,7 @@ configs:
 
 
 @pytest.fixture
-def hub(tmp_path) -> Path:
+def hub(tmp_path):
     """A folder as a data set on the hub, which datasets.load_dataset reads in the same way."""
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "README.md").write_text(README)

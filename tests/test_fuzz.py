@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +57,7 @@ fuzzed = settings(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_limited(folder) -> Iterator[None]:
+def _memory_is_limited(folder):
     """An absurd size in a file is found before memory is taken, or here."""
     resource = pytest.importorskip("resource")  # which Windows lacks
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -134,7 +133,7 @@ def test_arguments(words):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with a tiny model's run: out."""
     folder = tmp_path_factory.mktemp("fuzz")
     ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from conftest import ROOT, assert_equal, copy_of_repository, events, logged, shell, tiny
 from gloo import run
 from plain_loop import plain_loop
-from torch import Tensor
 
 import model as definition
 import train
@@ -106,20 +105,18 @@ def test_patches_apply_and_pages_list_them_and_show_their_lines_and_the_loops():
 # ---- in plain torch ------------------------------------------------------------------------------
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float, window: int = 10**9
-) -> Tensor:
+def plain_attention(q, k, v, context, dropout, window=10**9):
     T = q.size(2)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     scores = q @ k.mT / math.sqrt(q.size(-1))
     return scores.masked_fill((distance < 0) | (distance >= window), -torch.inf).softmax(-1) @ v
 
 
-def plain_loss(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
+def plain_loss(model, x, targets):
     return F.cross_entropy(model.logits(x).flatten(0, 1), targets.flatten())
 
 
-def smoothed_loss(model: GPT, x: Tensor, targets: Tensor) -> Tensor:
+def smoothed_loss(model, x, targets):
     log_p = model.logits(x).log_softmax(-1)
     return -0.9 * log_p.gather(-1, targets[..., None]).mean() - 0.1 * log_p.mean()
 
@@ -137,7 +134,7 @@ def keep_checkpoint(step: int, folder: Path) -> None:
     """Copy the checkpoint of a step, as a run that is stopped there leaves it."""
     save = save_checkpoint
 
-    def keeping(checkpoint: Any, out_dir: Path, *more: Any, **options: Any) -> None:
+    def keeping(checkpoint, out_dir, *more, **options):
         save(checkpoint, out_dir, *more, **options)
         if checkpoint.iter_num == step:
             folder.mkdir()

@@ -49,7 +49,7 @@ BAD = "transformer.h.1.mlp.c_fc.weight"
 
 
 @pytest.fixture
-def faults(monkeypatch) -> SimpleNamespace:
+def faults(monkeypatch):
     """Return which micro-batches have a NaN in their gradients, which the test sets, and the number
     of all so far.
     """

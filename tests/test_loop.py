@@ -197,7 +197,7 @@ def runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> list[i
     named_losses = train.named_losses
     calls: list[int] = []
 
-    def short_of_memory(*args: Any) -> Any:
+    def short_of_memory(*args):
         calls.append(1)
         if len(calls) == fails_at + 1:
             raise torch.OutOfMemoryError("CUDA out of memory")

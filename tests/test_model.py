@@ -9,7 +9,6 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from conftest import CPU, assert_equal, raises_one_line
 from tiny_models import MODERN, SMALL, make, tokens
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from deskgpt import cpu_kernels
@@ -242,21 +240,21 @@ def problems_of(model: GPT, compute: ComputeMode | None = None) -> list[str]:
     return check_model(model, mode, idx[:, :-1], idx[:, 1:], forward_backward)
 
 
-def seeing_the_future(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
+def seeing_the_future(q, k, v, context, dropout):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def another_loss(smoothing: float, is_whole: bool) -> Callable[..., Tensor]:
+def another_loss(smoothing, is_whole):
     """Return a loss with label smoothing, or one whose gradients end at the head."""
 
-    def loss(self: GPT, x: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, x, targets):
         logits = self.logits(x if is_whole else x.detach()).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing)
 
     return loss
 
 
-def rounding(x: Tensor) -> Tensor:
+def rounding(x):
     """An activation that is wrong in bfloat16 only."""
     y = F.gelu(x, approximate="tanh")
     return y * 1.5 if y.dtype == torch.bfloat16 else y
@@ -286,13 +284,13 @@ def test_compiled_blocks_compute_what_the_model_says(monkeypatch):
     )
 
 
-def doubled(*args: Any) -> Any:
+def doubled(*args):
     """Return a gradient of hidden states that is twice as large, of a chunk of the loss."""
     found: Any = gradients_of_chunk(*args)
     return found[0], 2 * found[1], found[2]
 
 
-def losing_a_position(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def losing_a_position(q, k, v, dropout):
     """A kernel of ours that is wrong: one of 32 positions is not a number."""
     y = causal_attention(q, k, v, dropout)
     is_last = torch.arange(q.size(2))[:, None] == q.size(2) - 1

@@ -130,11 +130,11 @@ class Own(torch.optim.Optimizer):
 
     hidden: Any
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model):
         super().__init__(model.parameters(), {"lr": 0.1, "slow": None})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         self.steps = getattr(self, "steps", np.int64(0)) + 1
         for group in self.param_groups:
             group["slow"] = group["slow"] or [torch.zeros_like(p) for p in group["params"]]
@@ -154,19 +154,19 @@ def take_steps(optimizer: torch.optim.Optimizer, model: GPT, first: int, last: i
 class WithStateDict(torch.optim.SGD):
     """SGD whose steps grow, with a state_dict of its own."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model):
         super().__init__(model.parameters(), lr=0.1, momentum=0.9)
         self.counts = np.zeros(1)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         self.counts += 1
         self.param_groups[0]["lr"] *= float(self.counts[0])
         super().step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"sgd": super().state_dict(), "count": float(self.counts[0])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.counts[0] = state["count"]
         super().load_state_dict(state["sgd"])
 

@@ -86,7 +86,7 @@ DIALOGUE = """{"messages": [{"role": "user", "content": "Who is there?"}, \
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, text) -> Path:
+def clone(tmp_path_factory, text):
     """Make a copy of the repository with texts to train on and a .venv of this Python."""
     from transformers import (  # takes seconds, which the quick tests do without
         GPT2Config,

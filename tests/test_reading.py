@@ -124,7 +124,7 @@ def size_of_main() -> list[int]:
     main = next(node for node in tree.body if getattr(node, "name", "") == "main")
     blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 
-    def depth(node: ast.AST) -> int:
+    def depth(node):
         below = max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
         return below + isinstance(node, blocks)
 

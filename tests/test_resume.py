@@ -42,7 +42,7 @@ from deskgpt.device import code_digest
 from deskgpt.logger import RunLogger
 from deskgpt.resume import resumed_settings
 from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
-from model import Block, ForwardContext, GPTConfig
+from model import Block
 from train import TrainConfig, main
 
 LONG = {"max_iters": 60, "eval_interval": 5, "lr_decay_iters": 60, "dropout": 0.1}
@@ -74,18 +74,18 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
 class Passes(nn.Module):
     """Counts in its extra state, and draws from a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.n = 0
         self.generator = torch.Generator().manual_seed(1)
 
-    def get_extra_state(self) -> int:
+    def get_extra_state(self):
         return self.n
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state):
         self.n = state
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.n += 1
         return x / self.n * torch.rand((), generator=self.generator)
 
@@ -93,14 +93,14 @@ class Passes(nn.Module):
 class ChangedBlock(Block):
     """A block as users change it, also by a number of a tensor and a mask of -inf."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.passes = Passes()
         self.rate = torch.linspace(0, 1, 3)[1].item()
         self.register_buffer("mask", torch.full((2, 2), -torch.inf))
         self.calls = torch.zeros(())
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, x, context):
         self.calls += 1
         y = super().forward(x, context)
         return y + self.rate * self.passes(x) if self.training else y
@@ -152,7 +152,7 @@ def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp
 
 
 @pytest.fixture(scope="module")
-def full_run(chars, tmp_path_factory) -> Path:
+def full_run(chars, tmp_path_factory):
     """Return the folder of a run that nothing has stopped."""
     out_dir = tmp_path_factory.mktemp("full")
     main(tiny(chars, out_dir, **LONG))
@@ -290,7 +290,7 @@ def write_random(folder: Path, train: int = 0, val: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory) -> Path:
+def half(tmp_path_factory):
     """Return a folder with data/, and with out/, which holds the first half of a run."""
     folder = tmp_path_factory.mktemp("half")
     main(
@@ -306,7 +306,7 @@ def half(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def out(half, tmp_path) -> Path:
+def out(half, tmp_path):
     """Return a copy of the first half's folder, to resume in."""
     return Path(shutil.copytree(half / "out", tmp_path / "out"))
 

@@ -68,7 +68,7 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
 usual_mlp = MLP.forward
 
 
-def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
+def over_time(self, x, context):
     """An MLP with a mean over the tokens of the pass so far, without those in the cache. Its
     effect is small: 16 bits round as much.
     """
@@ -76,14 +76,14 @@ def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
     return usual_mlp(self, x + 0.01 * x.cumsum(1) / n, context)
 
 
-def complete_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
+def complete_texts(self, x, context):
     """An MLP that fails if the pass does not begin with the text."""
     if int(context.positions[0]):
         raise ValueError("no earlier tokens")
     return usual_mlp(self, x, context)
 
 
-def in_window(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def in_window(q, k, v, dropout):
     """Attention to the last 100 tokens, on the line that training calls."""
     i = torch.arange(q.size(2))
     near = (i[:, None] >= i) & (i[:, None] - i < 100)
@@ -94,7 +94,7 @@ END = 4999  # no prompt has it, and none of the random tokens is one
 usual_attention = definition.attention
 
 
-def within_documents(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
+def within_documents(q, k, v, context, dropout):
     """Attention within a document, which forgets them with a cache."""
     if context.cache is not None:
         return usual_attention(q, k, v, context, dropout)
@@ -138,7 +138,7 @@ def test_each_token_is_one_pass_over_itself_in_training_too():
     assert lengths == [9] + [1] * 19
 
 
-def partly_in_float32(self: MLP, x: Tensor, context: Any) -> Tensor:
+def partly_in_float32(self, x, context):
     """An MLP whose first layer computes in float32 on purpose, and the second for its bias."""
     with torch.autocast("cpu", enabled=False):
         x = activation(self.c_fc(x.float()), self.activation)
@@ -253,7 +253,7 @@ def test_end_of_text_has_its_name_in_prompts_texts_and_stops_whatever_the_tokeni
 
 
 @pytest.fixture(scope="module")
-def run(chars, tmp_path_factory) -> Path:
+def run(chars, tmp_path_factory):
     """The out_dir of a run of a few steps on characters."""
     out_dir = tmp_path_factory.mktemp("run")
     train(tiny(chars, out_dir, eval_interval=6))

@@ -100,20 +100,20 @@ def saved_chat(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     saved_chat(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def chat(run) -> Iterator[Served]:
+def chat(run):
     with serving(run) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Iterator[Served]:
+def plain(tmp_path_factory):
     """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
     saved_characters(folder)

@@ -63,7 +63,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch) -> Machine:
+def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path)

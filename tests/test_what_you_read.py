@@ -57,7 +57,7 @@ def extend(
     """Let more(self, config) follow the class's own __init__."""
     init = cls.__init__  # type: ignore[misc]
 
-    def extended(self: Any, config: GPTConfig) -> None:
+    def extended(self, config):
         init(self, config)
         more(self, config)
 
@@ -112,14 +112,14 @@ class ParallelBlock(nn.Module):
 
     calls = 0
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config):
         super().__init__()
         self.norm = definition.make_norm(config)
         self.attn = definition.CausalSelfAttention(config)
         self.mlp = definition.MLP(config)
         self.passes: Any = 0
 
-    def forward(self, x: Tensor, context: Any) -> Tensor:
+    def forward(self, x, context):
         self.passes += 1
         if not torch.compiler.is_compiling():
             ParallelBlock.calls += 1
@@ -174,7 +174,7 @@ def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_pat
 # ---- --dry_run tells what the loop does ----------------------------------------------------------
 
 
-def with_a_head_for_a_further_loss(self: Any, idx: Tensor, targets: Any = None) -> Any:
+def with_a_head_for_a_further_loss(self, idx, targets=None):
     x = self.transformer(idx)
     self.kept = x.mean()  # which no copy of the model takes
     if targets is None:
@@ -195,26 +195,26 @@ def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
     assert "gradients reach all parameters" in capsys.readouterr().out
 
 
-def returning(result: Callable[[Tensor], Any]) -> Callable[..., Any]:
+def returning(result):
     """Return a GPT.forward whose loss comes in another form."""
 
-    def forward(self: GPT, idx: Tensor, targets: Any = None) -> Any:
+    def forward(self, idx, targets=None):
         x = self.transformer(idx)
         return (self.logits(x), None) if targets is None else result(self.loss(x, targets))
 
     return forward
 
 
-def mean_in_training(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+def mean_in_training(self, idx, cache=None):
     x = self.wte(idx)
     return self.ln_f(x + x.mean((0, 1)) if self.training else x)
 
 
-def other_tokens(self: GPT, x: Tensor) -> Tensor:
+def other_tokens(self, x):
     return self.lm_head(x + x.roll(1, -2))
 
 
-def with_a_list(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Optimizer:
+def with_a_list(config, model, dtype):
     optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
     optimizer.seen = []  # type: ignore[attr-defined]
     return optimizer
@@ -471,7 +471,7 @@ def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch)
 class CountingState(TrainState):
     tokens_seen: int = 0
 
-    def checkpoint(self, *given: Any) -> Any:
+    def checkpoint(self, *given):
         self.tokens_seen = 10 + self.step
         return super().checkpoint(*given)
 
