@@ -196,7 +196,7 @@ def begin():
     """Return a function that starts commands from the repository's root, which end with the
     test.
     """
-    processes: list[subprocess.Popen[bytes]] = []
+    processes = []
 
     def start(terminal, *command, **environ):
         env = os.environ | environ
@@ -223,7 +223,7 @@ def until(condition: Callable[[], bool]) -> None:
 @contextmanager
 def files_of_at_most(kib: int) -> Iterator[None]:
     """As on a full disk: writing further fails."""
-    resource: Any = pytest.importorskip("resource")  # which Windows lacks
+    resource = pytest.importorskip("resource")  # which Windows lacks
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, before[1]))
     try:

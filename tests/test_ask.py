@@ -63,7 +63,7 @@ def asking(chars, script):
 
     def answer(ledger, *words):
         done = script(*command(chars, ledger, "--json", *words))
-        found: dict[str, Any] = json.loads(done.out)
+        found = json.loads(done.out)
         assert found["status"] == done.code, done.err
         return found
 
@@ -112,7 +112,7 @@ def test_run_is_made_once_and_another_code_setting_seed_or_machine_makes_another
     tmp_path, monkeypatch
 ):
     arm = Arm("a", "", Path(), "code", {"max_iters": 9})
-    made: list[int] = []
+    made = []
     monkeypatch.setattr(ask, "train_to_the_end", lambda arm, seed, out: made.append(seed))
     monkeypatch.setattr(ask, "result", lambda *_: {})
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkey
 def made_up(of_b: float, budget_s: float, digests: str = "xx") -> list[tuple[dict[str, Any], str]]:
     """Return the rounds of a question whose runs end at 3.6 for a and at of_b for b, and noise."""
     draw = random.Random(0)
-    asked: list[int] = []
+    asked = []
 
     def run(arm, seed):
         asked.append(seed)

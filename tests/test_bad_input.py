@@ -49,7 +49,7 @@ def assert_fails(run, script, tmp_path, monkeypatch):
 
 # Arguments, the words of the error, and the status: 2 if the settings cannot be, 1 if they cannot
 # be here.
-SETTINGS: list[tuple[str, list[str], int]] = [
+SETTINGS = [
     ("--n_head=3", ["n_embd=16", "n_head=3", "--n_head=2"], 2),
     ("--batch_size=1e12", ["batch_size=1000000000000", "gradient_accumulation_steps=2"], 1),
     ("config/train_shakespeare.py", ["config/train_shakespeare.py", "did you mean config/"], 2),

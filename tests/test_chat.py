@@ -150,7 +150,7 @@ USER = {"role": "user", "content": "Hello!"}
 ANSWER = {"role": "assistant", "content": "Hi."}
 SAID = {"from": "gpt", "value": "Hi."}
 # Rows of public data sets, all of the same dialogue, after the system message SYSTEM in some.
-SHAPES: list[Any] = [
+SHAPES = [
     {"messages": [USER, ANSWER], "source": "everyday", "tool_calls": None},  # SmolTalk
     {"prompt": "Hello!", "prompt_id": "f0e3", "messages": [USER, ANSWER]},  # UltraChat
     [{"role": "User", "content": "Hello!"}, {"role": " ASSISTANT", "content": "Hi."}],
@@ -179,7 +179,7 @@ def test_input_history_and_weight_are_part_of_what_is_learned():
     assert bytes(ids[mask == 1].tolist()) == b"Hi.\xff"
 
 
-LOST: list[tuple[Any, str]] = [
+LOST = [
     ([USER, ANSWER | {"reasoning_content": "hm"}], "reasoning_content"),
     ([USER, ANSWER | {"weight": 2}], "weight"),
     ([USER, ANSWER, {"role": "tool", "content": "x"}], "'tool'"),

@@ -62,7 +62,7 @@ def test_head_with_weights_of_its_own_is_not_tied(tmp_path):
 def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_ends(
     tmp_path, monkeypatch
 ):
-    calls: list[str] = []  # files that are flushed, and renames
+    calls = []  # files that are flushed, and renames
 
     def fsync(fd):
         calls.append(os.readlink(f"/proc/self/fd/{fd}"))
@@ -189,7 +189,7 @@ ODD = [
     torch.ones(1, device="meta"),
     torch.ones(1, dtype=torch.float8_e4m3fn).expand(1 << 40),
 ]
-WRONG: dict[str, tuple[Any, ...]] = {
+WRONG = {
     "iter_num": (-1, 2**63, 1.0),
     "best_val_loss": (math.nan, "1", 10**400),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
@@ -201,7 +201,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }
 # ckpt.pt as bytes, as other entries of a checkpoint, or as a function that makes it; and the words
 # of the error.
-REFUSED: list[tuple[Any, tuple[str, ...]]] = [
+REFUSED = [
     (b"", ("empty", "fetch it again")),
     (b"<!DOCTYPE html><title>Virus scan warning</title>", ("error page", "git-LFS", "torch.save")),
     ({"config": {"x": Code()}}, ("only its maker's code can read",)),

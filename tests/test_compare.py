@@ -81,7 +81,7 @@ def rows_of(found: Comparison) -> dict[str, list[str]]:
 
 def test_wider_model_may_win_after_equal_tokens_and_lose_after_equal_time(tmp_path):
     a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0, 400: 1.6}, ms=100)
-    split: dict[str, Any] = {"batch_size": 8, "gradient_accumulation_steps": 1, "n_embd": 32}
+    split = {"batch_size": 8, "gradient_accumulation_steps": 1, "n_embd": 32}
     curve = {0: 4.0, 100: 2.8, 133: 2.3, 200: 1.9, 400: 1.5}
     b = log(
         tmp_path / "b", curve, ms=200, flops_per_token=3000, peak_flops=8e6, world_size=2, **split
@@ -180,7 +180,7 @@ def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):
 
 def made_up(name: str) -> Run:
     iters = [{"iter": i, "loss": 4.0, "lr": 1e-3} | OWN for i in range(3000)]
-    evals: list[dict[str, Any]] = [{"iter": i, "val_loss": 4.0} for i in range(7)]
+    evals = [{"iter": i, "val_loss": 4.0} for i in range(7)]
     return Run(name, {"note": EVIL}, {"note": EVIL}, iters, evals, notes=[f"odd {EVIL}"])
 
 

@@ -44,7 +44,7 @@ def _default_stream():
 @pytest.fixture
 def replays(monkeypatch):
     """Return a list that grows by one with each replay of a graph."""
-    done: list[int] = []
+    done = []
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(graph):

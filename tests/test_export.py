@@ -42,13 +42,13 @@ from train import main as train
 CHARS = "".join(map(chr, range(48, 48 + 65)))
 # The last two rows are padding
 SMALL = GPTConfig(block_size=64, vocab_size=67, n_layer=2, n_head=2, n_embd=16)
-MODERN: dict[str, Any] = {"position": "rope", "norm": "rms", "qk_norm": True}
+MODERN = {"position": "rope", "norm": "rms", "qk_norm": True}
 OF_CLASS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {},
     "DeskGPTForCausalLM": MODERN | {"token_shift": True},
 }
 # Each choice alone, and all.
-CHOICES: dict[str, Any] = OF_CLASS["DeskGPTForCausalLM"] | {"activation": "relu2", "bias": True}
+CHOICES = OF_CLASS["DeskGPTForCausalLM"] | {"activation": "relu2", "bias": True}
 COMBINATIONS = [
     {},
     {"activation": "gelu"},
@@ -131,7 +131,7 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
 
 @pytest.mark.slow
 def test_exported_run_has_a_card_and_is_trained_on(chars, tmp_path):
-    settings: dict[str, Any] = {"position": "rope", "norm": "rms", "eval_iters": 40}
+    settings = {"position": "rope", "norm": "rms", "eval_iters": 40}
     train(tiny(chars, tmp_path / "out", max_iters=3, **settings))
     folder = tmp_path / "exported"
     main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(folder)))
@@ -179,7 +179,7 @@ def test_padding_changes_no_logits_and_none_of_the_vocabularys_padding_is_drawn(
     rows = tokens(3, 9, vocab=65)
     lengths = (9, 4, 1)
     mask = torch.tensor([[0] * (9 - n) + [1] * n for n in lengths])
-    greedy: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    greedy = {"max_new_tokens": 20, "do_sample": False}
     together = theirs.generate(rows, attention_mask=mask, **greedy)[:, 9:]
     config = GenerationConfig(max_new_tokens=20, temperature=0)
     for row, new, n in zip(rows, together, lengths, strict=True):
@@ -278,7 +278,7 @@ def test_plain_functions_of_the_folder_compute_what_the_kernels_do():
     x = torch.randn(2, 9, 8)
     targets = tokens(2, 9, vocab=8)
     targets[0, 3] = -1
-    arguments: dict[str, Any] = {
+    arguments = {
         "causal_attention": (q, k, v),
         "masked_attention": (q, k, v, torch.rand(9, 9) + torch.eye(9) > 0.5),
         "gelu_tanh": (x,),

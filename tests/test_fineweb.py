@@ -32,7 +32,7 @@ from deskgpt.files import locked_folder
 PREPARE = "data/fineweb_edu/prepare.py"
 SMALL = ("--tokenizer=bytes", "--val_tokens=50_000")
 END_OF_TEXT = b"\xff"  # of --tokenizer=bytes
-PACK: dict[str, Callable[[bytes], bytes]] = {
+PACK = {
     ".gz": gzip.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
     ".bz2": bz2.compress,

@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ int cuDeviceComputeCapability(int *major, int *minor, int device) { *minor = *ma
 
 
 # What cuInit returns, and what is found.
-ANSWERS: list[tuple[str, Any]] = [
+ANSWERS = [
     ("0", Gpu("Tesla T4", (13, 0), (7, 7))),
     ("100", None),  # no card
     ("803", "error 803"),  # an updated driver, and no restart

@@ -8,7 +8,6 @@ import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def keeping(net, x):
     return y
 
 
-HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+HEADS = {
     "linear": lambda net, x: F.linear(x, net.head),
     "tied": lambda net, x: F.linear(x, net.wte),
     "bias": lambda net, x: F.linear(x, net.head, net.bias),
@@ -175,7 +174,7 @@ def test_logits_that_a_model_keeps_for_its_log_stay_as_they_are(kernels):
 def test_hook_of_a_parameter_gets_each_gradient_once_and_whole(dtype):
     def seen(function):
         net = Net(HEADS["linear"])
-        norms: list[Tensor] = []
+        norms = []
         net.head.register_hook(lambda gradient: norms.append(gradient.norm()))
         results(net, function, dtype)
         return norms

@@ -195,7 +195,7 @@ def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(char
 def runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> list[int]:
     """Let memory run out in this micro-batch. Return a list that grows with each one."""
     named_losses = train.named_losses
-    calls: list[int] = []
+    calls = []
 
     def short_of_memory(*args):
         calls.append(1)

@@ -146,7 +146,7 @@ def test_dropout_acts_on_embeddings_attention_and_both_outputs_of_a_block_in_tra
     monkeypatch,
 ):
     model = make(replace(SMALL, n_layer=1, dropout=0.3))
-    rates: list[float] = []
+    rates = []
 
     def dropout(x, p, training, inplace):
         rates.append(p * training)

@@ -44,7 +44,7 @@ def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     optimizer = make(model, "muon")
     other = copy.deepcopy(model)
     adamw = make(other, "adamw")
-    apart: dict[Any, list[Any]] = {}
+    apart = {}
     for p in optimizer.param_groups[-1]["params"]:
         n = 3 if p.size(0) == 3 * p.size(1) else 1
         apart[p] = [part.clone().requires_grad_() for part in p.detach().chunk(n)]

@@ -197,7 +197,7 @@ def test_imports_go_down_and_no_file_imports_itself_through_others():
     }
     graph = {}
     for module, path in files.items():
-        imported: set[str] = set()
+        imported = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}

@@ -109,7 +109,7 @@ class ChangedBlock(Block):
 def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     chars, tmp_path, monkeypatch, capsys
 ):
-    drawn: list[float] = []
+    drawn = []
     step_of = Loader.step
 
     def step(self, number):
@@ -132,7 +132,7 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
 
 
 def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp_path, monkeypatch):
-    rows: set[int] = set()
+    rows = set()
     offsets = Split.sequence_offsets
 
     def noted(self, step, numbers, global_batch):
@@ -342,7 +342,7 @@ def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
 
 
 # What is changed, and the names and values that the error has.
-CHANGES: list[tuple[str, Any, tuple[str, ...]]] = [
+CHANGES = [
     ("batch_size", 8, ("sequences per step: 4 before, 8 now",)),
     ("seed", 1, ("seed: 1337 before, 1 now",)),
     ("eval_iters", 3, ("windows per evaluation: 8 before, 12 now",)),

@@ -132,7 +132,7 @@ def test_each_token_is_one_pass_over_itself_in_training_too():
     engine = InferenceEngine(model, idx, "bfloat16", is_trained=True)
     assert engine.has_cache
     assert transformer.residual_dtype == torch.bfloat16
-    lengths: list[int] = []
+    lengths = []
     transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].size(1)))
     text_of(engine, idx, 20)
     assert lengths == [9] + [1] * 19
@@ -267,7 +267,7 @@ def samples(run: Path, **settings: object) -> list[str]:
 
 def test_first_text_appears_while_it_is_written_and_the_others_after_it(run, capsys, monkeypatch):
     write = InferenceEngine.write
-    seen: list[str] = [""]
+    seen = [""]
 
     def watched(self, *args):
         for shown in write(self, *args):
@@ -294,7 +294,7 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
 
 def test_prompt_is_read_from_a_file_and_typed_line_breaks_are_line_breaks(tmp_path):
     saved(tmp_path, SMALL, {"name": "char", "chars": "\n\t\\na"})
-    settings: dict[str, Any] = {"num_samples": 1, "max_new_tokens": 100}
+    settings = {"num_samples": 1, "max_new_tokens": 100}
     typed = r"\n\t\\na"
     [text] = samples(tmp_path, start=typed, **settings)
     assert text.startswith("\n\t\\na")

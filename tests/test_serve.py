@@ -35,7 +35,7 @@ from deskgpt.engine import InferenceEngine, encode_prompt, load_model
 from deskgpt.errors import escape_control_chars
 from sample import SampleConfig
 
-ASK: Any = [{"role": "user", "content": "Who is there?"}]
+ASK = [{"role": "user", "content": "Who is there?"}]
 
 
 @dataclass
@@ -215,7 +215,7 @@ def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(cha
         create = served.client().completions.create
         return create(model="any", prompt="a", **asked).choices[0].text
 
-    ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "echo": False}
+    ignored = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "echo": False}
     assert len({text(chat, **ignored) for _ in range(3)}) == 3
     assert [model.id for model in chat.client().models.list()] == [run.name]
     with serving(run, temperature=0.0, max_new_tokens=7) as served:
@@ -238,7 +238,7 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
 
 
 def test_only_who_has_the_token_is_answered(chat):
-    files: dict[str, str] = {}
+    files = {}
     for kind, path in {"html": "", "css": "playground.css", "javascript": "playground.js"}.items():
         status, headers, body = chat.ask("GET", chat.page + path)
         assert (status, kind in headers["Content-Type"]) == (200, True), path
@@ -296,7 +296,7 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reader_that_reads_nothing_or_leaves_keeps_nobody_waiting(chat, stream, monkeypatch, capfd):
-    written: list[int] = []
+    written = []
 
     def endless(*_):
         while True:

@@ -88,7 +88,7 @@ def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monke
 
 def test_runs_take_turns_in_both_orders(monkeypatch):
     runs = [BenchRun(name, [], Path()) for name in "ab"]
-    order: list[str] = []
+    order = []
 
     def run(x, seconds):
         order.append(x.name)

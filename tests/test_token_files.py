@@ -174,7 +174,7 @@ def test_vocabularies_must_match(tmp_path):
 # ---- meta.json -----------------------------------------------------------------------------------
 
 ENTRY = {"tokens": 5, "sha256": "0" * 64}
-META: dict[str, Any] = {
+META = {
     "tokenizer": {"name": "char", "chars": "\nab"},
     "vocab_size": 3,
     "source": "a text",
@@ -199,7 +199,7 @@ def record(**changed: Any) -> bytes:
 
 
 # Contents of meta.json, and what the error names.
-WRONG: list[tuple[bytes, str]] = [
+WRONG = [
     (b"[" * 100_000, "recursion"),
     (to_json(META).replace(b"a text", b"a test"), "its checksum"),
     (record(vocab_size=True), "vocab_size=True"),
@@ -237,7 +237,7 @@ def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_not_beside_meta_json_gpt2_
 ):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
     chars = "\n !Aaéſ日🧀"
-    meta: dict[str, Any] = {"vocab_size": len(chars), "itos": dict(enumerate(chars))}
+    meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars))}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         write_pickle(tmp_path, meta | {"stoi": dict(zip(chars, range(9), strict=True))}, protocol)
         tokenizer = {"name": "char", "chars": chars}
@@ -374,7 +374,7 @@ def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_traine
 
 def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeypatch):
     split = make(tmp_path, [5000])
-    made: list[int] = []
+    made = []
     waits: list[float] = []
     may_read = threading.Event()
     read = split.train_batch
