@@ -283,13 +283,13 @@ def assert_equal(a: Any, b: Any) -> None:
         assert a == b
 
 
-def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
+def trajectory(out_dir: Path) -> dict[str, Any]:
     """What a run computed, by event and step; times left out, steps computed twice must agree."""
     names = {
         "iter": ("loss", "lr", "grad_norm", "tokens"),
         "eval": ("train_loss", "val_loss", "lr"),
     }
-    out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
+    out: dict[str, Any] = {"iter": {}, "eval": {}}
     for kind, steps in out.items():
         for e in events(out_dir, kind):
             values = {name: e[name] for name in names[kind]}

@@ -79,7 +79,6 @@ def plain(chars, tmp_path_factory):
         {"dtype": "bfloat16", "deterministic": True},
         {"deterministic": True, "compile": True, "sample_interval": 4, **MODERN_SETTINGS},
     ],
-    ids=["compiled", "muon", "float16", "deterministic", "modern"],
 )
 def test_run_with_graphs_is_the_run_without_bit_for_bit(settings, chars, tmp_path, replays):
     without, out = tmp_path / "without", tmp_path / "graph"

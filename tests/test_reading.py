@@ -15,8 +15,7 @@ import sys
 import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
-from types import CodeType
-from typing import TypeGuard
+from typing import Any
 
 import pytest
 from mutants import all_mutants
@@ -119,7 +118,8 @@ def size_of_main() -> list[int]:
     text = (ROOT / "train.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
     setting = next(node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
-    code = next(c for c in compile(text, "train.py", "exec").co_consts if is_main(c))
+    constants = compile(text, "train.py", "exec").co_consts
+    code: Any = next(c for c in constants if getattr(c, "co_name", "") == "main")
     names = len(code.co_varnames) + len(code.co_cellvars)
     main = next(node for node in tree.body if getattr(node, "name", "") == "main")
     blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try)
@@ -130,10 +130,6 @@ def size_of_main() -> list[int]:
 
     assert isinstance(main, ast.FunctionDef)
     return [(main.end_lineno or 0) - main.lineno + 1, depth(main), names, setting.lineno]
-
-
-def is_main(constant: object) -> TypeGuard[CodeType]:
-    return isinstance(constant, CodeType) and constant.co_name == "main"
 
 
 def tokens_of(text: str) -> int:

@@ -71,10 +71,10 @@ NOT_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("content", NOT_TOKENS.values(), ids=NOT_TOKENS.keys())
-def test_file_that_is_no_token_file_is_named(tmp_path, content):
+@pytest.mark.parametrize("kind", NOT_TOKENS)
+def test_file_that_is_no_token_file_is_named(tmp_path, kind):
     path = tmp_path / "train.bin"
-    path.write_bytes(content)
+    path.write_bytes(NOT_TOKENS[kind])
     with raises_one_line(path, "prepare"):
         tokens_in_file(path)
 
@@ -198,26 +198,24 @@ def record(**changed: Any) -> bytes:
     return to_json(META | changed)
 
 
-# Contents of meta.json, and what the error names.
-WRONG = [
-    (b"[" * 100_000, "recursion"),
-    (to_json(META).replace(b"a text", b"a test"), "its checksum"),
-    (record(vocab_size=True), "vocab_size=True"),
-    (record(tokenizer={"name": "char", "chars": "aba"}), "twice"),
-    (record(tokenizer={"name": "bpe", "merges": "h e\nhe y"}), "vocab_size=3"),  # which makes 259
-    (record(tokenizer={"name": "bpe", "merges": "h e" + "\n" * 100_000}), "merge 2,"),
-    (record(tokenizer=3), "'int'"),
-    (record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}), "sha256='000"),
-    (record(files={"../../VICTIM.txt": ENTRY}), "'../../VICTIM.txt'"),
-]
+# What the error names, and contents of meta.json.
+WRONG = {
+    "recursion": b"[" * 100_000,
+    "its checksum": to_json(META).replace(b"a text", b"a test"),
+    "vocab_size=True": record(vocab_size=True),
+    "twice": record(tokenizer={"name": "char", "chars": "aba"}),
+    "vocab_size=3": record(tokenizer={"name": "bpe", "merges": "h e\nhe y"}),  # which makes 259
+    "merge 2,": record(tokenizer={"name": "bpe", "merges": "h e" + "\n" * 100_000}),
+    "'int'": record(tokenizer=3),
+    "sha256='000": record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}),
+    "'../../VICTIM.txt'": record(files={"../../VICTIM.txt": ENTRY}),
+}
 
 
-@pytest.mark.parametrize(("content", "named"), WRONG, ids=[named for _, named in WRONG])
-def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(
-    tmp_path, content, named
-):
+@pytest.mark.parametrize("named", WRONG)
+def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(tmp_path, named):
     path = tmp_path / "meta.json"
-    path.write_bytes(content)
+    path.write_bytes(WRONG[named])
     with raises_one_line(path, "does not describe token files", named):
         read_meta(tmp_path)
     os.truncate(path, JSON_BYTES + 1)

@@ -231,7 +231,6 @@ def with_a_list(config, model, dtype):
         ("model.Transformer.forward", mean_in_training, ["in training tokens see later"]),
         ("model.GPT.logits", other_tokens, ["GPT.logits of one token alone"]),
     ],
-    ids=["alone", "dict", "number", "lr", "list", "mean", "logits"],
 )
 def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
     changed, change, named, chars, tmp_path, monkeypatch
@@ -403,7 +402,6 @@ def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_wi
         ("**loss_sums,", "**loss_sums, time_ms=0.5", "logger.step(time_ms=...)"),
         ("**loss_sums,", "**loss_sums, shares=torch.ones(3)", "logger.step(shares=...)"),
     ],
-    ids=["twice", "not whole", "taken name", "three numbers"],
 )
 def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
     old, new, named, chars, tmp_path, monkeypatch
