@@ -31,7 +31,7 @@ from deskgpt import cpu_kernels
 from deskgpt.checkpoint import CKPT_BEST, load_checkpoint
 from deskgpt.logger import read_events
 from deskgpt.stopping import SIGNALS, signal_handler
-from train import TrainConfig
+from train import TrainConfig, main
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
@@ -101,6 +101,11 @@ TINY |= {"compile": False, "device": "cpu", "dtype": "float32", "cpu_kernels": F
 
 def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:
     return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
+
+
+def run_tiny(data: Path, out_dir: Path, **settings: Any) -> float:
+    """Train as `tiny` says. Return what main returns."""
+    return main(tiny(data, out_dir, **settings))
 
 
 def flags(**settings: Any) -> list[str]:

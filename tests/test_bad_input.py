@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import POSIX, TINY, contents, fails, flags, raises_one_line, tiny
+from conftest import POSIX, TINY, contents, fails, flags, raises_one_line, run_tiny
 
 import train
 from data.batches import Split
@@ -20,7 +20,7 @@ from deskgpt.checkpoint import load_checkpoint
 @pytest.fixture(scope="module")
 def finished(chars, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("finished")
-    train.main(tiny(chars, out_dir))
+    run_tiny(chars, out_dir)
     return out_dir
 
 
@@ -86,7 +86,7 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, m
 
     monkeypatch.setattr(Split, "train_batch", cut_short)
     with raises_one_line("train.bin", "shorter"):
-        train.main(tiny(data, run, max_iters=50))
+        run_tiny(data, run, max_iters=50)
     assert 0 < load_checkpoint(run).iter_num <= 20
 
 

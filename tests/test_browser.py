@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from conftest import tiny, until
+from conftest import run_tiny, until
 from test_serve import saved_characters, saved_chat, serving
-
-import train
 
 pytestmark = [
     pytest.mark.nightly,
@@ -67,7 +65,7 @@ def wait_for(driver: Any, selector: str) -> None:
 def test_pages_about_runs_draw_their_charts_in_the_window(chars, tmp_path, scheme, script):
     one, other = tmp_path / "one", tmp_path / "other"
     for out_dir in (one, other):
-        train.main(tiny(chars, out_dir, max_iters=30, eval_interval=10))
+        run_tiny(chars, out_dir, max_iters=30, eval_interval=10)
     compared = tmp_path / "compare.html"
     assert script("bench/report.py", one).code == 0
     assert script("bench/compare.py", one, other, "--html", compared).code == 0

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import assert_one_line, fails, tiny
+from conftest import assert_one_line, fails, run_tiny
 from logs import TIMES, log, nanogpt
 from plotly.offline import get_plotlyjs
 
-import train
 from bench.compare import Comparison, compare, page
 from bench.logs import Run, read_run, read_runs
 from deskgpt.logger import read_events
@@ -187,7 +186,7 @@ def made_up(name: str) -> Run:
 @pytest.fixture(scope="module")
 def real(chars, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("run") / "out"
-    train.main(tiny(chars, out_dir, eval_iters=8))
+    run_tiny(chars, out_dir, eval_iters=8)
     return out_dir
 
 

@@ -15,13 +15,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_equal, assert_same_run, events, logged, tiny
+from conftest import TINY, assert_equal, assert_same_run, events, logged, run_tiny
 from tiny_models import MODERN_SETTINGS, make, tokens
 
 import model as model_module
 from deskgpt.cuda_graph import CudaGraph
 from model import GPT, Block, GPTConfig
-from train import main
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
 
@@ -59,7 +58,7 @@ def replays(monkeypatch):
 
 
 def trained(data, out_dir, **settings):
-    main(tiny(data, out_dir, **RUN | settings))
+    run_tiny(data, out_dir, **RUN | settings)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from conftest import (
     events,
     needs_bpe,
     raises_one_line,
+    run_tiny,
     shell,
-    tiny,
 )
 from tiny_models import make, tokens
 
@@ -37,7 +37,6 @@ from deskgpt.engine import GenerationConfig, generate, load_model
 from deskgpt.gpt2_weights import load_gpt2, tokenizer_of
 from export import ExportConfig, main
 from model import GPT, GPTConfig
-from train import main as train
 
 CHARS = "".join(map(chr, range(48, 48 + 65)))
 # The last two rows are padding
@@ -132,10 +131,10 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
 @pytest.mark.slow
 def test_exported_run_has_a_card_and_is_trained_on(chars, tmp_path):
     settings = {"position": "rope", "norm": "rms", "eval_iters": 40}
-    train(tiny(chars, tmp_path / "out", max_iters=3, **settings))
+    run_tiny(chars, tmp_path / "out", max_iters=3, **settings)
     folder = tmp_path / "exported"
     main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(folder)))
-    train(tiny(chars, tmp_path / "more", init_from=str(folder), max_iters=1, **settings))
+    run_tiny(chars, tmp_path / "more", init_from=str(folder), max_iters=1, **settings)
     before = events(tmp_path / "out", "eval")[-1]["val_loss"]
     assert events(tmp_path / "more", "eval")[0]["val_loss"] == pytest.approx(before, abs=0.01)
 

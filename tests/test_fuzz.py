@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import CPU, corrupted, tiny
+from conftest import CPU, corrupted, run_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -140,7 +140,7 @@ def folder(tmp_path_factory):
     write_dataset(folder / "bytes", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
     sizes = {"n_layer": 1, "n_embd": 4, "block_size": 8, "batch_size": 2, "max_iters": 2}
     with redirect_stdout(io.StringIO()):
-        train.main(tiny(folder / "bytes", folder / "out", **sizes))
+        run_tiny(folder / "bytes", folder / "out", **sizes)
     return folder
 
 

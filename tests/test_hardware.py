@@ -17,14 +17,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU, POSIX, TINY, assert_one_line, events, flags, raises_one_line, shell, tiny
+from conftest import (
+    CPU,
+    POSIX,
+    TINY,
+    assert_one_line,
+    events,
+    flags,
+    raises_one_line,
+    run_tiny,
+    shell,
+)
 
 from deskgpt import limits, peaks, wheels
 from deskgpt.compute import default_dtype
 from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_bytes
 from deskgpt.files import read_cache, write_cache
 from deskgpt.wheels import Gpu
-from train import main
 
 
 def test_ranks_never_share_a_gpu(monkeypatch):
@@ -237,7 +246,7 @@ def test_variables_that_change_how_torch_computes_are_printed_and_logged(
     chars, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    main(tiny(chars, tmp_path, compile=True, max_iters=0))
+    run_tiny(chars, tmp_path, compile=True, max_iters=0)
     [start] = events(tmp_path, "start")
     assert not start["compiled"]
     assert start["versions"]["variables"] == "TORCHDYNAMO_DISABLE=1"

@@ -28,6 +28,7 @@ from conftest import (
     flags,
     logged,
     raises_one_line,
+    run_tiny,
     tiny,
 )
 from gloo import run
@@ -103,7 +104,7 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
         faults.bad = (1, 3, *faults.bad)  # these two are not in a row
         named = [str(tmp_path), "step 5", "a lower --learning_rate"]
     with raises_one_line(f"{first_bad} to {first_bad + 9}", "float32", BAD, "1 of 15", *named):
-        main(tiny(chars, tmp_path, max_iters=30, eval_interval=1))
+        run_tiny(chars, tmp_path, max_iters=30, eval_interval=1)
     assert faults.passes == first_bad + 10
     # None of the last bad steps
     assert max(logged(tmp_path, "save"), default=0) <= first_bad
@@ -113,7 +114,7 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, faults):
     faults.bad = range(2, 100)
     with raises_one_line("19 to 28", "float16", "loss scale 0."):
-        main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=60))
+        run_tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=60)
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 0.5), st.floats(0.0, 3.0))
@@ -142,7 +143,7 @@ def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(
     settings = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
     named = ("on_spike=stop", "step 45", tmp_path, "step 40")
     with raises_one_line(*named) if on_spike == "stop" else nullcontext():
-        main(tiny(chars, tmp_path, on_spike=on_spike, **settings))
+        run_tiny(chars, tmp_path, on_spike=on_spike, **settings)
     [spike] = events(tmp_path, "spike")
     assert (spike["iter"], spike["rows"]) == (45, [180, 183])
     assert spike["loss"] > spike["median"] + 4

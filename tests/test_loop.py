@@ -28,6 +28,7 @@ from conftest import (
     events,
     logged,
     raises_one_line,
+    run_tiny,
     shell,
     tiny,
     vector,
@@ -170,7 +171,7 @@ def test_mfu_above_1_is_called_wrong_once_and_a_time_limit_bounds_what_is_left(
     chars, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("deskgpt.peaks.peak_flops", lambda device, dtype: (1.0, "measured"))
-    main(tiny(chars, tmp_path, max_iters=10**7, eval_interval=10**7, max_minutes=1e-3))
+    run_tiny(chars, tmp_path, max_iters=10**7, eval_interval=10**7, max_minutes=1e-3)
     out, err = capsys.readouterr()
     assert err.count("note: mfu above 100%") == 1
     assert re.search(r"^iter 0: .* eta 0\.\ds$", out, re.M)
@@ -181,12 +182,12 @@ def test_val_loss_that_is_not_finite_ends_the_run(bad, chars, tmp_path, monkeypa
     evaluate = train.evaluate
     monkeypatch.setattr(train, "evaluate", lambda *args: replace(evaluate(*args), loss=bad))
     with raises_one_line(f"val loss is {bad} at step 0", "float32"):
-        main(tiny(chars, tmp_path))
+        run_tiny(chars, tmp_path)
 
 
 def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(chars, tmp_path):
     for dtype in ("float32", "float16"):
-        main(tiny(chars, tmp_path / dtype, dtype=dtype, max_iters=3, grad_clip=0.1))
+        run_tiny(chars, tmp_path / dtype, dtype=dtype, max_iters=3, grad_clip=0.1)
     for name, rel in (("grad_norm", 0.05), ("loss", 0.01)):
         found, expected = (logged(tmp_path / d, "iter", name) for d in ("float16", "float32"))
         assert found == pytest.approx(expected, rel=rel)
@@ -360,7 +361,7 @@ def test_run_keeps_the_best_model_saves_as_asked_and_times_steps_evaluations_and
     takes(30, "train.evaluate", lambda *_: Evaluation(next(losses), None))
     takes(10, "deskgpt.saving.save_checkpoint", save_checkpoint)
     settings = {"always_save_checkpoint": always, "save_minutes": minutes, "log_interval": 3}
-    main(tiny(chars, tmp_path, max_iters=5, eval_interval=1, **settings))
+    run_tiny(chars, tmp_path, max_iters=5, eval_interval=1, **settings)
     assert logged(tmp_path, "save") == saved
     assert load_checkpoint(tmp_path).iter_num == saved[-1]
     best = load_checkpoint(tmp_path / "ckpt_best.pt")
@@ -378,7 +379,7 @@ def test_run_ends_with_the_error_of_its_last_save_alone(last, chars, tmp_path, m
     save = Mock(side_effect=[OSError("no space left"), last])
     monkeypatch.setattr("deskgpt.saving.save_checkpoint", save)
     with raises_one_line("no space left", kind=OSError) if last else nullcontext():
-        main(tiny(chars, tmp_path))
+        run_tiny(chars, tmp_path)
 
 
 @pytest.mark.slow
@@ -389,11 +390,11 @@ def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_
     it is.
     """
     base, out = tmp_path / "base", tmp_path / "out"
-    main(tiny(chars, base, max_iters=60, eval_interval=60))
+    run_tiny(chars, base, max_iters=60, eval_interval=60)
     before = contents(base)
     worse = {"learning_rate": 3.0, "warmup_iters": 0, "grad_clip": 0.0, "block_size": 8}
     worse["dropout"] = 0.1
-    main(tiny(chars, out, init_from=str(base), **worse))
+    run_tiny(chars, out, init_from=str(base), **worse)
     assert contents(base) == before
     best, last = load_checkpoint(out / "ckpt_best.pt"), load_checkpoint(out)
     expected = weights(base)
@@ -417,7 +418,7 @@ def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(
 
     monkeypatch.setattr(train, "build_model", with_adapter)
     with raises_one_line("no run could resume", "adapter.weight"):
-        main(tiny(chars, tmp_path / "out"))
+        run_tiny(chars, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -25,6 +25,7 @@ from conftest import (
     flags,
     logged,
     raises_one_line,
+    run_tiny,
     tiny,
     until,
     vector,
@@ -170,7 +171,7 @@ def test_init_from_auto_begins_as_the_config_file_says_then_resumes_and_never_ov
     chars, tmp_path, capsys
 ):
     base, out, config = tmp_path / "base", tmp_path / "out", tmp_path / "finetune.py"
-    main(tiny(chars, base, max_iters=1))
+    run_tiny(chars, base, max_iters=1)
     config.write_text(f"init_from = {str(base)!r}\n")
     machine = {name: TINY[name] for name in ("device", "dtype", "compile", "cpu_kernels")}
     own = flags(**machine, dataset=chars, out_dir=out, init_from="auto", eval_iters=1)

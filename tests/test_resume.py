@@ -28,6 +28,7 @@ from conftest import (
     contents,
     logged,
     raises_one_line,
+    run_tiny,
     tiny,
 )
 from gloo import forked, in_forks, resumed, run
@@ -60,12 +61,10 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, name):
     """Computing activations again, in one half, changes no bit."""
     settings = RUNS[name] | {"lr_decay_iters": 6}
-    main(tiny(chars, tmp_path / "full", **settings))
-    main(tiny(chars, tmp_path / "halves", max_iters=3, **settings))
-    main(
-        tiny(
-            chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **settings
-        )
+    run_tiny(chars, tmp_path / "full", **settings)
+    run_tiny(chars, tmp_path / "halves", max_iters=3, **settings)
+    run_tiny(
+        chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **settings
     )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert logged(tmp_path / "halves", "iter") == list(range(6))
@@ -122,8 +121,8 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     monkeypatch.setattr(Loader, "step", step)
     monkeypatch.setattr(model, "Block", ChangedBlock)
     monkeypatch.setattr(train, "learning_rate", rate)
-    main(tiny(chars, tmp_path / "full"))
-    main(tiny(chars, tmp_path / "halves", max_iters=3))
+    run_tiny(chars, tmp_path / "full")
+    run_tiny(chars, tmp_path / "halves", max_iters=3)
     main(resumed(tmp_path / "halves", max_iters=6))
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert drawn[:6] == drawn[6:]
@@ -139,7 +138,7 @@ def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp
         rows.update(step * global_batch + numbers)
         return offsets(self, step, numbers, global_batch)
 
-    main(tiny(chars, tmp_path, max_iters=3, lr_decay_iters=9))
+    run_tiny(chars, tmp_path, max_iters=3, lr_decay_iters=9)
     monkeypatch.setattr(Split, "sequence_offsets", noted)
     main(resumed(tmp_path, batch_size=8, resume_changed=True, max_iters=6))
     assert {*range(3 * 4, 3 * 4 + 3 * 8)} <= rows
@@ -155,7 +154,7 @@ def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp
 def full_run(chars, tmp_path_factory):
     """Return the folder of a run that nothing has stopped."""
     out_dir = tmp_path_factory.mktemp("full")
-    main(tiny(chars, out_dir, **LONG))
+    run_tiny(chars, out_dir, **LONG)
     return out_dir
 
 
@@ -293,14 +292,8 @@ def write_random(folder: Path, train: int = 0, val: int = 0) -> Path:
 def half(tmp_path_factory):
     """Return a folder with data/, and with out/, which holds the first half of a run."""
     folder = tmp_path_factory.mktemp("half")
-    main(
-        tiny(
-            write_random(folder / "data"),
-            folder / "out",
-            max_iters=4,
-            lr_decay_iters=6,
-            dropout=0.1,
-        )
+    run_tiny(
+        write_random(folder / "data"), folder / "out", max_iters=4, lr_decay_iters=6, dropout=0.1
     )
     return folder
 

@@ -30,8 +30,8 @@ from conftest import (
     files_of_at_most,
     flags,
     raises_one_line,
+    run_tiny,
     shell,
-    tiny,
 )
 from gloo import forked
 from tiny_models import state_of
@@ -50,7 +50,6 @@ from deskgpt.checkpoint import (
 from deskgpt.files import TEMPORARY, locked_folder
 from deskgpt.logger import RunLog, read_events
 from deskgpt.saving import Checkpointer
-from train import main
 
 
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch):
@@ -231,7 +230,7 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
 ):
     head = shell("git", "rev-parse", "--short=12", "HEAD").stdout.strip()
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    main(tiny(chars, tmp_path / "out", max_iters=0))
+    run_tiny(chars, tmp_path / "out", max_iters=0)
     [start] = events(tmp_path / "out", "start")
     assert (start["git_commit"] or "").removesuffix("+changes") == head
 
@@ -241,7 +240,7 @@ def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monk
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     for settings in ({"max_iters": 3}, {"init_from": "resume"}):
-        main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
+        run_tiny(chars, tmp_path / "out", wandb_log=True, **settings)
     run_id = load_checkpoint(tmp_path / "out").wandb_run_id
     assert run_id
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.

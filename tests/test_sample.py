@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, tiny
+from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, run_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -32,7 +32,6 @@ from deskgpt.kernels import masked_attention, matmul_attention
 from deskgpt.kv_cache import KVCache
 from model import MLP, activation
 from sample import SampleConfig, main
-from train import main as train
 
 
 def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Tensor]:
@@ -256,7 +255,7 @@ def test_end_of_text_has_its_name_in_prompts_texts_and_stops_whatever_the_tokeni
 def run(chars, tmp_path_factory):
     """The out_dir of a run of a few steps on characters."""
     out_dir = tmp_path_factory.mktemp("run")
-    train(tiny(chars, out_dir, eval_interval=6))
+    run_tiny(chars, out_dir, eval_interval=6)
     return out_dir
 
 
@@ -369,7 +368,7 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     runs = (tmp_path / "without", tmp_path / "with")
     for n, out_dir in enumerate(runs):
         settings = MODERN_SETTINGS | {"eval_interval": 2, "sample_interval": 2 * n}
-        train(tiny(chars, out_dir, dropout=0.1, **settings))
+        run_tiny(chars, out_dir, dropout=0.1, **settings)
     assert_same_run(*runs)
     without, found = (events(out_dir, "sample") for out_dir in runs)
     assert without == []
@@ -384,7 +383,7 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
 @pytest.mark.slow
 def test_run_continues_without_samples_if_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
     prepare("abc " * 1000, tmp_path / "data", "char", "a text in one line")
-    train(tiny(tmp_path / "data", tmp_path / "out", sample_interval=1))
+    run_tiny(tmp_path / "data", tmp_path / "out", sample_interval=1)
     assert "sample_interval=1: no samples, since the tokenizer" in capfd.readouterr().out
     assert events(tmp_path / "out", "sample") == []
     assert len(events(tmp_path / "out", "end")) == 1

@@ -26,6 +26,7 @@ from conftest import (
     events,
     logged,
     raises_one_line,
+    run_tiny,
     tiny,
     trajectory,
     weights,
@@ -102,7 +103,7 @@ def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_pa
         return forward(self, idx, cache)
 
     monkeypatch.setattr(Transformer, "forward", count)
-    main(tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True))
+    run_tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True)
     # Evaluations at 0, 3 and 6 read 2 batches of 2 splits.
     assert passes == {True: 6 * 2, False: 3 * 2 * 2}
 
@@ -134,15 +135,13 @@ def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compile
     calls = {}
     for which in ("none", "full"):
         ParallelBlock.calls = 0
-        main(
-            tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2)
-        )
+        run_tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2)
         calls[which] = ParallelBlock.calls
     assert calls["full"] - calls["none"] == 2 * 2  # layers x steps
     assert_equal(weights(tmp_path / "full"), weights(tmp_path / "none"))
     counter = CompileCounter()  # runs graphs as they are
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    main(tiny(chars, tmp_path / "compiled", compile=True, max_iters=12))
+    run_tiny(chars, tmp_path / "compiled", compile=True, max_iters=12)
     assert counter.op_count > 10
     assert counter.frame_count < 12  # although it counts its passes
 
@@ -254,10 +253,10 @@ def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_ref
 
     extend(monkeypatch, Transformer, without_wpe)
     monkeypatch.setattr(Transformer, "forward", lambda self, idx: self.ln_f(self.wte(idx)))
-    main(tiny(chars, tmp_path, max_iters=1))
+    run_tiny(chars, tmp_path, max_iters=1)
     gains.append(torch.ones(3, dtype=torch.complex64))
     with raises_one_line("transformer.gain is complex", "torch.view_as_complex"):
-        main(tiny(chars, tmp_path / "complex", max_iters=1))
+        run_tiny(chars, tmp_path / "complex", max_iters=1)
 
 
 # ---- a changed loop ------------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
 
 
 def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
-    main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
+    run_tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8)
     rate = train.learning_rate
     monkeypatch.setattr(
         train,
@@ -329,7 +328,7 @@ def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path,
 def test_learning_rate_that_is_changed_in_main_is_said_by_a_resumed_run(
     chars, tmp_path, monkeypatch, capsys
 ):
-    main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
+    run_tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8)
     main(resumed(tmp_path, max_iters=5))
     assert "changed: learning rate" not in capsys.readouterr().out
     lr = "lr = learning_rate(state.schedule, step)"
@@ -356,7 +355,7 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
 
     monkeypatch.setattr(train, "build_optimizer", with_own)
     for own in (0.25, 0.0):
-        main(tiny(chars, tmp_path / str(own), max_iters=3, lr_decay_iters=6))
+        run_tiny(chars, tmp_path / str(own), max_iters=3, lr_decay_iters=6)
         main(resumed(tmp_path / str(own), max_iters=6))
         assert len(shares) == 6
         assert all(bias == own * matrix for matrix, bias in shares)
@@ -444,7 +443,7 @@ def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch)
     lbfgs = torch.optim.LBFGS
     monkeypatch.setattr(train, "build_optimizer", lambda c, model, dtype: lbfgs(model.parameters()))
     with raises_one_line("LBFGS", "closure"):
-        main(tiny(chars, tmp_path, max_iters=1))
+        run_tiny(chars, tmp_path, max_iters=1)
 
 
 def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
@@ -486,7 +485,7 @@ def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
 
     monkeypatch.setattr(TrainState, "resume", noting)
     monkeypatch.setattr(train, "TrainState", CountingState)
-    main(tiny(chars, tmp_path, max_iters=2))
+    run_tiny(chars, tmp_path, max_iters=2)
     main(resumed(tmp_path))
     assert found == [12]
 
