@@ -2,8 +2,6 @@
 file changes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -55,9 +53,7 @@ SETTINGS = [
     ("config/train_shakespeare.py", ["config/train_shakespeare.py", "did you mean config/"], 2),
     ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
     ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),
-    ("--device=cuda:99", ["cuda:99", "--device="], 1),
     ("--dataset={run}/ckpt.pt", ["dataset {run}/ckpt.pt has no train.bin"], 1),
-    ("--dataset=shakespear_char", ["did you mean shakespeare_char?"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
     ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),
     ("--init_from=gpt2", ["init_from=gpt2", "connect once"], 1),  # without a network

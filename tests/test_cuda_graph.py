@@ -4,8 +4,6 @@ pytest tests/test_cuda_graph.py                              # on a card; withou
 python bench/pretend_card.py --card H100 -m pytest tests/test_cuda_graph.py
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -2,8 +2,6 @@
 that are exact, counted in one pass and by writing them.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 

@@ -6,8 +6,6 @@ python bench/pretend_card.py --card T4 -m pytest tests/test_gpu.py
 DESKGPT_TEST_DEVICE=mps pytest tests/test_gpu.py      # but for those about CUDA itself
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -4,8 +4,6 @@ card.
 The NVIDIA driver's library is a stub.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -2,8 +2,6 @@
 the usual band.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Real runs on cards that are not there (bench/pretend_card.py)."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

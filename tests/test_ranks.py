@@ -2,8 +2,6 @@
 stopped or start again together.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

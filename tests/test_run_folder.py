@@ -5,6 +5,7 @@ run at a time.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import math
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from unittest import mock
 
 import pytest
@@ -33,7 +34,7 @@ from conftest import (
     run_tiny,
     shell,
 )
-from gloo import forked
+from gloo import forked, in_forks
 from tiny_models import state_of
 
 from deskgpt.checkpoint import (
@@ -118,7 +119,7 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
     """Save as a run does that is killed before this call in out_dir, and report the progress."""
     calls = 0
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         nonlocal calls
         if not CHANGES.fullmatch(event) or not str(arguments[0]).startswith(str(out_dir)):
             return
@@ -180,15 +181,10 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
             elif before == "damaged":
                 os.truncate(out_dir / CKPT, 1000)
             reported = Path(folder, f"{call}.report")
-            child = os.fork()
-            if child == 0:
-                with suppress(BaseException), open(reported, "wb", buffering=0) as report:
-                    save_all(out_dir, call, report)
-                    os._exit(0)
-                os._exit(1)
-            _, status = os.waitpid(child, 0)
-            assert status in (0, signal.SIGKILL)
-            lines = reported.read_text().splitlines() if reported.exists() else []
+            with open(reported, "wb", buffering=0) as report:
+                (status,) = in_forks(functools.partial(save_all, out_dir, call, report))
+            assert status in (0, -signal.SIGKILL)
+            lines = reported.read_text().splitlines()
             assert all(line.startswith("done ") for line in lines)  # nothing was written in place
             assert_nothing_lost(out_dir, before, [int(line.split()[1]) for line in lines])
             if status == 0:

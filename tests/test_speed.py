@@ -2,8 +2,6 @@
 check_cards.py counts of cards that are not here.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 without a package.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
