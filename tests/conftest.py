@@ -59,6 +59,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 
+slow = pytest.mark.slow
+nightly = pytest.mark.nightly
 POSIX = pytest.mark.skipif(
     os.name == "nt", reason="needs fork, signals, a shell, modes, or files as POSIX has them"
 )

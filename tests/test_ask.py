@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, assert_refused, flags, raises_one_line, until
+from conftest import ROOT, TINY, assert_refused, flags, nightly, raises_one_line, slow, until
 
 from bench import ask
 from bench.ask import Arm, check_out, folder_for_worktrees
@@ -70,7 +70,7 @@ def asking(chars, script):
     return answer
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize(
     ("words", "verdicts"),
     [
@@ -127,7 +127,7 @@ def test_run_is_made_once_and_another_code_setting_seed_or_machine_makes_another
     assert len(made) == 5
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_resumes_and_no_run_is_made_twice(asking, ledger, tmp_path, chars):
     words = [sys.executable, *command(chars, tmp_path, *BETTER)]
@@ -142,7 +142,7 @@ def test_killed_question_resumes_and_no_run_is_made_twice(asking, ledger, tmp_pa
     assert len(runs_in(tmp_path)) == 2 * found["n"]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -166,7 +166,7 @@ def test_defect_has_status_2_since_1_is_an_answer(monkeypatch, error):
     assert ask.exit_status() == 2
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("command", ASKED)
 def test_stored_questions_can_be_asked(command, tmp_path):
     with folder_for_worktrees(tmp_path) as below:

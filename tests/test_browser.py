@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from conftest import run_tiny, until
+from conftest import nightly, run_tiny, until
 from test_serve import saved_characters, saved_chat, serving
 
 pytestmark = [
-    pytest.mark.nightly,
+    nightly,
     pytest.mark.skipif(
         shutil.which("chromedriver") is None, reason="no chromedriver and no Chromium for it"
     ),

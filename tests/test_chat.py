@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, contents, fails, needs_bpe, raises_one_line
+from conftest import CPU, contents, fails, needs_bpe, raises_one_line, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb import stopped_at, write_table
@@ -59,9 +59,7 @@ messages = st.lists(
 )
 
 
-@pytest.mark.parametrize(
-    "name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, slow])])
 @given(dialogue=messages, answer=texts)
 def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_what_they_continue(
     name, dialogue, answer

@@ -10,7 +10,18 @@ from subprocess import PIPE
 from unittest import mock
 
 import pytest
-from conftest import POSIX, ROOT, TINY, assert_one_line, flags, logged, raises_one_line, shell, tiny
+from conftest import (
+    POSIX,
+    ROOT,
+    TINY,
+    assert_one_line,
+    flags,
+    logged,
+    raises_one_line,
+    shell,
+    slow,
+    tiny,
+)
 from gloo import forked
 
 import train
@@ -63,7 +74,7 @@ def test_times_are_rounded_to_what_they_show():
 # ---- output --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_an_error():
     with open("/dev/full", "w") as full:
@@ -105,7 +116,7 @@ with safe_output(ignore_write_errors=True):
         assert (tmp_path / "x").read_bytes() == b""
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 @pytest.mark.parametrize(("action", "status"), [("ignore", 0), ("default", 128 + 1)])
 def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(

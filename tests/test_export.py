@@ -24,6 +24,7 @@ from conftest import (
     raises_one_line,
     run_tiny,
     shell,
+    slow,
 )
 from tiny_models import make, tokens
 
@@ -128,7 +129,7 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
     assert load_model(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
 
 
-@pytest.mark.slow
+@slow
 def test_exported_run_has_a_card_and_is_trained_on(chars, tmp_path):
     settings = {"position": "rope", "norm": "rms", "eval_iters": 40}
     run_tiny(chars, tmp_path / "out", max_iters=3, **settings)
@@ -149,7 +150,7 @@ def test_exported_run_has_a_card_and_is_trained_on(chars, tmp_path):
 # ---- what transformers computes ------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("choices", COMBINATIONS)
 def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_again_is_taken_back(
     tmp_path, choices
@@ -168,7 +169,7 @@ def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_aga
     assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("choices", [{}, OF_CLASS["DeskGPTForCausalLM"]])
 def test_padding_changes_no_logits_and_none_of_the_vocabularys_padding_is_drawn(tmp_path, choices):
     model = make(replace(SMALL, tie_weights=False, **choices)).eval()
@@ -186,7 +187,7 @@ def test_padding_changes_no_logits_and_none_of_the_vocabularys_padding_is_drawn(
         assert new.tolist() == [int(token) for token, _ in alone]
 
 
-@pytest.mark.slow
+@slow
 def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_path):
     model, folder = exported(tmp_path, replace(SMALL, **OF_CLASS["DeskGPTForCausalLM"]))
     theirs = loaded(folder)
@@ -238,7 +239,7 @@ print(json.dumps([type(theirs).__name__, files]))
 """
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", ["sliding_window", "rope_base", "own_file"])
 def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, tmp_path):
     folder = copy_of_repository(tmp_path)
@@ -328,7 +329,7 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
     return from_meta({"name": kind}), odd
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
 def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
     from transformers import AutoTokenizer
@@ -364,7 +365,7 @@ def prompt_of_dialogue() -> list[int]:
     return template.Template(BytesTokenizer()).prompt(messages).tolist()
 
 
-@pytest.mark.slow
+@slow
 def test_model_of_dialogues_has_their_template(tmp_path):
     from transformers import AutoTokenizer
 

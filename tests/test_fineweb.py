@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import POSIX, assert_refused, contents, fails, shell
+from conftest import POSIX, assert_refused, contents, fails, nightly, shell, slow
 from gloo import in_forks
 
 import data.fineweb_edu.prepare as prepare_fineweb
@@ -181,7 +181,7 @@ def test_options_that_do_not_fit_the_source_are_one_line(tmp_path, script):
     assert_refused(script(*prepare, "--hub=other"), "--hub", "--source")
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory"
 )
@@ -261,7 +261,7 @@ def test_other_settings_are_errors_and_change_nothing(script, source, undisturbe
     assert contents(undisturbed) == before
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
     tmp_path, source, undisturbed, capfd

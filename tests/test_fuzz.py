@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import CPU, corrupted, run_tiny
+from conftest import CPU, corrupted, run_tiny, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -46,7 +46,7 @@ from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 LARGE = 1 << 30  # bytes of address space, beyond what the process has
 fuzzed = settings(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_one_line, files_of_at_most, needs_bpe, raises_one_line
+from conftest import assert_one_line, files_of_at_most, needs_bpe, raises_one_line, slow
 from test_export import DIALOGUE, ODD, exported, prompt_of_dialogue, saved, tokenizer_and_text
 from tiny_models import MODERN_SETTINGS, make
 
@@ -44,7 +44,7 @@ def ask(server: Any, what: str, **request: Any) -> Any:
 
 
 @needs_llama
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("architecture", export_gguf.ARCHITECTURES)
 def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture):
     settings = export_gguf.ARCHITECTURES[architecture]
@@ -94,7 +94,7 @@ def test_model_that_llama_cpp_computes_otherwise_is_not_exported(
 
 
 @needs_llama
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
 def test_llama_cpp_reads_and_writes_our_tokens_and_dialogues(text, tmp_path, kind):
     tokenizer, odd = tokenizer_and_text(kind, text)

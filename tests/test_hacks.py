@@ -24,7 +24,17 @@ if __name__ == "__main__":
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_equal, copy_of_repository, events, logged, shell, tiny
+from conftest import (
+    ROOT,
+    assert_equal,
+    copy_of_repository,
+    events,
+    logged,
+    nightly,
+    shell,
+    slow,
+    tiny,
+)
 from gloo import run
 from plain_loop import plain_loop
 
@@ -69,11 +79,7 @@ def apply(name: str, folder: Path, *options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly)
-        for name in PATCHES
-    ],
+    "name", [pytest.param(name, marks=slow if name in IN_CI else nightly) for name in PATCHES]
 )
 def test_hack_equals_a_plain_loop_resumes_samples_and_is_exported(name, chars, tmp_path):
     if name == "fp8" and not importlib.util.find_spec("torchao"):

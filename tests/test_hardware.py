@@ -25,6 +25,7 @@ from conftest import (
     raises_one_line,
     run_tiny,
     shell,
+    slow,
 )
 
 from deskgpt import limits, peaks, wheels
@@ -114,7 +115,7 @@ def test_remedy_is_the_build_to_install_and_without_a_card_the_one_for_the_cpu()
 
 
 @POSIX
-@pytest.mark.slow
+@slow
 def test_scripts_print_that_torch_does_not_see_the_gpu(chars, tmp_path, script, monkeypatch):
     gpu = Gpu("NVIDIA GeForce RTX 4070", (13, 0), (8, 9))
     monkeypatch.setattr(wheels, "nvidia_gpu", lambda: gpu)

@@ -27,6 +27,7 @@ from conftest import (
     logged,
     raises_one_line,
     run_tiny,
+    slow,
     tiny,
 )
 from gloo import run
@@ -69,7 +70,7 @@ def faults(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[pytest.mark.slow, POSIX])])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[slow, POSIX])])
 def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_loss_and_windows(
     world, chars, tmp_path, faults, capfd
 ):
@@ -108,7 +109,7 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
     assert max(logged(tmp_path, "save"), default=0) <= first_bad
 
 
-@pytest.mark.slow
+@slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, faults):
     faults.bad = range(2, 100)
     with raises_one_line("19 to 28", "float16", "loss scale 0."):
@@ -127,7 +128,7 @@ def test_noise_and_a_falling_loss_are_not_spikes_and_a_sudden_rise_is_one(seed, 
     assert all(detector.add(9.0) is None for _ in range(50))  # it is reported once
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("on_spike", "saved"), [("go", 60), ("stop", 40)])
 def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(
     on_spike, saved, chars, tmp_path, monkeypatch, capsys
@@ -156,7 +157,7 @@ def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
     assert without_improvement([r._replace(standard_error=None) for r in records]) == 0
 
 
-@pytest.mark.slow
+@slow
 def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_path, capsys):
     flat = {"learning_rate": 0.0, "min_lr": 0.0, "eval_interval": 5, "patience": 3}
     c = tiny(chars, tmp_path, max_iters=10, **flat)
@@ -170,7 +171,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert re.search(r"^resume: .*(\\\n.*)* --patience=0$", out, re.M)
 
 
-@pytest.mark.slow
+@slow
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
@@ -195,7 +196,7 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
 # ---- the band of runs that differ only in their seed ---------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(
     chars, tmp_path, capfd, monkeypatch
 ):

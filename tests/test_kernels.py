@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import CPU, assert_equal, assert_one_line, raises_one_line
+from conftest import CPU, assert_equal, assert_one_line, raises_one_line, slow
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_model import chosen
@@ -383,7 +383,7 @@ def elsewhere(built, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [

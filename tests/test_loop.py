@@ -30,6 +30,7 @@ from conftest import (
     raises_one_line,
     run_tiny,
     shell,
+    slow,
     tiny,
     vector,
     weights,
@@ -238,7 +239,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_trains_the_same(
     assert {*logged(short, "eval")} == {0, 3}
 
 
-@pytest.mark.slow
+@slow
 def test_memory_that_runs_out_leaves_the_schedule_that_max_minutes_planned(
     chars, tmp_path, monkeypatch, capsys
 ):
@@ -285,7 +286,7 @@ def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_
     assert end["peak_memory_bytes"] > 1e6
 
 
-@pytest.mark.slow
+@slow
 def test_new_run_in_a_used_folder_keeps_the_old_ones_files_and_eval_only_changes_none(
     chars, tmp_path, capsys
 ):
@@ -382,7 +383,7 @@ def test_run_ends_with_the_error_of_its_last_save_alone(last, chars, tmp_path, m
         run_tiny(chars, tmp_path)
 
 
-@pytest.mark.slow
+@slow
 def test_finetuning_that_only_gets_worse_keeps_the_weights_it_began_with_as_the_best(
     chars, tmp_path, capsys
 ):
@@ -422,7 +423,7 @@ def test_run_whose_checkpoints_could_not_be_read_back_ends_before_it_begins(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@slow
 def test_importing_the_scripts_does_nothing():
     code = """
 import os, sys, torch

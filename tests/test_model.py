@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from conftest import CPU, assert_equal, raises_one_line
+from conftest import CPU, assert_equal, raises_one_line, slow
 from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -274,7 +274,7 @@ def test_nothing_is_wrong_with_the_model_as_it_is(config, dtype):
     cpu_kernels.unload()
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_compiled_blocks_compute_what_the_model_says(monkeypatch):
     # So that the loss is computed in chunks.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POSIX, ROOT, copy_of_repository, needs_bpe, shell
+from conftest import POSIX, ROOT, copy_of_repository, needs_bpe, nightly, shell
 from scipy import stats
 
 from bench.asking.statistics import ALPHA, difference
@@ -174,7 +174,7 @@ def training_flags(command: str) -> str:
 
 
 @needs_bpe
-@pytest.mark.nightly
+@nightly
 @POSIX
 def test_commands_of_the_pages_run(clone):
     for command in COMMANDS:
@@ -342,7 +342,7 @@ def test_answers_are_those_of_the_stored_runs():
 # ---- the notebook --------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
+@nightly
 def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient

@@ -22,8 +22,10 @@ from conftest import (
     events,
     flags,
     logged,
+    nightly,
     raises_one_line,
     run_tiny,
+    slow,
     tiny,
     until,
     vector,
@@ -108,7 +110,7 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
 CARDS = [(80, "bfloat16", True), (15, "float16", False)]
 
 
-@pytest.mark.slow
+@slow
 def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
     c = TrainConfig(batch_size=4, gradient_accumulation_steps=32)
     model_config = GPTConfig.from_settings(c, 50304)
@@ -218,7 +220,7 @@ def test_data_and_kinds_of_devices_must_agree_between_hosts(check, named, tmp_pa
         assert_one_line(message, named, "--device=cpu")
 
 
-@pytest.mark.slow
+@slow
 def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
     backward = torch.Tensor.backward
     steps = itertools.count()
@@ -245,7 +247,7 @@ ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "max_ite
 ENDLESS |= {"dropout": 0.1}
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("dp_shard", [1, -1])
 def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, chars, begin, tmp_path):
     out, full = tmp_path / "out", tmp_path / "full"
@@ -289,7 +291,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.nightly
+@nightly
 def test_slurm_script_saves_and_requeues_before_its_time_is_up(chars, begin, tmp_path):
     for name, lines in COMMANDS.items():
         program = tmp_path / name

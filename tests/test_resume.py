@@ -29,6 +29,7 @@ from conftest import (
     logged,
     raises_one_line,
     run_tiny,
+    slow,
     tiny,
 )
 from gloo import forked, in_forks, resumed, run
@@ -55,9 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dropout")) for n in RUNS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[slow] * (n != "dropout")) for n in RUNS])
 def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, name):
     """Computing activations again, in one half, changes no bit."""
     settings = RUNS[name] | {"lr_decay_iters": 6}
@@ -194,7 +193,7 @@ def send(number: int) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
     chars, full_run, tmp_path, capfd
@@ -215,7 +214,7 @@ def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
     assert_same_run(full_run, out_dir)
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
     chars, full_run, tmp_path, capfd
@@ -254,7 +253,7 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, capfd):
     settings = LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
@@ -358,7 +357,7 @@ def test_another_experiment_is_refused_and_changes_no_file(name, value, named, h
     assert contents(out) == before
 
 
-@pytest.mark.slow
+@slow
 def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     best = (out / "ckpt_best.pt").read_bytes()
     # Which the other data never has
@@ -429,7 +428,7 @@ def nanogpt_checkpoint(half: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@slow
 def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(half, tmp_path, script):
     torch.save(nanogpt_checkpoint(half), tmp_path / "ckpt.pt")
     machine = ("--compile=False", "--cpu_kernels=False", "--device=cpu")

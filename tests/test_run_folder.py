@@ -33,6 +33,7 @@ from conftest import (
     raises_one_line,
     run_tiny,
     shell,
+    slow,
 )
 from gloo import forked, in_forks
 from tiny_models import state_of
@@ -163,7 +164,7 @@ def assert_nothing_lost(out_dir: Path, before: str, done: list[int]) -> None:
     assert not list(out_dir.glob("*.tmp"))
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 @pytest.mark.parametrize("before", ["nothing", "one file", "damaged"])
 def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before):
@@ -231,7 +232,7 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
     assert (start["git_commit"] or "").removesuffix("+changes") == head
 
 
-@pytest.mark.slow
+@slow
 def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -292,7 +293,7 @@ def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path):
     """Each that gets in makes a file that must not exist yet, and removes it."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, run_tiny
+from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, run_tiny, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -363,7 +363,7 @@ def test_odd_folders_of_others_are_refused_in_a_short_line(tmp_path, weights, ch
 # ---- --sample_interval: texts in log.jsonl as the model learns -----------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     runs = (tmp_path / "without", tmp_path / "with")
     for n, out_dir in enumerate(runs):
@@ -380,7 +380,7 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
         assert len(text) == 16  # no more than the context
 
 
-@pytest.mark.slow
+@slow
 def test_run_continues_without_samples_if_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
     prepare("abc " * 1000, tmp_path / "data", "char", "a text in one line")
     run_tiny(tmp_path / "data", tmp_path / "out", sample_interval=1)

@@ -23,7 +23,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import CPU, POSIX, ROOT, assert_one_line, until
+from conftest import CPU, POSIX, ROOT, assert_one_line, slow, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -329,7 +329,7 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
         assert_one_line(done.err, "error: ", named)
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_path):
     terminal = tmp_path / "terminal.txt"

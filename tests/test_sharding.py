@@ -15,6 +15,7 @@ from conftest import (
     assert_same_run,
     files_of_at_most,
     raises_one_line,
+    slow,
     tiny,
     vector,
 )
@@ -52,7 +53,7 @@ def weights_after(data: Path, out_dir: Path, **settings: Any) -> torch.Tensor:
     return vector(out_dir)
 
 
-@pytest.mark.parametrize("kind", [ADAMW, pytest.param(MUON, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [ADAMW, pytest.param(MUON, marks=slow)])
 def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(kind, chars, tmp_path):
     """Without clipping: the gradients' norm is a sum in another order."""
     settings = {"gradient_accumulation_steps": 2, "grad_clip": 0.0} | kind
@@ -169,7 +170,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
+@slow
 def test_resumed_sharded_run_is_bit_identical(chars, tmp_path):
     options = SETTINGS | {"dp_shard": -1, "optimizer": "muon"} | MODERN_SETTINGS
     run(2, tiny(chars, tmp_path / "full", **options))
@@ -178,7 +179,7 @@ def test_resumed_sharded_run_is_bit_identical(chars, tmp_path):
     assert_same_run(tmp_path / "full", tmp_path / "halves")
 
 
-@pytest.mark.slow
+@slow
 def test_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
     """2 ranks, 4 (two shards, two copies), 4 (one has no row of a matrix), DDP, sharded again."""
     out = tmp_path / "out"

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import POSIX, ROOT, TINY, assert_one_line, flags, shell, until
+from conftest import POSIX, ROOT, TINY, assert_one_line, flags, nightly, shell, slow, until
 
 import tasks
 from deskgpt import wheels
@@ -253,7 +253,7 @@ PathFinder.find_spec = found
 """
 
 
-@pytest.mark.slow
+@slow
 def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(chars, tmp_path):
     hidden = {*PACKAGES, "pandas", "pyarrow"} - {"torch", "numpy", "psutil", "tqdm", "filelock"}
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("HIDDEN", str(hidden)))
@@ -273,7 +273,7 @@ def test_installation_holds_all_modules():
             assert (ROOT / package.replace(".", "/") / file).exists()
 
 
-@pytest.mark.nightly
+@nightly
 def test_quick_tests_pass_with_the_oldest_packages_that_requirements_admit(tmp_path):
     bounds = re.findall(r"^(\w+)>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M)
     packages = [f"{name}=={version}" for name, version in bounds if name != "torch"]
