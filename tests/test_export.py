@@ -224,8 +224,7 @@ from test_export import SMALL, exported, loaded
 from tiny_models import tokens
 from deskgpt.engine import GenerationConfig, generate
 
-choices = {"position": "rope"} if sys.argv[1] == "rope_base" else {}
-model, folder = exported(Path("tried").absolute(), replace(SMALL, block_size=160, **choices))
+model, folder = exported(Path("tried").absolute(), replace(SMALL, block_size=160))
 theirs = loaded(folder)
 x = tokens(2, 150, vocab=65)
 with torch.inference_mode():
@@ -240,24 +239,20 @@ print(json.dumps([type(theirs).__name__, files]))
 
 
 @slow
-@pytest.mark.parametrize("name", ["sliding_window", "rope_base", "own_file"])
-def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(name, tmp_path):
+def test_changed_model_goes_into_the_folder_with_the_files_that_it_needs(tmp_path):
     folder = copy_of_repository(tmp_path)
+    shell("git", "apply", ROOT / "docs" / "hacks" / "sliding_window.patch", cwd=folder)
+    (folder / "mine.py").write_text(
+        "from deskgpt.kernels import relu2\n\ndef act(x):\n    return -relu2(x)\n"
+    )
     source = folder / "model.py"
-    if name == "own_file":
-        (folder / "mine.py").write_text(
-            "from deskgpt.kernels import relu2\n\ndef act(x):\n    return -relu2(x)\n"
-        )
-        old = "    if name == "
-        new = f"    from mine import act\n\n    return act(x)\n{old}"
-        source.write_text(source.read_text().replace(old, new, 1))
-    else:
-        shell("git", "apply", ROOT / "docs" / "hacks" / f"{name}.patch", cwd=folder)
-    done = shell("python", "-c", CHECK, name, cwd=folder)
+    old = "    if name == "
+    new = f"    from mine import act\n\n    return act(x)\n{old}"
+    source.write_text(source.read_text().replace(old, new, 1))
+    done = shell("python", "-c", CHECK, cwd=folder)
     cls, files = json.loads(done.stdout.splitlines()[-1])
     assert cls == "DeskGPTForCausalLM"
-    assert {"model", "modeling_deskgpt", "deskgpt_ops"} <= {*files}
-    assert ("mine" in files) == (name == "own_file")
+    assert {"model", "modeling_deskgpt", "deskgpt_ops", "mine"} <= {*files}
 
 
 @pytest.mark.parametrize("line", ["import mine", "from deskgpt import kernels"])

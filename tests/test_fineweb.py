@@ -311,7 +311,6 @@ def test_set_of_the_hub_is_streamed_by_its_name_and_what_it_lacks_is_named(
     assert_holds(tmp_path / "out", [*texts[::3], *texts[1::3], *texts[2::3]])
     rest = ("--hub", hub, "--subset=rest", "--tokenizer=bytes", "--out", tmp_path / "rest")
     fails(script(PREPARE, *rest, "--text_column=body"), "train", "train_sft", "--split")
-    fails(script(PREPARE, *rest, "--split=train_sft"), "text", "--text_column")
     assert script(PREPARE, *rest, "--split=train_sft", "--text_column=body").code == 0
     fails(script(PREPARE, *rest[:2], "--subset=nope", *rest[3:]), "nope", "ten", "rest")
     fails(script(PREPARE, *SMALL, "--out", tmp_path / "own"), "fineweb-edu", "network")

@@ -87,9 +87,8 @@ def test_model_that_llama_cpp_computes_otherwise_is_not_exported(
     tmp_path, monkeypatch, function, change
 ):
     monkeypatch.setattr(f"model.{function}", change)
-    saved(tmp_path / "out", SMALL, BYTES)
     with raises_one_line("model.py", "logits differ", "nothing was exported"):
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
+        exported(tmp_path, SMALL, BYTES, to="a.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -384,26 +384,19 @@ def elsewhere(built, tmp_path, monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("name", "right", "wrong"),
-    [
-        ("attention", "const Vec scale(1 / std::sqrt", "const Vec scale(1.02f / std::sqrt"),
-        ("gelu_tanh", "0.0713548162726f", "0.0763548162726f"),
-    ],
-)
 def test_library_that_computes_something_else_is_not_used_and_one_line_says_so(
-    name, right, wrong, elsewhere, monkeypatch, capsys
+    elsewhere, monkeypatch, capsys
 ):
     """As a compiler with a defect would make it."""
     source = cpu_kernels.SOURCE.read_text()
-    assert right in source
+    factor = "0.0713548162726f"  # in gelu_tanh
+    assert factor in source
     planted = elsewhere / "cpu_kernels.cpp"
-    planted.write_text(source.replace(right, wrong))
+    planted.write_text(source.replace(factor, "0.0763548162726f"))
     monkeypatch.setattr(cpu_kernels, "SOURCE", planted)
     assert not chosen(CPU, dtype="float32").cpu_kernels
-    assert_one_line(
-        capsys.readouterr().out.splitlines()[-1], "NOT using C++ kernels", name, "off by"
-    )
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert_one_line(line, "NOT using C++ kernels", "gelu_tanh", "off by")
     assert not list(elsewhere.rglob("*.so"))
     assert cpu_kernels.dtypes() == ()
 

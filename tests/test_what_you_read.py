@@ -281,14 +281,6 @@ def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> An
     return trajectory(out_dir), events(out_dir, "bad_step")
 
 
-def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, monkeypatch):
-    settings = {"dtype": "bfloat16", "gradient_accumulation_steps": 2, "max_iters": 3}
-    usual = run_of(train, chars, tmp_path / "usual", **settings)
-    module = edited_train(monkeypatch, "scaler.scale(loss).backward()", "loss.backward()")
-    assert run_of(module, chars, tmp_path / "typed", **settings) == usual
-    assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
-
-
 def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
     chars, tmp_path, monkeypatch
 ):
