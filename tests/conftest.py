@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
 BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 # `make test` runs two tests at a time, and the waiting threads of two torches would take each
 # other's cores.

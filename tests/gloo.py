@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import flags, spare_what_is_imported
+from conftest import CPU, flags, spare_what_is_imported
 
 import train
 from configurator import build
@@ -77,7 +77,7 @@ def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path) -> li
     def on_rank(rank: int) -> None:
         dist.init_process_group("gloo", f"file://{folder / 'meet'}", rank=rank, world_size=world)
         try:
-            found = work(DistContext(torch.device("cpu"), rank, world, distributed=True))
+            found = work(DistContext(CPU, rank, world, distributed=True))
         except (ValueError, RuntimeError) as e:
             found = message_for_user(e, "")
         torch.save(found, folder / f"{rank}.pt")

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_equal, assert_same_run, events, logged, run_tiny
+from conftest import CUDA, TINY, assert_equal, assert_same_run, events, logged, run_tiny
 from tiny_models import MODERN_SETTINGS, make, tokens
 
 import model as model_module
@@ -22,7 +22,6 @@ from model import GPT, Block, GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")
 
-CUDA = torch.device("cuda")
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=128, dropout=0.1)
 RUN = TINY | {"n_embd": 64, "block_size": 32, "device": "cuda", "learning_rate": 1e-3}
 RUN |= {"auto_batch": False, "gradient_accumulation_steps": 3, "dropout": 0.2, "max_iters": 8}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    CPU,
     ROOT,
     assert_equal,
     assert_one_line,
@@ -126,7 +127,7 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
     assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
     assert GPTConfig.from_args(args, "") == config
     assert_equal(weights, dict(model.state_dict()))
-    assert load_model(str(folder), "", torch.device("cpu")).tokenizer.meta()["chars"] == CHARS
+    assert load_model(str(folder), "", CPU).tokenizer.meta()["chars"] == CHARS
 
 
 @slow
@@ -165,7 +166,7 @@ def test_logits_are_ours_for_each_of_the_choices_and_what_transformers_saves_aga
     theirs.save_pretrained(tmp_path / "again")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
     _, weights = load_gpt2(str(tmp_path / "again"))
-    assert_equal(weights, dict(load_model(str(folder), "", torch.device("cpu")).model.state_dict()))
+    assert_equal(weights, dict(load_model(str(folder), "", CPU).model.state_dict()))
     assert tokenizer_of(str(tmp_path / "again"))["chars"] == CHARS
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    CUDA,
     POSIX,
     TINY,
     assert_one_line,
@@ -236,7 +237,7 @@ def test_gpu_has_its_published_peak_or_the_measured_one(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         found = float(measured)
         monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_, found=found: found)
-        flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
+        flops, source = peaks.peak_flops(CUDA, dtype)
         assert flops == float(peak)
         assert printed in source
 

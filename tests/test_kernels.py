@@ -44,10 +44,10 @@ class Net(nn.Module):
 
     def __init__(self, logits):
         super().__init__()
-        draw = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
 
         def parameter(*shape):
-            return nn.Parameter(torch.randn(shape, generator=draw))
+            return nn.Parameter(torch.randn(shape))
 
         self.wte = parameter(V, C)
         self.head = parameter(V, C)
@@ -106,8 +106,8 @@ AT_ONCE = {"activation"}
 
 
 def a_batch() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    idx = torch.randint(1, V, (B, T + 1), generator=draw)
+    torch.manual_seed(1)
+    idx = torch.randint(1, V, (B, T + 1))
     idx[0] = 1 + idx[0] % 20  # see by_rows
     y = idx[:, 1:].clone()
     y[0, 3:7] = -1
@@ -227,9 +227,9 @@ def test_further_loss_of_what_logits_has_kept_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_softmax_that_a_card_compiles_is_torchs(dtype):
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(7, 33, generator=draw).mul(4).to(dtype)
-    index = torch.randint(33, (7, 1), generator=draw)
+    torch.manual_seed(0)
+    logits = torch.randn(7, 33).mul(4).to(dtype)
+    index = torch.randint(33, (7, 1))
     ignored = torch.arange(7)[:, None] % 3 == 1
     p, log_p = kernels.fused_softmax(logits, ignored, index)
     expected = logits.log_softmax(1, dtype=torch.float32)
@@ -260,8 +260,8 @@ def needs(dtype: torch.dtype) -> None:
 
 def heads_of(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> list[Tensor]:
     """q, k and v (B, H, T, D), laid out as the layer has them."""
-    draw = torch.Generator().manual_seed(B + T + D)
-    qkv = torch.randn(B, T, 3, H, D, generator=draw).to(dtype)
+    torch.manual_seed(B + T + D)
+    qkv = torch.randn(B, T, 3, H, D).to(dtype)
     return list(qkv.transpose(1, 3).unbind(2))
 
 
@@ -297,7 +297,8 @@ def test_attention_of_any_shape_and_its_gradients_are_torchs(built, dtype, B, T,
 )
 def test_activations_of_any_size_and_their_slopes_are_torchs(built, name, dtype, n, scale):
     needs(dtype)
-    x = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * scale).to(dtype)
+    torch.manual_seed(n)
+    x = (torch.randn(n) * scale).to(dtype)
     assert error_of(getattr(kernels, name), [x]) <= LIMIT[dtype]
 
 

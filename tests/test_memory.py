@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, flags, raises_one_line
+from conftest import CPU, CUDA, flags, raises_one_line
 from tiny_models import MODERN_SETTINGS
 
 from bench.check_cards import Work
@@ -87,7 +87,7 @@ def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, cost, expect
     monkeypatch.setattr(peaks, "peak_flops", lambda *args: peak)
     monkeypatch.setattr("deskgpt.memory.FIXED_BYTES_PER_PARAMETER", cost)
     monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
-    assert larger_batch(GPT2, torch.device("cuda"), batching, COMPILED) == expected
+    assert larger_batch(GPT2, CUDA, batching, COMPILED) == expected
 
 
 def test_card_computes_the_fewest_chunks_of_the_loss_that_fit_and_a_cpu_asks_for_none():
@@ -112,7 +112,7 @@ def test_run_on_a_card_has_the_chunks_that_its_memory_asks_for_and_a_resumed_run
     for gib, earlier, expected in ((12, 1, 1), (9, 1, 4), (40, 2, 2), (9, 2, 4)):
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device, gib=gib: gib * 2**30)
         saved = Checkpoint({}, {}, variant={"device": "cuda", "loss_chunks": earlier})
-        card = DistContext(torch.device("cuda"))
+        card = DistContext(CUDA)
         found, _ = choose_compute_and_batch(c, Start("", GPT2, saved), card)
         assert found.loss_chunks == expected
 

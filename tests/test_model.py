@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from conftest import CPU, assert_equal, raises_one_line, slow
+from conftest import CPU, CUDA, assert_equal, raises_one_line, slow
 from tiny_models import MODERN, SMALL, make, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,9 +29,6 @@ from deskgpt.distributed import DistContext
 from deskgpt.kernels import causal_attention, gradients_of_chunk
 from model import GPT, GPTConfig
 from train import TrainConfig, forward_backward
-
-CUDA = torch.device("cuda")
-
 
 # ---- the model -----------------------------------------------------------------------------------
 

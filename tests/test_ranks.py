@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    CUDA,
     POSIX,
     ROOT,
     TINY,
@@ -121,7 +122,7 @@ def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
         monkeypatch.setattr("deskgpt.compiling.default_dtype", lambda device: fastest)
         monkeypatch.setattr("deskgpt.compiling.has_triton", lambda device: has_triton)
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
-        ranks = replace(ranks, device=torch.device("cuda"))
+        ranks = replace(ranks, device=CUDA)
         start = Start("scratch", model_config, Checkpoint({}, {}))
         mode, batch = choose_compute_and_batch(c, start, ranks)
         fits = larger_batch(model_config, ranks.device, c.batch_split(ranks.rank, 2), mode)

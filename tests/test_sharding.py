@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import POSIX, assert_equal, files_of_at_most, raises_one_line, slow, tiny, vector
+from conftest import CPU, POSIX, assert_equal, files_of_at_most, raises_one_line, slow, tiny, vector
 from gloo import forked, resumed, run
 from tiny_models import TINIEST, make, state_of
 
@@ -80,7 +80,7 @@ def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Any, Chec
     torch.manual_seed(1)
     model = GPT(TINIEST)
     if mesh is not None:
-        model = sharded_copy(model, mesh, torch.device("cpu"))
+        model = sharded_copy(model, mesh, CPU)
     optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
     for _ in range(steps):
         for p in model.parameters():
@@ -140,7 +140,7 @@ def test_every_layout_loads_what_another_saved_and_all_ranks_know_of_a_save_that
     def work(rank):
         dist.init_process_group("gloo", rank=rank, world_size=2)
         mesh = make_mesh("cpu", -1, 2)
-        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
+        ranks = DistContext(CPU, rank, 2, distributed=True)
         for kind in ("adamw", "muon"):
             (tmp_path / kind).mkdir(exist_ok=True)
             check_layouts(tmp_path / kind, kind, mesh, ranks)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import (
+    CPU,
     POSIX,
     ROOT,
     assert_equal,
@@ -417,7 +418,7 @@ NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
         lambda c: apply_compute(MagicMock(), ComputeMode(recompute=c.activation_checkpoint)),
     ),
     ("on_spike", lambda c: LossMonitor(MagicMock(), MagicMock(), MagicMock(), c.on_spike)),
-    ("dtype", lambda c: autocast(torch.device("cpu"), c.dtype)),
+    ("dtype", lambda c: autocast(CPU, c.dtype)),
 ]
 
 
