@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from conftest import nightly, run_tiny, until
@@ -27,7 +25,7 @@ each_screen = pytest.mark.parametrize("scheme", SCREENS)
 
 
 @contextmanager
-def browser(scheme: str, address: str) -> Iterator[Any]:
+def browser(scheme, address):
     """A headless Chromium of this colour scheme and its screen's size, with a page that fits
     into it.
     """
@@ -57,7 +55,7 @@ def browser(scheme: str, address: str) -> Iterator[Any]:
         driver.quit()
 
 
-def wait_for(driver: Any, selector: str) -> None:
+def wait_for(driver, selector):
     until(lambda: bool(driver.find_elements("css selector", selector)))
 
 
@@ -90,14 +88,14 @@ def test_pages_about_runs_draw_their_charts_in_the_window(chars, tmp_path, schem
 # ---- the playground ------------------------------------------------------------------------------
 
 
-def set_fields(driver: Any, **values: Any) -> None:
+def set_fields(driver, **values):
     for name, value in values.items():
         driver.execute_script(
             f"document.getElementsByName('{name}')[0].value = arguments[0]", value
         )
 
 
-def wait_for_status(driver: Any, beginning: str) -> None:
+def wait_for_status(driver, beginning):
     until(lambda: driver.find_element("css selector", ".status").text.startswith(beginning))
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def made(*options: str | Path) -> None:
     main(arguments([*map(str, options)]))
 
 
-def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+def stopped_at(n, value_of, seen):
     """Return the same function, which notes its values and stops its process at number n."""
 
     def value_or_stop(*row):
@@ -100,7 +100,7 @@ def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callabl
     return value_or_stop
 
 
-def killed_at_rename(at: int, work: Callable[[], Any]) -> bool:
+def killed_at_rename(at, work):
     """Call work in a fork that ends at once before (1, 3 ...) or after (2, 4 ...) one of its
     renames. Return whether it has that many.
     """

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import traceback
-from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -67,7 +66,7 @@ def _memory_is_limited(folder):
 
 
 @contextmanager
-def ends_as_documented() -> Iterator[None]:
+def ends_as_documented():
     """Fail if the block, which reads something odd, neither succeeds nor ends with an error for
     users.
     """
@@ -102,7 +101,7 @@ odd_json = st.recursive(
 )
 
 
-def changed(value: Any, draw: Any, new: SearchStrategy[Any]) -> Any:
+def changed(value, draw, new):
     """Return a copy in which one value, at any depth, is replaced by a new one."""
     if not isinstance(value, dict | list) or not value or not draw(st.integers(0, 3)):
         return draw(new)

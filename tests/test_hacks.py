@@ -136,7 +136,7 @@ def trained(c: TrainConfig, out_dir: str, ranks: int = 1, **settings: Any) -> li
     return logged(Path(out_dir), "iter", "loss")
 
 
-def keep_checkpoint(step: int, folder: Path) -> None:
+def keep_checkpoint(step, folder):
     """Copy the checkpoint of a step, as a run that is stopped there leaves it."""
     save = save_checkpoint
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ HEADS = {
 AT_ONCE = {"activation"}
 
 
-def a_batch() -> tuple[Tensor, Tensor]:
+def a_batch():
     torch.manual_seed(1)
     idx = torch.randint(1, V, (B, T + 1))
     idx[0] = 1 + idx[0] % 20  # see by_rows
@@ -123,7 +122,7 @@ def chunked(net, x, targets):
     return chunked_cross_entropy(net.logits, x, targets, V)
 
 
-def results(net: Net, function: Callable[..., Tensor], dtype: str = "float32") -> list[Tensor]:
+def results(net, function, dtype="float32"):
     """The loss without and with gradients, and all gradients of two micro-batches."""
     idx, y = a_batch()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
@@ -137,7 +136,7 @@ def results(net: Net, function: Callable[..., Tensor], dtype: str = "float32") -
     return [value.detach() for value in values] + gradients
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], dtype: str = "float32") -> None:
+def assert_close(found, expected, dtype="float32"):
     assert all(x.isfinite().all() for x in expected)
     largest = max(x.norm() for x in expected)
     for a, b in zip(found, expected, strict=True):
@@ -253,12 +252,12 @@ def built():
     cpu_kernels.unload()
 
 
-def needs(dtype: torch.dtype) -> None:
+def needs(dtype):
     if dtype not in cpu_kernels.dtypes():
         pytest.skip("oneDNN does not multiply this type here")
 
 
-def heads_of(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> list[Tensor]:
+def heads_of(B, H, T, D, dtype):
     """q, k and v (B, H, T, D), laid out as the layer has them."""
     torch.manual_seed(B + T + D)
     qkv = torch.randn(B, T, 3, H, D).to(dtype)

@@ -194,7 +194,7 @@ def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(char
         assert found == pytest.approx(expected, rel=rel)
 
 
-def runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> list[int]:
+def runs_out_of_memory(monkeypatch, fails_at):
     """Let memory run out in this micro-batch. Return a list that grows with each one."""
     named_losses = train.named_losses
     calls = []

@@ -172,7 +172,7 @@ def card(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "is_supported_platform", lambda: False)
 
 
-def chosen(device: torch.device = CUDA, earlier: Any = None, **settings: Any) -> ComputeMode:
+def chosen(device=CUDA, earlier=None, **settings):
     dist = DistContext(device, world=settings.get("dp_shard", 1))
     return choose_compute(TrainConfig(**settings), dist, earlier or {})
 
@@ -231,7 +231,7 @@ def test_gcc_is_called_without_the_copies_that_it_gets_wrong_before_version_14(
 # ---- checked -------------------------------------------------------------------------------------
 
 
-def problems_of(model: GPT, compute: ComputeMode | None = None) -> list[str]:
+def problems_of(model, compute=None):
     idx = tokens(2, 33)
     mode = compute or ComputeMode()
     return check_model(model, mode, idx[:, :-1], idx[:, 1:], forward_backward)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,7 +156,7 @@ def full_run(chars, tmp_path_factory):
     return out_dir
 
 
-def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
+def train_until_stopped(c, prepare):
     """Train as train.py does, which handles signals, after a call that sees to it that the run is
     stopped.
     """
@@ -168,13 +167,13 @@ def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
     main(c)
 
 
-def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
+def stopped(c, prepare):
     """Do so in a fork. Return its exit status."""
     (status,) = in_forks(partial(train_until_stopped, c, prepare))
     return status
 
 
-def at_step(step: int, action: Callable[[], None]) -> None:
+def at_step(step, action):
     """Call a function when a step is logged."""
     log_step = RunLogger.step
 
@@ -186,7 +185,7 @@ def at_step(step: int, action: Callable[[], None]) -> None:
     setattr(RunLogger, "step", logged)  # noqa: B010
 
 
-def send(number: int) -> None:
+def send(number):
     """Signal this process, and wait until its handler was called."""
     os.kill(os.getpid(), number)
     while signal_handler.signal is None:

@@ -34,7 +34,7 @@ from model import MLP, activation
 from sample import SampleConfig, main
 
 
-def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Tensor]:
+def text_of(engine, idx, n):
     """Return what the engine writes after each row of idx, and its first logits."""
     samples = [Sample(BytesTokenizer(), "") for _ in idx]
     (_, logits), *_ = engine.write(idx, samples, GenerationConfig(max_new_tokens=n))
@@ -42,7 +42,7 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Te
     return [sample.text for sample in samples], logits
 
 
-def drawn(*args: Any) -> Tensor:
+def drawn(*args):
     """Return the tokens (B, n) that `generate` yields."""
     return torch.stack([new for new, _ in generate(*args)], 1)
 

@@ -14,7 +14,6 @@ import string
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +70,7 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+def serving(folder, **settings):
     """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
     values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
     c = SampleConfig(**values | settings)

@@ -13,7 +13,7 @@ from conftest import CPU, POSIX, assert_equal, files_of_at_most, raises_one_line
 from gloo import forked, resumed, run
 from tiny_models import TINIEST, make, state_of
 
-from deskgpt.checkpoint import Checkpoint, load_checkpoint
+from deskgpt.checkpoint import load_checkpoint
 from deskgpt.distributed import DistContext
 from deskgpt.optim import make_optimizer
 from deskgpt.saving import Checkpointer, gathered_on_first
@@ -73,7 +73,7 @@ def test_what_sharded_weights_cannot_have_is_refused():
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Any, Checkpoint]:
+def trained(kind, mesh=None, steps=2):
     """Return a model, full or sharded, its optimizer, and both to save, after steps with the same
     gradients.
     """
@@ -90,12 +90,12 @@ def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Any, Chec
     return model, optimizer, to_save(model, optimizer)
 
 
-def to_save(model: GPT, optimizer: Any) -> Checkpoint:
+def to_save(model, optimizer):
     state = optimizer_state(optimizer, model)
     return replace(state_of(2, 3.0), model=model.state_dict(), optimizer=state)
 
 
-def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> None:
+def check_layouts(out_dir, kind, mesh, ranks):
     """Check that a file of a sharded model is that of a full one, and that it loads into both."""
     *_, state = trained(kind, mesh)
     saver = Checkpointer(out_dir, print, 9.0, dist=ranks)
@@ -122,7 +122,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> No
             assert_equal(found.optimizer["state"], on_disk.optimizer["state"])
 
 
-def check_failures(out_dir: Path, mesh: Any, ranks: DistContext) -> None:
+def check_failures(out_dir, mesh, ranks):
     """Check that a save that fails on rank 0 leaves the files and the best loss, about which all
     ranks agree.
     """

@@ -226,7 +226,7 @@ def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(tmp_p
 # ---- meta.pkl ------------------------------------------------------------------------------------
 
 
-def write_pickle(folder: Path, meta: dict[str, Any], protocol: int | None = None) -> None:
+def write_pickle(folder, meta, protocol=None):
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
 
 

@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -54,9 +53,7 @@ SOURCE = (ROOT / "train.py").read_text(encoding="utf-8")
 # ---- a changed model -----------------------------------------------------------------------------
 
 
-def extend(
-    monkeypatch: pytest.MonkeyPatch, cls: type, more: Callable[[Any, GPTConfig], None]
-) -> None:
+def extend(monkeypatch, cls, more):
     """Let more(self, config) follow the class's own __init__."""
     init = cls.__init__  # type: ignore[misc]
 
@@ -264,9 +261,7 @@ def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_ref
 # ---- a changed loop ------------------------------------------------------------------------------
 
 
-def edited_train(
-    monkeypatch: pytest.MonkeyPatch, old: str, new: str, source: str = SOURCE
-) -> ModuleType:
+def edited_train(monkeypatch, old, new, source=SOURCE):
     """Return train.py as a module of its own, with a text replaced."""
     assert source.count(old) == 1
     module = ModuleType("edited")
@@ -277,7 +272,7 @@ def edited_train(
     return module
 
 
-def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> Any:
+def run_of(module, data, out_dir, **settings):
     module.main(tiny(data, out_dir, **settings))
     return trajectory(out_dir), events(out_dir, "bad_step")
 
