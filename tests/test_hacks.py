@@ -61,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "muon_momentum_warmup": {"optimizer": "muon"},
     "lora": {"learning_rate": 1e-2},
 }
-IN_CI = ("z_loss", "lion", "sliding_window", "weight_averaging", "logit_softcap")
+IN_CI = ("z_loss", "lion", "sliding_window", "weight_averaging")
 SHORT: dict[str, Any] = {
     "block_size": 144,
     "batch_size": 2,
