@@ -129,7 +129,7 @@ def test_block_that_a_second_pass_would_change_is_refused():
         lambda module, args, y: y + block.mean.add_(1),
         lambda *_: setattr(block, "mean", block.mean + 1),
         lambda module, args, y: y * random.random(),
-        lambda module, args, y: y * next(count),  # as of NumPy's numbers
+        lambda module, args, y: y * next(count),  # in its fourth pass, which is checked
     ):
         handle = block.ln_1.register_forward_hook(hook)
         with raises_one_line("activation_checkpoint=full", "--activation_checkpoint=none"):
