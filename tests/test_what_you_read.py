@@ -55,7 +55,7 @@ SOURCE = (ROOT / "train.py").read_text(encoding="utf-8")
 
 def extend(monkeypatch, cls, more):
     """Let more(self, config) follow the class's own __init__."""
-    init = cls.__init__  # type: ignore[misc]
+    init = cls.__init__
 
     def extended(self, config):
         init(self, config)
