@@ -15,7 +15,7 @@ from deskgpt.checkpoint import load_checkpoint
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the library is for Linux")
 
 # As a user types it, but for the size of the model and of a step.
-RUN: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "dropout": 0.1}
+RUN: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 32, "dropout": 0.1}
 RUN |= {"batch_size": 2, "gradient_accumulation_steps": 4, "eval_tokens": 512, "device": "cuda"}
 RUN |= {"max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "log_interval": 1}
 DTYPES = dict.fromkeys(["RTX 3060", "RTX 4070", "RTX 5090", "H100"], "bfloat16")
