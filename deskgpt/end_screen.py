@@ -30,8 +30,8 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         f"{clock(timer.total_s['saving'])} of saving"
     )
     logger.print0(
-        f"{clock(logger.warm_up_s)} to start, {clock(logger.loader.wait_s)} of waiting for data, peak "
-        f"memory {in_gib(memory)} GiB"
+        f"{clock(logger.warm_up_s)} to start, {clock(logger.loader.wait_s)} of waiting for data, "
+        f"peak memory {in_gib(memory)} GiB"
     )
     none = "n/a: the run ended before its first evaluation"
     logger.print0(f"best val loss {f'{best_val_loss:.4f}' if best else none}")
@@ -45,7 +45,7 @@ def end_run(logger: RunLogger, state: TrainState, stop: str | None) -> float:
         iter=state.step,
         stop=stop,
         train_s=timer.train_s(),
-        data_wait_s=waited_s,
+        data_wait_s=logger.loader.wait_s,
         eval_s=timer.total_s["evaluation"],
         save_s=timer.total_s["saving"],
         peak_memory_bytes=memory,

@@ -31,12 +31,13 @@ from deskgpt import cpu_kernels
 from deskgpt.checkpoint import CKPT_BEST, load_checkpoint
 from deskgpt.logger import read_events
 from deskgpt.stopping import SIGNALS, signal_handler
-from train import TrainConfig
+from train import TrainConfig, main
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "shakespeare" / "input.txt"
 BPE_CACHE = ROOT.parent / "shared" / "data" / "tiktoken_cache"
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 # `make test` runs two tests at a time, and the waiting threads of two torches would take each
 # other's cores.
@@ -59,6 +60,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 if BPE_CACHE.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(BPE_CACHE))
 
+slow = pytest.mark.slow
+nightly = pytest.mark.nightly
+POSIX = pytest.mark.skipif(
+    os.name == "nt", reason="needs fork, signals, a shell, modes, or files as POSIX has them"
+)
 needs_bpe = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason="no TIKTOKEN_CACHE_DIR with GPT-2's BPE files"
 )
@@ -100,12 +106,17 @@ def tiny(data: Path, out_dir: Path, **settings: Any) -> TrainConfig:
     return TrainConfig(**(TINY | {"dataset": str(data), "out_dir": str(out_dir)} | settings))
 
 
+def run_tiny(data: Path, out_dir: Path, **settings: Any) -> float:
+    """Train as `tiny` says. Return what main returns."""
+    return main(tiny(data, out_dir, **settings))
+
+
 def flags(**settings: Any) -> list[str]:
     return [f"--{k}={v}" for k, v in settings.items()]
 
 
 @pytest.fixture(params=["torch", "C++"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+def kernels(request):
     """The kernels of a run: torch's, and ours."""
     if request.param == "C++":
         if not cpu_kernels.is_supported_platform():
@@ -123,9 +134,7 @@ class Finished:
 
 
 @pytest.fixture
-def script(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Finished]:
+def script(capfd, monkeypatch):
     """Runs a script of the repository as `python SCRIPT ARGS` does, in this process: torch is
     imported already.
     """
@@ -179,21 +188,25 @@ def assert_refused(done: Finished, *named: object) -> None:
     fails(done, *named, code=2)
 
 
-def shell(*command: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a command from the repository's root; its first word may be "python"."""
+def shell(*command: object, code: int = 0, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which must end with this status, from the repository's root; its first word
+    may be "python".
+    """
     words = [sys.executable if w == "python" else str(w) for w in command]
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240}
-    return subprocess.run(words, **(options | kwargs))
+    done = subprocess.run(words, **(options | kwargs))
+    assert done.returncode == code, f"{words}\n{done.stdout}{done.stderr}"
+    return done
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def begin():
     """Return a function that starts commands from the repository's root, which end with the
     test.
     """
-    processes: list[subprocess.Popen[bytes]] = []
+    processes = []
 
-    def start(terminal: Path, *command: str, **environ: str) -> subprocess.Popen[bytes]:
+    def start(terminal, *command, **environ):
         env = os.environ | environ
         with open(terminal, "a") as file:
             processes.append(
@@ -218,7 +231,7 @@ def until(condition: Callable[[], bool]) -> None:
 @contextmanager
 def files_of_at_most(kib: int) -> Iterator[None]:
     """As on a full disk: writing further fails."""
-    resource: Any = pytest.importorskip("resource")  # which Windows lacks
+    resource = pytest.importorskip("resource")  # which Windows lacks
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, before[1]))
     try:
@@ -236,16 +249,6 @@ def copy_of_repository(folder: Path) -> Path:
         ".*", "out", "out-*", "wandb", "__pycache__", "*.bin", "meta.*", "input.txt"
     )
     return Path(shutil.copytree(ROOT, folder / "deskgpt", ignore=ignored))
-
-
-TORCHRUN = (
-    "python",
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc_per_node=2",
-    "train.py",
-)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -288,13 +291,13 @@ def assert_equal(a: Any, b: Any) -> None:
         assert a == b
 
 
-def trajectory(out_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
+def trajectory(out_dir: Path) -> dict[str, Any]:
     """What a run computed, by event and step; times left out, steps computed twice must agree."""
     names = {
         "iter": ("loss", "lr", "grad_norm", "tokens"),
         "eval": ("train_loss", "val_loss", "lr"),
     }
-    out: dict[str, dict[int, dict[str, float]]] = {"iter": {}, "eval": {}}
+    out: dict[str, Any] = {"iter": {}, "eval": {}}
     for kind, steps in out.items():
         for e in events(out_dir, kind):
             values = {name: e[name] for name in names[kind]}
@@ -323,7 +326,7 @@ def vector(out_dir: Path) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def text() -> str:
+def text():
     """Tiny Shakespeare where it is at hand, else as many characters of Python's standard
     library.
     """
@@ -334,7 +337,7 @@ def text() -> str:
 
 
 @pytest.fixture(scope="session")
-def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chars(text, tmp_path_factory):
     """A folder of character token files."""
     folder = tmp_path_factory.mktemp("data") / "chars"
     prepare(text, folder, "char", "test text")
@@ -342,7 +345,7 @@ def chars(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def documents(text: str) -> list[str]:
+def documents(text):
     """About 300 texts of very different lengths, one of them longer than a task of the tokenizing
     threads.
     """

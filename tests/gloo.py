@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import flags, spare_what_is_imported
+from conftest import CPU, flags, spare_what_is_imported
 
 import train
 from configurator import build
@@ -26,6 +27,19 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return str(free.getsockname()[1])
+
+
+def in_forks(*works: Callable[[], Any]) -> list[int | None]:
+    """Call these at the same time, each in a fork of this process. Return the exit statuses."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work) for work in works]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+        process.kill()  # one that hangs
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int | None]:
@@ -46,15 +60,7 @@ def forked(world: int, work: Callable[[int], Any], failing: int = 0) -> list[int
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         work(rank)
 
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=start, args=(rank,)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        process.kill()  # one that hangs
-        process.join()
-    statuses = [process.exitcode for process in processes]
+    statuses = in_forks(*[functools.partial(start, rank) for rank in range(world)])
     assert sum(status != 0 for status in statuses) <= failing
     return statuses
 
@@ -71,7 +77,7 @@ def on_ranks(work: Callable[[DistContext], Any], world: int, folder: Path) -> li
     def on_rank(rank: int) -> None:
         dist.init_process_group("gloo", f"file://{folder / 'meet'}", rank=rank, world_size=world)
         try:
-            found = work(DistContext(torch.device("cpu"), rank, world, distributed=True))
+            found = work(DistContext(CPU, rank, world, distributed=True))
         except (ValueError, RuntimeError) as e:
             found = message_for_user(e, "")
         torch.save(found, folder / f"{rank}.pt")

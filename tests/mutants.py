@@ -59,7 +59,7 @@ def main() -> None:
 
 def all_mutants() -> list[Mutant]:
     """Return the list. Raises ValueError where code has moved, SyntaxError if it is no Python."""
-    mutants: list[Mutant] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
+    mutants = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["mutant"]
     for mutant in mutants:
         text = planted(ROOT, mutant)
         if mutant["file"].endswith(".py"):

@@ -72,9 +72,9 @@ def plain_loop(
     model = GPT(GPTConfig.from_settings(c, vocab_size))
     optimizer = plain_optimizer(hack, c, model)
     split = Split(dataset_folder(c.dataset), "train", c.block_size, vocab_size, c.seed)
-    losses: list[float] = []
+    losses = []
     norms = []
-    last: list[dict[str, Tensor]] = []  # the weights that are averaged
+    last = []  # the weights that are averaged
     B = c.batch_size
     n = B * c.gradient_accumulation_steps
     for step in range(c.max_iters):

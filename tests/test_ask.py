@@ -13,13 +13,12 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, assert_refused, flags, raises_one_line, until
+from conftest import ROOT, TINY, assert_refused, flags, nightly, raises_one_line, slow, until
 
 from bench import ask
 from bench.ask import Arm, check_out, folder_for_worktrees
@@ -53,25 +52,25 @@ def runs_in(ledger: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def ledger(tmp_path_factory) -> Path:
+def ledger(tmp_path_factory):
     """Of all questions: each run takes a second, and most questions have the same arm a."""
     return Path(tmp_path_factory.mktemp("ledger"))
 
 
 @pytest.fixture
-def asking(chars, script) -> Callable[..., dict[str, Any]]:
+def asking(chars, script):
     """Return a function that asks and returns the answer of --json; runs start in a moment."""
 
-    def answer(ledger: Path, *words: str) -> dict[str, Any]:
+    def answer(ledger, *words):
         done = script(*command(chars, ledger, "--json", *words))
-        found: dict[str, Any] = json.loads(done.out)
+        found = json.loads(done.out)
         assert found["status"] == done.code, done.err
         return found
 
     return answer
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize(
     ("words", "verdicts"),
     [
@@ -113,7 +112,7 @@ def test_run_is_made_once_and_another_code_setting_seed_or_machine_makes_another
     tmp_path, monkeypatch
 ):
     arm = Arm("a", "", Path(), "code", {"max_iters": 9})
-    made: list[int] = []
+    made = []
     monkeypatch.setattr(ask, "train_to_the_end", lambda arm, seed, out: made.append(seed))
     monkeypatch.setattr(ask, "result", lambda *_: {})
     for _ in range(2):
@@ -128,7 +127,7 @@ def test_run_is_made_once_and_another_code_setting_seed_or_machine_makes_another
     assert len(made) == 5
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="process groups")
 def test_killed_question_resumes_and_no_run_is_made_twice(asking, ledger, tmp_path, chars):
     words = [sys.executable, *command(chars, tmp_path, *BETTER)]
@@ -143,7 +142,7 @@ def test_killed_question_resumes_and_no_run_is_made_twice(asking, ledger, tmp_pa
     assert len(runs_in(tmp_path)) == 2 * found["n"]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -160,14 +159,14 @@ def test_what_cannot_be_asked_is_one_line_before_anything_runs(script, chars, tm
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), ValueError("a full disk"), SystemExit(1)])
 def test_defect_has_status_2_since_1_is_an_answer(monkeypatch, error):
-    def fails() -> int:
+    def fails():
         raise error
 
     monkeypatch.setattr(ask, "main", fails)
     assert ask.exit_status() == 2
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("command", ASKED)
 def test_stored_questions_can_be_asked(command, tmp_path):
     with folder_for_worktrees(tmp_path) as below:
@@ -217,9 +216,9 @@ def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkey
 def made_up(of_b: float, budget_s: float, digests: str = "xx") -> list[tuple[dict[str, Any], str]]:
     """Return the rounds of a question whose runs end at 3.6 for a and at of_b for b, and noise."""
     draw = random.Random(0)
-    asked: list[int] = []
+    asked = []
 
-    def run(arm: Arm, seed: int) -> dict[str, Any]:
+    def run(arm, seed):
         asked.append(seed)
         assert seed == 1 + (len(asked) - 1) // 2  # another one in each round, for both arms
         loss = (3.6 if arm.label == "a" else of_b) + draw.gauss(0, 0.03)

@@ -42,7 +42,7 @@ def decided_after(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
-def test_equal_arms_are_told_apart_as_rarely_as_the_page_says(row) -> None:
+def test_equal_arms_are_told_apart_as_rarely_as_the_page_says(row):
     """A share of 2,000 questions is the printed one, within what 1 of 1,000 samples exceeds."""
     kind, ratio, *printed = row
     x = noise(kind, (2000, 2, CHECKS[-1]))
@@ -54,7 +54,7 @@ def test_equal_arms_are_told_apart_as_rarely_as_the_page_says(row) -> None:
         assert low <= (ends <= n).sum() <= high
 
 
-def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told() -> None:
+def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told():
     draw = np.random.default_rng(4)
     for _ in range(5):
         a, b = draw.normal(1.5, 1, 20), draw.normal(0, 1, 20)
@@ -66,7 +66,7 @@ def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told
         assert min(told, default=math.inf) == decided_after(a, b)
 
 
-def test_no_difference_is_an_equivalence_test() -> None:
+def test_no_difference_is_an_equivalence_test():
     expected = {
         (-0.02, 0.02): "open",
         (-0.004, 0.006): "same",

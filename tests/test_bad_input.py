@@ -2,16 +2,13 @@
 file changes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, contents, fails, flags, raises_one_line, tiny
+from conftest import POSIX, TINY, contents, fails, flags, raises_one_line, run_tiny
 
 import train
 from data.batches import Split
@@ -19,14 +16,14 @@ from deskgpt.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
-def finished(chars, tmp_path_factory) -> Path:
+def finished(chars, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("finished")
-    train.main(tiny(chars, out_dir))
+    run_tiny(chars, out_dir)
     return out_dir
 
 
 @pytest.fixture
-def run(finished, tmp_path) -> Path:
+def run(finished, tmp_path):
     """Return the out_dir of a finished run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
@@ -39,7 +36,7 @@ def assert_fails(run, script, tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
-    def check(named: list[str], *args: str | Path, code: int = 1) -> None:
+    def check(named, *args, code=1):
         before = contents(run)
         done = script("train.py", *args)
         fails(done, *named, code=code)
@@ -50,15 +47,13 @@ def assert_fails(run, script, tmp_path, monkeypatch):
 
 # Arguments, the words of the error, and the status: 2 if the settings cannot be, 1 if they cannot
 # be here.
-SETTINGS: list[tuple[str, list[str], int]] = [
+SETTINGS = [
     ("--n_head=3", ["n_embd=16", "n_head=3", "--n_head=2"], 2),
     ("--batch_size=1e12", ["batch_size=1000000000000", "gradient_accumulation_steps=2"], 1),
     ("config/train_shakespeare.py", ["config/train_shakespeare.py", "did you mean config/"], 2),
     ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
     ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),
-    ("--device=cuda:99", ["cuda:99", "--device="], 1),
     ("--dataset={run}/ckpt.pt", ["dataset {run}/ckpt.pt has no train.bin"], 1),
-    ("--dataset=shakespear_char", ["did you mean shakespeare_char?"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
     ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),
     ("--init_from=gpt2", ["init_from=gpt2", "connect once"], 1),  # without a network
@@ -80,19 +75,19 @@ def test_script_alone_and_with_a_runs_folder_says_what_to_type(run, script):
     fails(script("sample.py", run), f"--out_dir={run}", code=2)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not cut open files")
+@POSIX
 def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, monkeypatch):
     data = shutil.copytree(chars, tmp_path / "data")
     read = Split.train_batch
 
-    def cut_short(self: Split, rows: Any) -> Any:
+    def cut_short(self, rows):
         if rows[0] // 4 == 20:  # of step 20
             os.truncate(data / "train.bin", 1000)
         return read(self, rows)
 
     monkeypatch.setattr(Split, "train_batch", cut_short)
     with raises_one_line("train.bin", "shorter"):
-        train.main(tiny(data, run, max_iters=50))
+        run_tiny(data, run, max_iters=50)
     assert 0 < load_checkpoint(run).iter_num <= 20
 
 

@@ -2,8 +2,6 @@
 shows.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, events, flags, needs_bpe, raises_one_line
+from conftest import TINY, events, flags, needs_bpe, raises_one_line, slow
 
 from bench.compare import compare
 from bench.logs import read_run
@@ -51,7 +49,7 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
         from_meta_offline({"name": "gpt2"})
 
 
-@pytest.mark.slow
+@slow
 def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_micro_batch(
     tmp_path, text, script
 ):

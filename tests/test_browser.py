@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from conftest import tiny, until
+from conftest import nightly, run_tiny, until
 from test_serve import saved_characters, saved_chat, serving
 
-import train
-
 pytestmark = [
-    pytest.mark.nightly,
+    nightly,
     pytest.mark.skipif(
         shutil.which("chromedriver") is None, reason="no chromedriver and no Chromium for it"
     ),
@@ -29,7 +25,7 @@ each_screen = pytest.mark.parametrize("scheme", SCREENS)
 
 
 @contextmanager
-def browser(scheme: str, address: str) -> Iterator[Any]:
+def browser(scheme, address):
     """A headless Chromium of this colour scheme and its screen's size, with a page that fits
     into it.
     """
@@ -59,7 +55,7 @@ def browser(scheme: str, address: str) -> Iterator[Any]:
         driver.quit()
 
 
-def wait_for(driver: Any, selector: str) -> None:
+def wait_for(driver, selector):
     until(lambda: bool(driver.find_elements("css selector", selector)))
 
 
@@ -67,7 +63,7 @@ def wait_for(driver: Any, selector: str) -> None:
 def test_pages_about_runs_draw_their_charts_in_the_window(chars, tmp_path, scheme, script):
     one, other = tmp_path / "one", tmp_path / "other"
     for out_dir in (one, other):
-        train.main(tiny(chars, out_dir, max_iters=30, eval_interval=10))
+        run_tiny(chars, out_dir, max_iters=30, eval_interval=10)
     compared = tmp_path / "compare.html"
     assert script("bench/report.py", one).code == 0
     assert script("bench/compare.py", one, other, "--html", compared).code == 0
@@ -92,14 +88,14 @@ def test_pages_about_runs_draw_their_charts_in_the_window(chars, tmp_path, schem
 # ---- the playground ------------------------------------------------------------------------------
 
 
-def set_fields(driver: Any, **values: Any) -> None:
+def set_fields(driver, **values):
     for name, value in values.items():
         driver.execute_script(
             f"document.getElementsByName('{name}')[0].value = arguments[0]", value
         )
 
 
-def wait_for_status(driver: Any, beginning: str) -> None:
+def wait_for_status(driver, beginning):
     until(lambda: driver.find_element("css selector", ".status").text.startswith(beginning))
 
 
@@ -145,10 +141,7 @@ def test_chat_answers_and_answers_again(tmp_path, scheme):
     from selenium.webdriver import Keys
 
     saved_chat(tmp_path)
-    with (
-        serving(tmp_path, max_new_tokens=20) as served,
-        browser(scheme, served.address) as driver,
-    ):
+    with serving(tmp_path, max_new_tokens=20) as served, browser(scheme, served.address) as driver:
         until(driver.find_element("id", "generate").is_enabled)
         set_fields(driver, prompt="Who is there?")
         driver.find_element("name", "prompt").send_keys(Keys.ENTER)

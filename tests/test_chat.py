@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, contents, fails, needs_bpe, raises_one_line
+from conftest import CPU, contents, fails, needs_bpe, raises_one_line, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fineweb import stopped_at, write_table
@@ -59,9 +59,7 @@ messages = st.lists(
 )
 
 
-@pytest.mark.parametrize(
-    "name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, pytest.mark.slow])]
-)
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=[needs_bpe, slow])])
 @given(dialogue=messages, answer=texts)
 def test_contents_cannot_forge_a_turn_only_answers_are_learned_and_a_prompt_is_what_they_continue(
     name, dialogue, answer
@@ -151,7 +149,7 @@ USER = {"role": "user", "content": "Hello!"}
 ANSWER = {"role": "assistant", "content": "Hi."}
 SAID = {"from": "gpt", "value": "Hi."}
 # Rows of public data sets, all of the same dialogue, after the system message SYSTEM in some.
-SHAPES: list[Any] = [
+SHAPES = [
     {"messages": [USER, ANSWER], "source": "everyday", "tool_calls": None},  # SmolTalk
     {"prompt": "Hello!", "prompt_id": "f0e3", "messages": [USER, ANSWER]},  # UltraChat
     [{"role": "User", "content": "Hello!"}, {"role": " ASSISTANT", "content": "Hi."}],
@@ -180,7 +178,7 @@ def test_input_history_and_weight_are_part_of_what_is_learned():
     assert bytes(ids[mask == 1].tolist()) == b"Hi.\xff"
 
 
-LOST: list[tuple[Any, str]] = [
+LOST = [
     ([USER, ANSWER | {"reasoning_content": "hm"}], "reasoning_content"),
     ([USER, ANSWER | {"weight": 2}], "weight"),
     ([USER, ANSWER, {"role": "tool", "content": "x"}], "'tool'"),
@@ -265,7 +263,7 @@ def masked(folder: Path, split: str, learned: list[int]) -> Path:
 
 
 @pytest.fixture
-def model() -> GPT:
+def model():
     torch.manual_seed(0)
     return GPT(GPTConfig(block_size=T, vocab_size=256, n_layer=1, n_head=2, n_embd=16))
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import math
 import os
 import random
@@ -17,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import Code, assert_equal, assert_one_line, corrupted, raises_one_line
+from conftest import POSIX, Code, assert_equal, assert_one_line, corrupted, raises_one_line
 from tiny_models import state_of
 
 from deskgpt.checkpoint import (
@@ -29,7 +28,6 @@ from deskgpt.checkpoint import (
 )
 from deskgpt.evaluation import EvalRecord, Evaluation
 from deskgpt.files import note_once, sync_folder
-from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.train_state import MOST_EVALUATIONS, TrainState
 from model import GPT, GPTConfig
 
@@ -63,12 +61,12 @@ def test_head_with_weights_of_its_own_is_not_tied(tmp_path):
 def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_ends(
     tmp_path, monkeypatch
 ):
-    calls: list[str] = []  # files that are flushed, and renames
+    calls = []  # files that are flushed, and renames
 
-    def fsync(fd: int) -> None:
+    def fsync(fd):
         calls.append(os.readlink(f"/proc/self/fd/{fd}"))
 
-    def replace_file(source: Path, target: Path) -> None:
+    def replace_file(source, target):
         assert str(source) in calls
         calls.append("rename")
         source.rename(target)
@@ -79,7 +77,7 @@ def test_files_are_durable_before_they_get_their_name_and_names_before_the_save_
     assert [b for a, b in itertools.pairwise(calls) if a == "rename"] == [str(tmp_path)] * 2
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows opens no folders")
+@POSIX
 def test_file_system_that_syncs_no_folders_is_named_once(tmp_path, monkeypatch, capsys):
     error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
@@ -164,9 +162,7 @@ def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
     before = (tmp_path / "ckpt.pt").read_bytes()
     for entry in (Path("x"), np.ones(2), torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
         with raises_one_line(
-            tmp_path / "ckpt.pt",
-            "extra_state.mine.entry holds",
-            "before is intact",
+            tmp_path / "ckpt.pt", "extra_state.mine.entry holds", "before is intact"
         ):
             save_checkpoint(
                 replace(state_of(2), extra_state={"mine": {"entry": entry}}), tmp_path, best=False
@@ -200,7 +196,7 @@ ODD = [
     torch.ones(1, device="meta"),
     torch.ones(1, dtype=torch.float8_e4m3fn).expand(1 << 40),
 ]
-WRONG: dict[str, tuple[Any, ...]] = {
+WRONG = {
     "iter_num": (-1, 2**63, 1.0),
     "best_val_loss": (math.nan, "1", 10**400),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
@@ -212,7 +208,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }
 # ckpt.pt as bytes, as other entries of a checkpoint, or as a function that makes it; and the words
 # of the error.
-REFUSED: list[tuple[Any, tuple[str, ...]]] = [
+REFUSED = [
     (b"", ("empty", "fetch it again")),
     (b"<!DOCTYPE html><title>Virus scan warning</title>", ("error page", "git-LFS", "torch.save")),
     ({"config": {"x": Code()}}, ("only its maker's code can read",)),
@@ -241,11 +237,3 @@ def test_untrusted_file_is_refused_before_it_runs_code_or_takes_memory(
         with raises_one_line("is not a readable checkpoint", path, *named):
             load_checkpoint(tmp_path, checksums=is_checked)
     assert not (tmp_path / "ran").exists()
-
-
-def test_gpt2_whose_weights_are_cut_short_is_refused(tmp_path):
-    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 20}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
-    (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with raises_one_line("init_from", tmp_path, "model.safetensors"):
-        load_gpt2(str(tmp_path))

@@ -4,7 +4,6 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT, assert_one_line, flags, raises_one_line
@@ -25,7 +24,7 @@ def write(folder: Path, content: str, name: str = "c.py") -> str:
     return str(path)
 
 
-VALUES: dict[str, st.SearchStrategy[Any]] = {
+VALUES = {
     "max_iters": st.integers(0, 2**63 - 1),
     "learning_rate": st.floats(0, 1e300),
     "min_lr": st.floats(0, 1e300) | st.none(),
@@ -70,7 +69,7 @@ def test_settings_of_earlier_versions_are_accepted_with_a_note_that_they_have_no
 
 
 # A config file, or arguments, and what the error names.
-FAULTY: dict[str, list[str]] = {
+FAULTY = {
     "bias = True\nmax_iters: 3\n": ["c.py:2:", "max_iters = 3"],  # as in YAML
     "max_iters = 1\n\nlearning_rat = 2\n": ["c.py:3:", "learning_rat ", "learning_rate"],
     "\noptimizer = 'c'\n": ["c.py:2:", "optimizer='c'", "adamw, muon"],

@@ -2,26 +2,32 @@
 it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from subprocess import PIPE
-from typing import Any
 from unittest import mock
 
 import pytest
-from conftest import ROOT, TINY, assert_one_line, flags, logged, raises_one_line, shell, tiny
+from conftest import (
+    POSIX,
+    ROOT,
+    TINY,
+    assert_one_line,
+    flags,
+    logged,
+    raises_one_line,
+    shell,
+    slow,
+    tiny,
+)
 from gloo import forked
 
 import train
 from deskgpt.errors import ConfigError, clock, one_line_errors
 from deskgpt.launch import init_distributed
 from deskgpt.peaks import peaks_path, read_peaks, write_peaks
-
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell, owners and modes")
 
 
 @pytest.mark.parametrize(
@@ -68,14 +74,17 @@ def test_times_are_rounded_to_what_they_show():
 # ---- output --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_an_error():
     with open("/dev/full", "w") as full:
         done = shell(
-            "python", "-OO", "train.py", "--help", capture_output=False, stdout=full, stderr=PIPE
+            *("python", "-OO", "train.py", "--help"),
+            code=1,
+            capture_output=False,
+            stdout=full,
+            stderr=PIPE,
         )
-    assert done.returncode == 1
     assert_one_line(done.stderr, "No space left on device")
 
 
@@ -103,11 +112,11 @@ with safe_output(ignore_write_errors=True):
 """
     env = os.environ | {"PYTHON": sys.executable, "CODE": code, "X": str(tmp_path / "x")}
     for closed in ("2>&-", "<&- >&- 2>&-"):
-        shell("bash", "-c", f'"$PYTHON" -c "$CODE" {closed}', check=True, env=env)
+        shell("bash", "-c", f'"$PYTHON" -c "$CODE" {closed}', env=env)
         assert (tmp_path / "x").read_bytes() == b""
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 @pytest.mark.parametrize(("action", "status"), [("ignore", 0), ("default", 128 + 1)])
 def test_run_outlives_its_terminal_with_nohup_and_stops_well_without(
@@ -146,11 +155,11 @@ def test_of_ranks_the_models_words_are_seen_and_ddps_warning_is_not(chars, tmp_p
     settings = tiny(chars, tmp_path, max_iters=2, gradient_accumulation_steps=2)
     logits = train.GPT.logits
 
-    def loud(*args: Any) -> Any:
+    def loud(*args):
         os.write(2, b"loud ")
         return logits(*args)
 
-    def train_loudly(rank: int) -> None:
+    def train_loudly(rank):
         setattr(train.GPT, "logits", loud)  # noqa: B010
         train.main(settings)
 

@@ -2,21 +2,18 @@
 that are exact, counted in one pass and by writing them.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 
 import jinja2
 import torch
-from conftest import logged, tiny
+from conftest import logged, run_tiny
 from tiny_models import MODERN, make, tokens
 
 from data.chat import template
 from data.chat.exercises import DAYS, TALK, exercises
 from deskgpt.engine import GenerationConfig, generate
 from deskgpt.evaluation import exact_answers
-from train import main
 
 
 def result_of(kind: str, question: str) -> str:
@@ -75,18 +72,16 @@ def test_run_on_dialogues_counts_the_answers_that_it_writes(tmp_path, script):
     (tmp_path / "d.jsonl").write_text("".join(f'["Say {i}.", "ok"]\n' for i in range(60)))
     form = ["--tokenizer=bytes", "--block_size=32", "--out", tmp_path / "d"]
     assert script("data/chat/prepare.py", tmp_path / "d.jsonl", *form).code == 0
-    main(
-        tiny(
-            tmp_path / "d",
-            tmp_path / "out",
-            eval_answers=True,
-            eval_iters=9,
-            block_size=32,
-            batch_size=16,
-            max_iters=25,
-            eval_interval=25,
-            learning_rate=0.03,
-        )
+    run_tiny(
+        tmp_path / "d",
+        tmp_path / "out",
+        eval_answers=True,
+        eval_iters=9,
+        block_size=32,
+        batch_size=16,
+        max_iters=25,
+        eval_interval=25,
+        learning_rate=0.03,
     )
     assert logged(tmp_path / "out", "eval", "val_answers") == [0.0, 1.0]
     rows = ['["Say 1.", "ok"]'] * 3 + ['{"question": "a", "answer": "b: ok", "category": "c"}']

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import bz2
 import csv
+import functools
 import gzip
 import io
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, assert_refused, contents, fails, shell
+from conftest import POSIX, assert_refused, contents, fails, nightly, shell, slow
+from gloo import in_forks
 
 import data.fineweb_edu.prepare as prepare_fineweb
 from data.batches import Split
@@ -32,7 +32,7 @@ from deskgpt.files import locked_folder
 PREPARE = "data/fineweb_edu/prepare.py"
 SMALL = ("--tokenizer=bytes", "--val_tokens=50_000")
 END_OF_TEXT = b"\xff"  # of --tokenizer=bytes
-PACK: dict[str, Callable[[bytes], bytes]] = {
+PACK = {
     ".gz": gzip.compress,
     ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
     ".bz2": bz2.compress,
@@ -40,7 +40,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shard_for_each_file() -> Iterator[None]:
+def _shard_for_each_file():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.sources.SHARD_BYTES", 1)
         yield
@@ -88,10 +88,10 @@ def made(*options: str | Path) -> None:
     main(arguments([*map(str, options)]))
 
 
-def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+def stopped_at(n, value_of, seen):
     """Return the same function, which notes its values and stops its process at number n."""
 
-    def value_or_stop(*row: Any) -> Any:
+    def value_or_stop(*row):
         seen.append(value_of(*row))
         if len(seen) == n:
             raise KeyboardInterrupt
@@ -100,26 +100,29 @@ def stopped_at(n: int, value_of: Callable[..., Any], seen: list[Any]) -> Callabl
     return value_or_stop
 
 
-# Put before code, this ends the process at once before or after one of its renames.
-UNTIL_RENAME = """
-import itertools, os, sys
-at, after, *options = sys.argv[1:]
-rename, calls = os.replace, itertools.count(1)
-def rename_or_end(old, new):
-    is_last = next(calls) == int(at)
-    if is_last and after == "before":
-        os._exit(9)
-    rename(old, new)
-    if is_last:
-        os._exit(9)
-os.replace = rename_or_end
-"""
-MAIN = """
-import data.sources
-from data.fineweb_edu.prepare import *
-data.sources.SHARD_BYTES = 1
-main(arguments(options))
-"""
+def killed_at_rename(at, work):
+    """Call work in a fork that ends at once before (1, 3 ...) or after (2, 4 ...) one of its
+    renames. Return whether it has that many.
+    """
+    rename = os.replace
+    moments = itertools.count(1)
+
+    def pass_or_end():
+        if next(moments) == at:
+            os._exit(9)
+
+    def rename_or_end(*paths):
+        pass_or_end()
+        rename(*paths)
+        pass_or_end()
+
+    def work_until_then():
+        setattr(os, "replace", rename_or_end)  # noqa: B010
+        work()
+
+    (status,) = in_forks(work_until_then)
+    assert status in (0, 9)
+    return status == 9
 
 
 # ---- sources -------------------------------------------------------------------------------------
@@ -178,14 +181,16 @@ def test_options_that_do_not_fit_the_source_are_one_line(tmp_path, script):
     assert_refused(script(*prepare, "--hub=other"), "--hub", "--source")
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs Linux's record of peak memory"
 )
 def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
     texts = [f"{i} {text}" for i in range(60) for text in documents]
     source = write_documents(tmp_path / "big.parquet", texts)
-    code = f"import sys; options = sys.argv[1:]; {MAIN}print(open('/proc/self/status').read())"
+    code = "from data.fineweb_edu.prepare import *; import data.sources, sys; "
+    code += "data.sources.SHARD_BYTES = 1; main(arguments(sys.argv[1:])); "
+    code += "print(open('/proc/self/status').read())"
     options = ("--source", source, "--tokenizer=bytes", "--out", tmp_path / "out")
     done = shell("python", "-c", code, *options)
     (peak_kb,) = re.findall(r"^VmHWM:\s+(\d+)", done.stdout, re.M)
@@ -197,7 +202,7 @@ def test_memory_stays_far_below_what_is_read_and_written(tmp_path, documents):
 
 
 @pytest.fixture(scope="session")
-def texts(documents) -> list[list[str]]:
+def texts(documents):
     """The documents of each of seven files; the third has none."""
     short = documents[1:]  # without the one that would be nearly all of val
     groups = [short[i::6] for i in range(6)]
@@ -205,7 +210,7 @@ def texts(documents) -> list[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def source(texts, tmp_path_factory) -> Path:
+def source(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     for n, of_file in enumerate(texts):
         write_documents(folder / f"{n}{'.jsonl.zst' if n % 2 else '.parquet'}", of_file)
@@ -213,7 +218,7 @@ def source(texts, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source, tmp_path_factory) -> Path:
+def undisturbed(source, tmp_path_factory):
     """What is made of source, undisturbed."""
     out = tmp_path_factory.mktemp("undisturbed")
     made("--source", source, *SMALL, "--out", out)
@@ -256,23 +261,16 @@ def test_other_settings_are_errors_and_change_nothing(script, source, undisturbe
     assert contents(undisturbed) == before
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
+@slow
+@POSIX
 def test_killed_before_or_after_any_rename_and_run_again_the_files_are_the_same(
-    tmp_path, source, undisturbed
+    tmp_path, source, undisturbed, capfd
 ):
     out = tmp_path / "killed"
-    renames = itertools.cycle(itertools.product("1234", ("before", "after")))
-    options = (*SMALL, "--source", source, "--out", out)
-    n_killed = 0
-    ended = False
-    while not ended:
-        words = [sys.executable, "-c", UNTIL_RENAME + MAIN, *next(renames), *options]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        assert done.stderr == ""
-        ended = done.returncode == 0
-        n_killed += not ended
-    assert n_killed > 8
+    make = functools.partial(made, *SMALL, "--source", source, "--out", out)
+    kills = itertools.takewhile(lambda at: killed_at_rename(at, make), itertools.cycle(range(1, 9)))
+    assert len([*kills]) > 8
+    assert capfd.readouterr().err == ""
     assert contents(out) == contents(undisturbed)
 
 
@@ -292,7 +290,7 @@ configs:
 
 
 @pytest.fixture
-def hub(tmp_path) -> Path:
+def hub(tmp_path):
     """A folder as a data set on the hub, which datasets.load_dataset reads in the same way."""
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "README.md").write_text(README)
@@ -313,7 +311,6 @@ def test_set_of_the_hub_is_streamed_by_its_name_and_what_it_lacks_is_named(
     assert_holds(tmp_path / "out", [*texts[::3], *texts[1::3], *texts[2::3]])
     rest = ("--hub", hub, "--subset=rest", "--tokenizer=bytes", "--out", tmp_path / "rest")
     fails(script(PREPARE, *rest, "--text_column=body"), "train", "train_sft", "--split")
-    fails(script(PREPARE, *rest, "--split=train_sft"), "text", "--text_column")
     assert script(PREPARE, *rest, "--split=train_sft", "--text_column=body").code == 0
     fails(script(PREPARE, *rest[:2], "--subset=nope", *rest[3:]), "nope", "ten", "rest")
     fails(script(PREPARE, *SMALL, "--out", tmp_path / "own"), "fineweb-edu", "network")

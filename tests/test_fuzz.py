@@ -13,17 +13,15 @@ import io
 import json
 import os
 import traceback
-from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import CPU, corrupted, tiny
+from conftest import CPU, corrupted, run_tiny, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -47,7 +45,7 @@ from deskgpt.train_state import TrainState
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 LARGE = 1 << 30  # bytes of address space, beyond what the process has
 fuzzed = settings(
@@ -58,7 +56,7 @@ fuzzed = settings(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_limited(folder) -> Iterator[None]:
+def _memory_is_limited(folder):
     """An absurd size in a file is found before memory is taken, or here."""
     resource = pytest.importorskip("resource")  # which Windows lacks
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -68,7 +66,7 @@ def _memory_is_limited(folder) -> Iterator[None]:
 
 
 @contextmanager
-def ends_as_documented() -> Iterator[None]:
+def ends_as_documented():
     """Fail if the block, which reads something odd, neither succeeds nor ends with an error for
     users.
     """
@@ -103,7 +101,7 @@ odd_json = st.recursive(
 )
 
 
-def changed(value: Any, draw: Any, new: SearchStrategy[Any]) -> Any:
+def changed(value, draw, new):
     """Return a copy in which one value, at any depth, is replaced by a new one."""
     if not isinstance(value, dict | list) or not value or not draw(st.integers(0, 3)):
         return draw(new)
@@ -134,14 +132,14 @@ def test_arguments(words):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with a tiny model's run: out."""
     folder = tmp_path_factory.mktemp("fuzz")
     ids = BytesTokenizer().encode("a tiny model reads this again and again. " * 8)
     write_dataset(folder / "bytes", {"train": ids, "val": ids[:80]}, BytesTokenizer(), "fuzz")
     sizes = {"n_layer": 1, "n_embd": 4, "block_size": 8, "batch_size": 2, "max_iters": 2}
     with redirect_stdout(io.StringIO()):
-        train.main(tiny(folder / "bytes", folder / "out", **sizes))
+        run_tiny(folder / "bytes", folder / "out", **sizes)
     return folder
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_one_line, files_of_at_most, needs_bpe, raises_one_line
+from conftest import assert_one_line, files_of_at_most, needs_bpe, raises_one_line, slow
 from test_export import DIALOGUE, ODD, exported, prompt_of_dialogue, saved, tokenizer_and_text
 from tiny_models import MODERN_SETTINGS, make
-from torch import Tensor
 
 from data.chat import template
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer
@@ -45,7 +44,7 @@ def ask(server: Any, what: str, **request: Any) -> Any:
 
 
 @needs_llama
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("architecture", export_gguf.ARCHITECTURES)
 def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture):
     settings = export_gguf.ARCHITECTURES[architecture]
@@ -69,13 +68,13 @@ def test_llama_cpp_writes_the_same_greedy_tokens(tmp_path, capsys, architecture)
         assert theirs == [int(new) for new, _ in generate(model, ids, greedy, n_tokens)]
 
 
-def by_length(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def by_length(q, k, v, dropout):
     """Scores grow with the length of the text, by nothing at that of a whole context."""
     scale = math.log(q.size(2) + 1) / math.log(64)
     return F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
 
 
-def running_mean(self: Any, x: Tensor, *args: Any) -> Tensor:
+def running_mean(self, x, *args):
     n = torch.arange(1, x.size(1) + 1)[:, None]
     return self.c_proj(activation(self.c_fc(x + 0.02 * x.cumsum(1) / n), self.activation))
 
@@ -88,14 +87,13 @@ def test_model_that_llama_cpp_computes_otherwise_is_not_exported(
     tmp_path, monkeypatch, function, change
 ):
     monkeypatch.setattr(f"model.{function}", change)
-    saved(tmp_path / "out", SMALL, BYTES)
     with raises_one_line("model.py", "logits differ", "nothing was exported"):
-        main(ExportConfig(out_dir=str(tmp_path / "out"), to=str(tmp_path / "a.gguf")))
+        exported(tmp_path, SMALL, BYTES, to="a.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @needs_llama
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
 def test_llama_cpp_reads_and_writes_our_tokens_and_dialogues(text, tmp_path, kind):
     tokenizer, odd = tokenizer_and_text(kind, text)

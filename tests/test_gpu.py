@@ -6,8 +6,6 @@ python bench/pretend_card.py --card T4 -m pytest tests/test_gpu.py
 DESKGPT_TEST_DEVICE=mps pytest tests/test_gpu.py      # but for those about CUDA itself
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
@@ -17,14 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    TORCHRUN,
-    events,
-    flags,
-    shell,
-    tiny,
-)
+from conftest import TINY, events, flags, shell, tiny
 from tiny_models import MODERN_SETTINGS, make, tokens
 from torch.nn.attention import sdpa_kernel
 
@@ -226,8 +217,8 @@ def test_ranks_under_torchrun_compute_what_no_torchrun_does(world, compiled, cha
         pytest.skip(f"needs {world} CUDA devices")
     settings = RUN | {"dataset": chars, "out_dir": tmp_path / "ranks"}
     settings |= {"compile": compiled, "gradient_accumulation_steps": 2}
-    done = shell(*[word.replace("=2", f"={world}") for word in TORCHRUN], *flags(**settings))
-    assert done.returncode == 0, done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}")
+    shell("python", *torchrun, "train.py", *flags(**settings))
     assert events(tmp_path / "ranks", "start")[0]["world_size"] == world
     alone = trained(chars, tmp_path / "alone", gradient_accumulation_steps=2)
     assert losses(tmp_path / "ranks") == pytest.approx(alone, rel=1e-3)

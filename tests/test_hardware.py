@@ -4,31 +4,36 @@ card.
 The NVIDIA driver's library is a stub.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, TINY, assert_one_line, events, flags, raises_one_line, tiny
+from conftest import (
+    CPU,
+    CUDA,
+    POSIX,
+    TINY,
+    assert_one_line,
+    events,
+    flags,
+    raises_one_line,
+    run_tiny,
+    shell,
+    slow,
+)
 
 from deskgpt import limits, peaks, wheels
 from deskgpt.compiling import default_dtype
 from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_bytes
 from deskgpt.peaks import read_peaks, write_peaks
 from deskgpt.wheels import Gpu
-from train import main
-
-POSIX = pytest.mark.skipif(os.name == "nt", reason="the driver is a library in C here")
 
 
 def test_ranks_never_share_a_gpu(monkeypatch):
@@ -79,7 +84,7 @@ int cuDeviceComputeCapability(int *major, int *minor, int device) { *minor = *ma
 
 
 # What cuInit returns, and what is found.
-ANSWERS: list[tuple[str, Any]] = [
+ANSWERS = [
     ("0", Gpu("Tesla T4", (13, 0), (7, 7))),
     ("100", None),  # no card
     ("803", "error 803"),  # an updated driver, and no restart
@@ -94,8 +99,7 @@ ANSWERS: list[tuple[str, Any]] = [
 def test_card_is_the_one_that_the_drivers_library_names(status, found, tmp_path, monkeypatch):
     library = tmp_path / "libcuda.so"
     source = DRIVER.replace("STATUS", status)
-    command = ["cc", "-O0", "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
-    subprocess.run(command, input=source, text=True, check=True)
+    shell("cc", "-O0", "-shared", "-fPIC", "-xc", "-", "-o", library, input=source)
     monkeypatch.setattr(wheels, "LIBRARY", str(library))
     monkeypatch.setattr(wheels, "ANSWER_S", 0.5 if "sleep" in status else 60.0)
     gpu = wheels.nvidia_gpu()
@@ -112,7 +116,7 @@ def test_remedy_is_the_build_to_install_and_without_a_card_the_one_for_the_cpu()
 
 
 @POSIX
-@pytest.mark.slow
+@slow
 def test_scripts_print_that_torch_does_not_see_the_gpu(chars, tmp_path, script, monkeypatch):
     gpu = Gpu("NVIDIA GeForce RTX 4070", (13, 0), (8, 9))
     monkeypatch.setattr(wheels, "nvidia_gpu", lambda: gpu)
@@ -233,7 +237,7 @@ def test_gpu_has_its_published_peak_or_the_measured_one(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         found = float(measured)
         monkeypatch.setattr(peaks, "measured_matmul_flops", lambda *_, found=found: found)
-        flops, source = peaks.peak_flops(torch.device("cuda"), dtype)
+        flops, source = peaks.peak_flops(CUDA, dtype)
         assert flops == float(peak)
         assert printed in source
 
@@ -242,7 +246,7 @@ def test_variables_that_change_how_torch_computes_are_printed_and_logged(
     chars, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    main(tiny(chars, tmp_path, compile=True, max_iters=0))
+    run_tiny(chars, tmp_path, compile=True, max_iters=0)
     [start] = events(tmp_path, "start")
     assert not start["compiled"]
     assert start["versions"]["variables"] == "TORCHDYNAMO_DISABLE=1"
@@ -267,7 +271,7 @@ def test_matmuls_that_take_their_time_have_their_flops_and_draw_no_random_number
     now = [0.0]
     calls = itertools.count()
 
-    def takes(x: Any, y: Any, out: Any) -> None:
+    def takes(x, y, out):
         now[0] += 2 * len(x) ** 3 / 1e12 * (1 + next(calls) % 2)
 
     monkeypatch.setattr(torch, "mm", takes)

@@ -2,8 +2,6 @@
 the usual band.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -19,7 +17,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, assert_one_line, events, flags, logged, raises_one_line, tiny
+from conftest import (
+    POSIX,
+    ROOT,
+    TINY,
+    assert_one_line,
+    events,
+    flags,
+    logged,
+    raises_one_line,
+    run_tiny,
+    slow,
+    tiny,
+)
 from gloo import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,12 +45,11 @@ from deskgpt.monitor import LossMonitor
 from deskgpt.train_state import SpikeDetector
 from train import TrainConfig, main
 
-NEEDS_FORK = pytest.mark.skipif(os.name == "nt", reason="needs fork")
 BAD = "transformer.h.1.mlp.c_fc.weight"
 
 
 @pytest.fixture
-def faults(monkeypatch) -> SimpleNamespace:
+def faults(monkeypatch):
     """Return which micro-batches have a NaN in their gradients, which the test sets, and the number
     of all so far.
     """
@@ -61,7 +70,7 @@ def faults(monkeypatch) -> SimpleNamespace:
     return found
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[pytest.mark.slow, NEEDS_FORK])])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=[slow, POSIX])])
 def test_step_with_a_bad_gradient_is_skipped_and_logged_with_its_loss_and_windows(
     world, chars, tmp_path, faults, capfd
 ):
@@ -94,17 +103,17 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
         faults.bad = (1, 3, *faults.bad)  # these two are not in a row
         named = [str(tmp_path), "step 5", "a lower --learning_rate"]
     with raises_one_line(f"{first_bad} to {first_bad + 9}", "float32", BAD, "1 of 15", *named):
-        main(tiny(chars, tmp_path, max_iters=30, eval_interval=1))
+        run_tiny(chars, tmp_path, max_iters=30, eval_interval=1)
     assert faults.passes == first_bad + 10
     # None of the last bad steps
     assert max(logged(tmp_path, "save"), default=0) <= first_bad
 
 
-@pytest.mark.slow
+@slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, faults):
     faults.bad = range(2, 100)
     with raises_one_line("19 to 28", "float16", "loss scale 0."):
-        main(tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=60))
+        run_tiny(chars, tmp_path, dtype="float16", max_iters=60, eval_interval=60)
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 0.5), st.floats(0.0, 3.0))
@@ -119,7 +128,7 @@ def test_noise_and_a_falling_loss_are_not_spikes_and_a_sudden_rise_is_one(seed, 
     assert all(detector.add(9.0) is None for _ in range(50))  # it is reported once
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("on_spike", "saved"), [("go", 60), ("stop", 40)])
 def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(
     on_spike, saved, chars, tmp_path, monkeypatch, capsys
@@ -133,7 +142,7 @@ def test_spike_is_logged_and_on_spike_says_whether_the_run_ends(
     settings = {"max_iters": 60, "eval_interval": 20, "log_interval": 4, "learning_rate": 1e-3}
     named = ("on_spike=stop", "step 45", tmp_path, "step 40")
     with raises_one_line(*named) if on_spike == "stop" else nullcontext():
-        main(tiny(chars, tmp_path, on_spike=on_spike, **settings))
+        run_tiny(chars, tmp_path, on_spike=on_spike, **settings)
     [spike] = events(tmp_path, "spike")
     assert (spike["iter"], spike["rows"]) == (45, [180, 183])
     assert spike["loss"] > spike["median"] + 4
@@ -148,7 +157,7 @@ def test_improvement_must_exceed_the_standard_error_and_small_ones_add_up():
     assert without_improvement([r._replace(standard_error=None) for r in records]) == 0
 
 
-@pytest.mark.slow
+@slow
 def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_path, capsys):
     flat = {"learning_rate": 0.0, "min_lr": 0.0, "eval_interval": 5, "patience": 3}
     c = tiny(chars, tmp_path, max_iters=10, **flat)
@@ -162,7 +171,7 @@ def test_patience_ends_a_run_and_a_resumed_one_continues_counting(chars, tmp_pat
     assert re.search(r"^resume: .*(\\\n.*)* --patience=0$", out, re.M)
 
 
-@pytest.mark.slow
+@slow
 def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
     out_dir = tmp_path / "my first run"
     done = script("train.py", *flags(**TINY, dataset=chars, out_dir=out_dir))
@@ -187,7 +196,7 @@ def test_end_of_a_run_prints_commands_that_work(chars, tmp_path, script):
 # ---- the band of runs that differ only in their seed ---------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_end_of_a_run_says_whether_its_losses_are_those_of_other_seeds(
     chars, tmp_path, capfd, monkeypatch
 ):

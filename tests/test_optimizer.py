@@ -44,7 +44,7 @@ def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     optimizer = make(model, "muon")
     other = copy.deepcopy(model)
     adamw = make(other, "adamw")
-    apart: dict[Any, list[Any]] = {}
+    apart = {}
     for p in optimizer.param_groups[-1]["params"]:
         n = 3 if p.size(0) == 3 * p.size(1) else 1
         apart[p] = [part.clone().requires_grad_() for part in p.detach().chunk(n)]
@@ -130,11 +130,11 @@ class Own(torch.optim.Optimizer):
 
     hidden: Any
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model):
         super().__init__(model.parameters(), {"lr": 0.1, "slow": None})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         self.steps = getattr(self, "steps", np.int64(0)) + 1
         for group in self.param_groups:
             group["slow"] = group["slow"] or [torch.zeros_like(p) for p in group["params"]]
@@ -154,19 +154,19 @@ def take_steps(optimizer: torch.optim.Optimizer, model: GPT, first: int, last: i
 class WithStateDict(torch.optim.SGD):
     """SGD whose steps grow, with a state_dict of its own."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model):
         super().__init__(model.parameters(), lr=0.1, momentum=0.9)
         self.counts = np.zeros(1)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         self.counts += 1
         self.param_groups[0]["lr"] *= float(self.counts[0])
         super().step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"sgd": super().state_dict(), "count": float(self.counts[0])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.counts[0] = state["count"]
         super().load_state_dict(state["sgd"])
 
@@ -206,7 +206,7 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
     optimizer.step()
     saved = copy.deepcopy(optimizer_state(optimizer, model))
 
-    def load(**wrong: Any) -> None:
+    def load(**wrong):
         load_optimizer(optimizer, model, copy.deepcopy(saved | wrong), "out")
 
     load(state={})  # of a run without a step

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, copy_of_repository, needs_bpe
+from conftest import POSIX, ROOT, copy_of_repository, needs_bpe, nightly, shell
 from scipy import stats
 
 from bench.asking.statistics import ALPHA, difference
@@ -87,7 +86,7 @@ DIALOGUE = """{"messages": [{"role": "user", "content": "Who is there?"}, \
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, text) -> Path:
+def clone(tmp_path_factory, text):
     """Make a copy of the repository with texts to train on and a .venv of this Python."""
     from transformers import (  # takes seconds, which the quick tests do without
         GPT2Config,
@@ -130,11 +129,7 @@ def run(clone: Path, command: str) -> str:
     """Run a command in the clone and return what it prints."""
     path = f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "COLUMNS": "80"}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
-    return done.stdout
+    return shell("bash", "-c", command, cwd=clone, env=env).stdout
 
 
 def shortened(command: str) -> str:
@@ -179,8 +174,8 @@ def training_flags(command: str) -> str:
 
 
 @needs_bpe
-@pytest.mark.nightly
-@pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a POSIX shell")
+@nightly
+@POSIX
 def test_commands_of_the_pages_run(clone):
     for command in COMMANDS:
         if command.startswith(tuple(NOT_RUN.splitlines())):
@@ -347,7 +342,7 @@ def test_answers_are_those_of_the_stored_runs():
 # ---- the notebook --------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
+@nightly
 def test_whole_notebook_trains_plots_and_writes_text_without_a_network(tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient

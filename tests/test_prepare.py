@@ -5,14 +5,12 @@ line.
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import (
+    POSIX,
     ROOT,
     SHAKESPEARE,
     assert_refused,
@@ -23,7 +21,7 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fineweb import PACK, UNTIL_RENAME
+from test_fineweb import PACK, killed_at_rename
 
 from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe
@@ -175,23 +173,20 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
     assert read_meta(other)["tokenizer"] == read_meta(own)["tokenizer"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the quick Python of the tests is for POSIX")
-def test_kill_at_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path, script):
-    own = tmp_path / "own"
-    prepare = [PREPARE, "--tokenizer=bytes", "--out", own]
-    for text in ("old ", "new "):
-        (tmp_path / text.strip()).write_text(text * 50)
-    run = "import runpy; sys.argv = options; runpy.run_path(options[0], run_name='__main__')"
-    for at in "123":
-        assert script(*prepare, tmp_path / "old").code == 0
-        words = [sys.executable, "-c", UNTIL_RENAME + run, at, "before", *prepare, tmp_path / "new"]
-        subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-        if (own / "val.bin").exists():
-            for name, entry in read_record(own)["files"].items():
-                assert file_sha256(own / name) == entry["sha256"]
-        assert script(*prepare, tmp_path / "new").code == 0
-        assert decoded(own) == "new " * 50
-        names = {path.name for path in own.glob("[!.]*")}
+@POSIX
+def test_kill_before_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path):
+    def prepare_text(text):
+        prepare(text * 50, tmp_path, "bytes", "a text")
+
+    for at in (1, 3, 5):
+        prepare_text("old ")
+        assert killed_at_rename(at, functools.partial(prepare_text, "new "))
+        if (tmp_path / "val.bin").exists():
+            for name, entry in read_record(tmp_path)["files"].items():
+                assert file_sha256(tmp_path / name) == entry["sha256"]
+        prepare_text("new ")
+        assert decoded(tmp_path) == "new " * 50
+        names = {path.name for path in tmp_path.glob("[!.]*")}
         assert names == {"train.bin", "val.bin", "meta.json"}
 
 

@@ -2,8 +2,6 @@
 stopped or start again together.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -16,6 +14,8 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    CUDA,
+    POSIX,
     ROOT,
     TINY,
     assert_equal,
@@ -23,7 +23,10 @@ from conftest import (
     events,
     flags,
     logged,
+    nightly,
     raises_one_line,
+    run_tiny,
+    slow,
     tiny,
     until,
     vector,
@@ -49,9 +52,7 @@ from deskgpt.stopping import StopConditions, signal_handler
 from model import GPTConfig
 from train import TrainConfig, main
 
-pytestmark = pytest.mark.skipif(
-    os.name == "nt", reason="needs gloo and signals as Linux and macOS have them"
-)
+pytestmark = POSIX
 
 # ---- variables of a launcher ---------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
 CARDS = [(80, "bfloat16", True), (15, "float16", False)]
 
 
-@pytest.mark.slow
+@slow
 def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
     c = TrainConfig(batch_size=4, gradient_accumulation_steps=32)
     model_config = GPTConfig.from_settings(c, 50304)
@@ -121,7 +122,7 @@ def test_ranks_with_other_cards_compute_alike(tmp_path, monkeypatch):
         monkeypatch.setattr("deskgpt.compiling.default_dtype", lambda device: fastest)
         monkeypatch.setattr("deskgpt.compiling.has_triton", lambda device: has_triton)
         monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
-        ranks = replace(ranks, device=torch.device("cuda"))
+        ranks = replace(ranks, device=CUDA)
         start = Start("scratch", model_config, Checkpoint({}, {}))
         mode, batch = choose_compute_and_batch(c, start, ranks)
         fits = larger_batch(model_config, ranks.device, c.batch_split(ranks.rank, 2), mode)
@@ -171,7 +172,7 @@ def test_init_from_auto_begins_as_the_config_file_says_then_resumes_and_never_ov
     chars, tmp_path, capsys
 ):
     base, out, config = tmp_path / "base", tmp_path / "out", tmp_path / "finetune.py"
-    main(tiny(chars, base, max_iters=1))
+    run_tiny(chars, base, max_iters=1)
     config.write_text(f"init_from = {str(base)!r}\n")
     machine = {name: TINY[name] for name in ("device", "dtype", "compile", "cpu_kernels")}
     own = flags(**machine, dataset=chars, out_dir=out, init_from="auto", eval_iters=1)
@@ -220,7 +221,7 @@ def test_data_and_kinds_of_devices_must_agree_between_hosts(check, named, tmp_pa
         assert_one_line(message, named, "--device=cpu")
 
 
-@pytest.mark.slow
+@slow
 def test_dist_timeout_s_ends_a_run_in_which_a_rank_hangs(chars, tmp_path, capfd):
     backward = torch.Tensor.backward
     steps = itertools.count()
@@ -247,7 +248,7 @@ ENDLESS = TINY | {"gradient_accumulation_steps": 2, "eval_interval": 5, "max_ite
 ENDLESS |= {"dropout": 0.1}
 
 
-@pytest.mark.nightly
+@nightly
 @pytest.mark.parametrize("dp_shard", [1, -1])
 def test_killed_torchrun_and_its_rank_cost_no_more_than_a_restart(dp_shard, chars, begin, tmp_path):
     out, full = tmp_path / "out", tmp_path / "full"
@@ -291,7 +292,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.nightly
+@nightly
 def test_slurm_script_saves_and_requeues_before_its_time_is_up(chars, begin, tmp_path):
     for name, lines in COMMANDS.items():
         program = tmp_path / name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import pickle
 import re
@@ -12,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +20,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    POSIX,
     TINY,
     assert_one_line,
     assert_same_run,
     contents,
     logged,
     raises_one_line,
+    run_tiny,
+    slow,
     tiny,
 )
-from gloo import forked, resumed, run
+from gloo import forked, in_forks, resumed, run
 from tiny_models import MODERN_SETTINGS
 from torch import nn
 
@@ -42,10 +43,9 @@ from deskgpt.device import code_digest
 from deskgpt.logger import RunLogger
 from deskgpt.resume import resumed_settings
 from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
-from model import Block, ForwardContext, GPTConfig
+from model import Block
 from train import TrainConfig, main
 
-NEEDS_SIGNALS = pytest.mark.skipif(os.name == "nt", reason="Windows ends a process that it signals")
 LONG = {"max_iters": 60, "eval_interval": 5, "lr_decay_iters": 60, "dropout": 0.1}
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -55,18 +55,14 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dropout")) for n in RUNS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[slow] * (n != "dropout")) for n in RUNS])
 def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp_path, name):
     """Computing activations again, in one half, changes no bit."""
     settings = RUNS[name] | {"lr_decay_iters": 6}
-    main(tiny(chars, tmp_path / "full", **settings))
-    main(tiny(chars, tmp_path / "halves", max_iters=3, **settings))
-    main(
-        tiny(
-            chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **settings
-        )
+    run_tiny(chars, tmp_path / "full", **settings)
+    run_tiny(chars, tmp_path / "halves", max_iters=3, **settings)
+    run_tiny(
+        chars, tmp_path / "halves", init_from="resume", activation_checkpoint="full", **settings
     )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert logged(tmp_path / "halves", "iter") == list(range(6))
@@ -75,18 +71,18 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
 class Passes(nn.Module):
     """Counts in its extra state, and draws from a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.n = 0
         self.generator = torch.Generator().manual_seed(1)
 
-    def get_extra_state(self) -> int:
+    def get_extra_state(self):
         return self.n
 
-    def set_extra_state(self, state: int) -> None:
+    def set_extra_state(self, state):
         self.n = state
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.n += 1
         return x / self.n * torch.rand((), generator=self.generator)
 
@@ -94,14 +90,14 @@ class Passes(nn.Module):
 class ChangedBlock(Block):
     """A block as users change it, also by a number of a tensor and a mask of -inf."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.passes = Passes()
         self.rate = torch.linspace(0, 1, 3)[1].item()
         self.register_buffer("mask", torch.full((2, 2), -torch.inf))
         self.calls = torch.zeros(())
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, x, context):
         self.calls += 1
         y = super().forward(x, context)
         return y + self.rate * self.passes(x) if self.training else y
@@ -110,21 +106,21 @@ class ChangedBlock(Block):
 def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     chars, tmp_path, monkeypatch, capsys
 ):
-    drawn: list[float] = []
+    drawn = []
     step_of = Loader.step
 
-    def step(self: Loader, number: int) -> Any:
+    def step(self, number):
         drawn.append(float(torch.rand(())))  # as main may draw before the first micro-batch
         return step_of(self, number)
 
-    def rate(schedule: Any, step: int) -> Any:
+    def rate(schedule, step):
         return np.interp(step, [0, 6], [0.01, 0.001])  # a number of NumPy
 
     monkeypatch.setattr(Loader, "step", step)
     monkeypatch.setattr(model, "Block", ChangedBlock)
     monkeypatch.setattr(train, "learning_rate", rate)
-    main(tiny(chars, tmp_path / "full"))
-    main(tiny(chars, tmp_path / "halves", max_iters=3))
+    run_tiny(chars, tmp_path / "full")
+    run_tiny(chars, tmp_path / "halves", max_iters=3)
     main(resumed(tmp_path / "halves", max_iters=6))
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert drawn[:6] == drawn[6:]
@@ -133,14 +129,14 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
 
 
 def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp_path, monkeypatch):
-    rows: set[int] = set()
+    rows = set()
     offsets = Split.sequence_offsets
 
-    def noted(self: Split, numbers: Any) -> Any:
+    def noted(self, numbers):
         rows.update(numbers)
         return offsets(self, numbers)
 
-    main(tiny(chars, tmp_path, max_iters=3, lr_decay_iters=9))
+    run_tiny(chars, tmp_path, max_iters=3, lr_decay_iters=9)
     monkeypatch.setattr(Split, "sequence_offsets", noted)
     main(resumed(tmp_path, batch_size=8, resume_changed=True, max_iters=6))
     assert {*range(3 * 4, 3 * 4 + 3 * 8)} <= rows
@@ -153,14 +149,14 @@ def test_rows_and_tokens_of_a_run_are_counted_also_with_another_batch(chars, tmp
 
 
 @pytest.fixture(scope="module")
-def full_run(chars, tmp_path_factory) -> Path:
+def full_run(chars, tmp_path_factory):
     """Return the folder of a run that nothing has stopped."""
     out_dir = tmp_path_factory.mktemp("full")
-    main(tiny(chars, out_dir, **LONG))
+    run_tiny(chars, out_dir, **LONG)
     return out_dir
 
 
-def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
+def train_until_stopped(c, prepare):
     """Train as train.py does, which handles signals, after a call that sees to it that the run is
     stopped.
     """
@@ -171,17 +167,13 @@ def train_until_stopped(c: TrainConfig, prepare: Callable[[], None]) -> None:
     main(c)
 
 
-def stopped(c: TrainConfig, prepare: Callable[[], None]) -> int | None:
+def stopped(c, prepare):
     """Do so in a fork. Return its exit status."""
-    process = multiprocessing.get_context("fork").Process(
-        target=train_until_stopped, args=(c, prepare)
-    )
-    process.start()
-    process.join(60)
-    return process.exitcode
+    (status,) = in_forks(partial(train_until_stopped, c, prepare))
+    return status
 
 
-def at_step(step: int, action: Callable[[], None]) -> None:
+def at_step(step, action):
     """Call a function when a step is logged."""
     log_step = RunLogger.step
 
@@ -193,15 +185,15 @@ def at_step(step: int, action: Callable[[], None]) -> None:
     setattr(RunLogger, "step", logged)  # noqa: B010
 
 
-def send(number: int) -> None:
+def send(number):
     """Signal this process, and wait until its handler was called."""
     os.kill(os.getpid(), number)
     while signal_handler.signal is None:
         time.sleep(0.001)
 
 
-@pytest.mark.slow
-@NEEDS_SIGNALS
+@slow
+@POSIX
 def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
     chars, full_run, tmp_path, capfd
 ):
@@ -221,8 +213,8 @@ def test_run_stopped_by_each_signal_and_killed_resumes_bit_for_bit(
     assert_same_run(full_run, out_dir)
 
 
-@pytest.mark.slow
-@NEEDS_SIGNALS
+@slow
+@POSIX
 def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
     chars, full_run, tmp_path, capfd
 ):
@@ -260,13 +252,13 @@ def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypa
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
 
-@pytest.mark.slow
-@NEEDS_SIGNALS
+@slow
+@POSIX
 def test_ranks_stop_at_the_same_step_whichever_of_them_is_hit(chars, tmp_path, capfd):
     settings = LONG | {"gradient_accumulation_steps": 2, "max_iters": 80, "eval_interval": 40}
     run(2, tiny(chars, tmp_path / "full", **settings))
 
-    def work(rank: int) -> None:
+    def work(rank):
         hit_at = 20 if rank == 1 else -1
         c = tiny(chars, tmp_path / "stopped", **settings)
         train_until_stopped(c, partial(at_step, hit_at, partial(send, signal.SIGTERM)))
@@ -295,23 +287,17 @@ def write_random(folder: Path, train: int = 0, val: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory) -> Path:
+def half(tmp_path_factory):
     """Return a folder with data/, and with out/, which holds the first half of a run."""
     folder = tmp_path_factory.mktemp("half")
-    main(
-        tiny(
-            write_random(folder / "data"),
-            folder / "out",
-            max_iters=4,
-            lr_decay_iters=6,
-            dropout=0.1,
-        )
+    run_tiny(
+        write_random(folder / "data"), folder / "out", max_iters=4, lr_decay_iters=6, dropout=0.1
     )
     return folder
 
 
 @pytest.fixture
-def out(half, tmp_path) -> Path:
+def out(half, tmp_path):
     """Return a copy of the first half's folder, to resume in."""
     return Path(shutil.copytree(half / "out", tmp_path / "out"))
 
@@ -334,7 +320,7 @@ def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_fi
 def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
     saved = load_checkpoint(out)
 
-    def settings_of(*argv: str, **settings: Any) -> dict[str, Any]:
+    def settings_of(*argv, **settings):
         save_checkpoint(replace(saved, config=saved.config | settings), out, best=False)
         return resumed_settings(TrainConfig, list(argv), str(out))
 
@@ -347,7 +333,7 @@ def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
 
 
 # What is changed, and the names and values that the error has.
-CHANGES: list[tuple[str, Any, tuple[str, ...]]] = [
+CHANGES = [
     ("batch_size", 8, ("sequences per step: 4 before, 8 now",)),
     ("seed", 1, ("seed: 1337 before, 1 now",)),
     ("eval_iters", 3, ("windows per evaluation: 8 before, 12 now",)),
@@ -370,7 +356,7 @@ def test_another_experiment_is_refused_and_changes_no_file(name, value, named, h
     assert contents(out) == before
 
 
-@pytest.mark.slow
+@slow
 def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     best = (out / "ckpt_best.pt").read_bytes()
     # Which the other data never has
@@ -446,7 +432,7 @@ def nanogpt_checkpoint(half: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@slow
 def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(half, tmp_path, script):
     torch.save(nanogpt_checkpoint(half), tmp_path / "ckpt.pt")
     machine = ("--compile=False", "--cpu_kernels=False", "--device=cpu")

@@ -5,6 +5,7 @@ run at a time.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import math
 import os
@@ -15,12 +16,13 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from unittest import mock
 
 import pytest
 import torch
 from conftest import (
+    POSIX,
     TINY,
     assert_one_line,
     contents,
@@ -29,10 +31,11 @@ from conftest import (
     files_of_at_most,
     flags,
     raises_one_line,
+    run_tiny,
     shell,
-    tiny,
+    slow,
 )
-from gloo import forked
+from gloo import forked, in_forks
 from tiny_models import state_of
 
 from deskgpt.checkpoint import (
@@ -49,11 +52,6 @@ from deskgpt.checkpoint import (
 from deskgpt.files import TEMPORARY, locked_folder
 from deskgpt.logger import RunLog, read_events
 from deskgpt.saving import Checkpointer
-from train import main
-
-POSIX = pytest.mark.skipif(
-    os.name == "nt", reason="needs fork, SIGKILL, limits, O_NOFOLLOW and open files that move"
-)
 
 
 def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch):
@@ -122,7 +120,7 @@ def save_all(out_dir: Path, killed_before: int, report: BinaryIO) -> None:
     """Save as a run does that is killed before this call in out_dir, and report the progress."""
     calls = 0
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         nonlocal calls
         if not CHANGES.fullmatch(event) or not str(arguments[0]).startswith(str(out_dir)):
             return
@@ -166,7 +164,7 @@ def assert_nothing_lost(out_dir: Path, before: str, done: list[int]) -> None:
     assert not list(out_dir.glob("*.tmp"))
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 @pytest.mark.parametrize("before", ["nothing", "one file", "damaged"])
 def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoint(before):
@@ -184,15 +182,10 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
             elif before == "damaged":
                 os.truncate(out_dir / CKPT, 1000)
             reported = Path(folder, f"{call}.report")
-            child = os.fork()
-            if child == 0:
-                with suppress(BaseException), open(reported, "wb", buffering=0) as report:
-                    save_all(out_dir, call, report)
-                    os._exit(0)
-                os._exit(1)
-            _, status = os.waitpid(child, 0)
-            assert status in (0, signal.SIGKILL)
-            lines = reported.read_text().splitlines() if reported.exists() else []
+            with open(reported, "wb", buffering=0) as report:
+                (status,) = in_forks(functools.partial(save_all, out_dir, call, report))
+            assert status in (0, -signal.SIGKILL)
+            lines = reported.read_text().splitlines()
             assert all(line.startswith("done ") for line in lines)  # nothing was written in place
             assert_nothing_lost(out_dir, before, [int(line.split()[1]) for line in lines])
             if status == 0:
@@ -234,17 +227,17 @@ def test_log_has_the_commit_of_the_code_though_a_hook_of_another_repository_star
 ):
     head = shell("git", "rev-parse", "--short=12", "HEAD").stdout.strip()
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    main(tiny(chars, tmp_path / "out", max_iters=0))
+    run_tiny(chars, tmp_path / "out", max_iters=0)
     [start] = events(tmp_path / "out", "start")
     assert (start["git_commit"] or "").removesuffix("+changes") == head
 
 
-@pytest.mark.slow
+@slow
 def test_wandb_offline_logs_and_a_resumed_run_keeps_its_id(chars, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     for settings in ({"max_iters": 3}, {"init_from": "resume"}):
-        main(tiny(chars, tmp_path / "out", wandb_log=True, **settings))
+        run_tiny(chars, tmp_path / "out", wandb_log=True, **settings)
     run_id = load_checkpoint(tmp_path / "out").wandb_run_id
     assert run_id
     # A folder is named run-TIME-ID, and -1 follows if both began in the same second.
@@ -300,13 +293,13 @@ def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
     assert_one_line(capsys.readouterr().err, tmp_path, "no locks")
 
 
-@pytest.mark.slow
+@slow
 @POSIX
 def test_of_many_processes_that_come_and_go_one_at_a_time_is_in_the_folder(tmp_path):
     """Each that gets in makes a file that must not exist yet, and removes it."""
     folder = tmp_path / "out"
 
-    def come_and_go(number: int) -> None:
+    def come_and_go(number):
         times = 0
         while times < 50:
             with suppress(ValueError), locked_folder(folder):

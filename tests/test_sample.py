@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    CPU,
-    assert_one_line,
-    assert_same_run,
-    events,
-    tiny,
-)
+from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, run_tiny, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -32,22 +26,15 @@ import model as definition
 from data.text.prepare import prepare
 from data.tokenizer import END_OF_TEXT, BytesTokenizer, from_meta
 from deskgpt.compute import autocast
-from deskgpt.engine import (
-    GenerationConfig,
-    InferenceEngine,
-    Sample,
-    generate,
-    sample_tokens,
-)
+from deskgpt.engine import GenerationConfig, InferenceEngine, Sample, generate, sample_tokens
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.kernels import masked_attention, matmul_attention
 from deskgpt.kv_cache import KVCache
 from model import MLP, activation
 from sample import SampleConfig, main
-from train import main as train
 
 
-def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Tensor]:
+def text_of(engine, idx, n):
     """Return what the engine writes after each row of idx, and its first logits."""
     samples = [Sample(BytesTokenizer(), "") for _ in idx]
     (_, logits), *_ = engine.write(idx, samples, GenerationConfig(max_new_tokens=n))
@@ -55,7 +42,7 @@ def text_of(engine: InferenceEngine, idx: Tensor, n: int) -> tuple[list[str], Te
     return [sample.text for sample in samples], logits
 
 
-def drawn(*args: Any) -> Tensor:
+def drawn(*args):
     """Return the tokens (B, n) that `generate` yields."""
     return torch.stack([new for new, _ in generate(*args)], 1)
 
@@ -80,7 +67,7 @@ def test_generation_with_kv_cache_equals_full_recompute_token_for_token(prompt, 
 usual_mlp = MLP.forward
 
 
-def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
+def over_time(self, x, context):
     """An MLP with a mean over the tokens of the pass so far, without those in the cache. Its
     effect is small: 16 bits round as much.
     """
@@ -88,14 +75,14 @@ def over_time(self: MLP, x: Tensor, context: Any) -> Tensor:
     return usual_mlp(self, x + 0.01 * x.cumsum(1) / n, context)
 
 
-def complete_texts(self: MLP, x: Tensor, context: Any) -> Tensor:
+def complete_texts(self, x, context):
     """An MLP that fails if the pass does not begin with the text."""
     if int(context.positions[0]):
         raise ValueError("no earlier tokens")
     return usual_mlp(self, x, context)
 
 
-def in_window(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def in_window(q, k, v, dropout):
     """Attention to the last 100 tokens, on the line that training calls."""
     i = torch.arange(q.size(2))
     near = (i[:, None] >= i) & (i[:, None] - i < 100)
@@ -106,7 +93,7 @@ END = 4999  # no prompt has it, and none of the random tokens is one
 usual_attention = definition.attention
 
 
-def within_documents(q: Tensor, k: Tensor, v: Tensor, context: Any, dropout: float) -> Tensor:
+def within_documents(q, k, v, context, dropout):
     """Attention within a document, which forgets them with a cache."""
     if context.cache is not None:
         return usual_attention(q, k, v, context, dropout)
@@ -144,13 +131,13 @@ def test_each_token_is_one_pass_over_itself_in_training_too():
     engine = InferenceEngine(model, idx, "bfloat16", is_trained=True)
     assert engine.has_cache
     assert transformer.residual_dtype == torch.bfloat16
-    lengths: list[int] = []
+    lengths = []
     transformer.register_forward_pre_hook(lambda module, args: lengths.append(args[0].size(1)))
     text_of(engine, idx, 20)
     assert lengths == [9] + [1] * 19
 
 
-def partly_in_float32(self: MLP, x: Tensor, context: Any) -> Tensor:
+def partly_in_float32(self, x, context):
     """An MLP whose first layer computes in float32 on purpose, and the second for its bias."""
     with torch.autocast("cpu", enabled=False):
         x = activation(self.c_fc(x.float()), self.activation)
@@ -189,7 +176,8 @@ def test_cache_serves_only_a_text_that_continues_its_own(config):
 
 def test_attention_of_apple_gpus_is_torchs():
     """Torch's own is wrong there (pytorch issues 181133 and 195910)."""
-    q, k, v = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 30, 8)
     mask = torch.ones(30, 30, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(matmul_attention(q, k, v, mask, 0.0), expected)
@@ -272,10 +260,10 @@ def test_end_of_text_has_its_name_in_prompts_texts_and_stops_whatever_the_tokeni
 
 
 @pytest.fixture(scope="module")
-def run(chars, tmp_path_factory) -> Path:
+def run(chars, tmp_path_factory):
     """The out_dir of a run of a few steps on characters."""
     out_dir = tmp_path_factory.mktemp("run")
-    train(tiny(chars, out_dir, eval_interval=6))
+    run_tiny(chars, out_dir, eval_interval=6)
     return out_dir
 
 
@@ -286,9 +274,9 @@ def samples(run: Path, **settings: object) -> list[str]:
 
 def test_first_text_appears_while_it_is_written_and_the_others_after_it(run, capsys, monkeypatch):
     write = InferenceEngine.write
-    seen: list[str] = [""]
+    seen = [""]
 
-    def watched(self: InferenceEngine, *args: Any) -> Any:
+    def watched(self, *args):
         for shown in write(self, *args):
             yield shown
             seen.append(seen[-1] + capsys.readouterr().out)
@@ -319,7 +307,7 @@ def test_same_seed_same_text_whatever_the_number_of_samples(run):
 
 def test_prompt_is_read_from_a_file_and_typed_line_breaks_are_line_breaks(tmp_path):
     saved(tmp_path, SMALL, {"name": "char", "chars": "\n\t\\na"})
-    settings: dict[str, Any] = {"num_samples": 1, "max_new_tokens": 100}
+    settings = {"num_samples": 1, "max_new_tokens": 100}
     typed = r"\n\t\\na"
     [text] = samples(tmp_path, start=typed, **settings)
     assert text.startswith("\n\t\\na")
@@ -360,11 +348,14 @@ def folder_of_others(folder: Path, weights: dict[str, Tensor], **changes: Any) -
     return str(folder)
 
 
-def test_weights_of_others_may_be_cut_once_they_are_read(tmp_path):
+def test_weights_of_others_may_be_cut_once_they_are_read_and_are_refused_afterwards(tmp_path):
     """A file that were mapped into memory would end the process with SIGBUS."""
-    state = load_gpt2(folder_of_others(tmp_path, {})).model
+    folder = folder_of_others(tmp_path, {})
+    state = load_gpt2(folder).model
     os.truncate(tmp_path / "model.safetensors", 100)
     assert sum(w.sum().item() for w in state.values()) == 20 * 8 * 2 + 8 * 8
+    with raises_one_line("init_from", tmp_path, "model.safetensors"):
+        load_gpt2(folder)
 
 
 @pytest.mark.parametrize(
@@ -386,12 +377,12 @@ def test_odd_folders_of_others_are_refused_in_a_short_line(tmp_path, weights, ch
 # ---- --sample_interval: texts in log.jsonl as the model learns -----------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     runs = (tmp_path / "without", tmp_path / "with")
     for n, out_dir in enumerate(runs):
         settings = MODERN_SETTINGS | {"eval_interval": 2, "sample_interval": 2 * n}
-        train(tiny(chars, out_dir, dropout=0.1, **settings))
+        run_tiny(chars, out_dir, dropout=0.1, **settings)
     assert_same_run(*runs)
     without, found = (events(out_dir, "sample") for out_dir in runs)
     assert without == []
@@ -403,10 +394,10 @@ def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
         assert len(text) == 16  # no more than the context
 
 
-@pytest.mark.slow
+@slow
 def test_run_continues_without_samples_if_the_tokenizer_does_not_know_the_prompt(tmp_path, capfd):
     prepare("abc " * 1000, tmp_path / "data", "char", "a text in one line")
-    train(tiny(tmp_path / "data", tmp_path / "out", sample_interval=1))
+    run_tiny(tmp_path / "data", tmp_path / "out", sample_interval=1)
     assert "sample_interval=1: no samples, since the tokenizer" in capfd.readouterr().out
     assert events(tmp_path / "out", "sample") == []
     assert len(events(tmp_path / "out", "end")) == 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import os
 import re
 import signal
 import socket
@@ -15,7 +14,6 @@ import string
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import CPU, ROOT, assert_one_line, until
+from conftest import CPU, POSIX, ROOT, assert_one_line, slow, until
 from test_export import saved
 from tiny_models import SMALL
 
@@ -36,7 +34,7 @@ from deskgpt.engine import InferenceEngine, encode_prompt, load_model
 from deskgpt.errors import escape_control_chars
 from sample import SampleConfig
 
-ASK: Any = [{"role": "user", "content": "Who is there?"}]
+ASK = [{"role": "user", "content": "Who is there?"}]
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+def serving(folder, **settings):
     """Serve the model of a checkpoint, by default at most 40 tokens at a time."""
     values: dict[str, Any] = {"device": "cpu", "max_new_tokens": 40, "start": "the "}
     c = SampleConfig(**values | settings)
@@ -101,20 +99,20 @@ def saved_chat(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     saved_chat(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def chat(run) -> Iterator[Served]:
+def chat(run):
     with serving(run) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Iterator[Served]:
+def plain(tmp_path_factory):
     """Serve a model of characters that saw no dialogues."""
     folder = tmp_path_factory.mktemp("plain")
     saved_characters(folder)
@@ -197,7 +195,7 @@ def test_answers_are_those_of_chat_streamed_or_not(chat, run, script, monkeypatc
 def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at_ctrl_c(
     run, script, monkeypatch
 ):
-    def pressed(*_: Any) -> None:
+    def pressed(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(InferenceEngine, "write", pressed)
@@ -213,11 +211,11 @@ def test_talking_ends_in_one_line_if_the_input_is_not_text_and_without_a_word_at
 
 
 def test_what_a_request_leaves_out_is_as_the_flags_say_but_the_seed_is_drawn(chat, run):
-    def text(served: Served, **asked: Any) -> str:
+    def text(served, **asked):
         create = served.client().completions.create
         return create(model="any", prompt="a", **asked).choices[0].text
 
-    ignored: Any = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "echo": False}
+    ignored = {"frequency_penalty": 1, "user": "me", "stop": None, "n": 1, "echo": False}
     assert len({text(chat, **ignored) for _ in range(3)}) == 3
     assert [model.id for model in chat.client().models.list()] == [run.name]
     with serving(run, temperature=0.0, max_new_tokens=7) as served:
@@ -242,7 +240,7 @@ def test_programs_of_the_page_about_sampling_run(plain, chat, monkeypatch, capsy
 
 
 def test_only_who_has_the_token_is_answered(chat):
-    files: dict[str, str] = {}
+    files = {}
     for kind, path in {"html": "", "css": "playground.css", "javascript": "playground.js"}.items():
         status, headers, body = chat.ask("GET", chat.page + path)
         assert (status, kind in headers["Content-Type"]) == (200, True), path
@@ -300,14 +298,14 @@ def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reader_that_reads_nothing_or_leaves_keeps_nobody_waiting(chat, stream, monkeypatch, capfd):
-    written: list[int] = []
+    written = []
 
-    def endless(*_: Any) -> Iterator[Any]:
+    def endless(*_):
         while True:
             written.append(1)
             yield ["x" * 10_000], torch.zeros(1, 9)  # more than the system's buffers hold
 
-    def has_ended() -> bool:
+    def has_ended():
         n = len(written)
         time.sleep(0.1)
         return len(written) == n
@@ -333,8 +331,8 @@ def test_what_cannot_be_served_ends_in_one_line(run, script, chat):
         assert_one_line(done.err, "error: ", named)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="signals")
+@slow
+@POSIX
 def test_command_serves_until_ctrl_c_in_the_middle_of_a_text(run, begin, tmp_path):
     terminal = tmp_path / "terminal.txt"
     flags = (f"--out_dir={run}", "--serve", "--device=cpu", "--max_new_tokens=100000")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
-    assert_equal,
-    assert_same_run,
-    files_of_at_most,
-    raises_one_line,
-    tiny,
-    vector,
-)
+from conftest import CPU, POSIX, assert_equal, files_of_at_most, raises_one_line, slow, tiny, vector
 from gloo import forked, resumed, run
-from tiny_models import MODERN_SETTINGS, TINIEST, make, state_of
+from tiny_models import TINIEST, make, state_of
 
-from deskgpt.checkpoint import Checkpoint, load_checkpoint
+from deskgpt.checkpoint import load_checkpoint
 from deskgpt.distributed import DistContext
 from deskgpt.optim import make_optimizer
 from deskgpt.saving import Checkpointer, gathered_on_first
@@ -36,13 +28,10 @@ from deskgpt.sharding import (
 from deskgpt.train_state import load_optimizer, optimizer_state
 from model import GPT
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and gloo as Linux has it")
+pytestmark = POSIX
 
 
 # ---- training ------------------------------------------------------------------------------------
-
-ADAMW = {"optimizer": "adamw", "dtype": "float32"}
-MUON = {"optimizer": "muon", "dtype": "bfloat16"}
 
 
 def weights_after(data: Path, out_dir: Path, **settings: Any) -> torch.Tensor:
@@ -52,10 +41,15 @@ def weights_after(data: Path, out_dir: Path, **settings: Any) -> torch.Tensor:
     return vector(out_dir)
 
 
-@pytest.mark.parametrize("kind", [ADAMW, pytest.param(MUON, marks=pytest.mark.slow)])
-def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(kind, chars, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("adamw", "float32"), pytest.param("muon", "bfloat16", marks=slow)]
+)
+def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(
+    optimizer, dtype, chars, tmp_path
+):
     """Without clipping: the gradients' norm is a sum in another order."""
-    settings = {"gradient_accumulation_steps": 2, "grad_clip": 0.0} | kind
+    settings = {"gradient_accumulation_steps": 2, "grad_clip": 0.0}
+    settings |= {"optimizer": optimizer, "dtype": dtype}
     sharded = weights_after(chars, tmp_path / "sharded", dp_shard=-1, **settings)
     full = weights_after(chars, tmp_path / "full", **settings)
     assert torch.equal(sharded, full)
@@ -79,14 +73,14 @@ def test_what_sharded_weights_cannot_have_is_refused():
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Any, Checkpoint]:
+def trained(kind, mesh=None, steps=2):
     """Return a model, full or sharded, its optimizer, and both to save, after steps with the same
     gradients.
     """
     torch.manual_seed(1)
     model = GPT(TINIEST)
     if mesh is not None:
-        model = sharded_copy(model, mesh, torch.device("cpu"))
+        model = sharded_copy(model, mesh, CPU)
     optimizer = make_optimizer(model, kind, 0.1, 1e-2, (0.9, 0.95), 0.95)
     for _ in range(steps):
         for p in model.parameters():
@@ -96,12 +90,12 @@ def trained(kind: str, mesh: Any = None, steps: int = 2) -> tuple[GPT, Any, Chec
     return model, optimizer, to_save(model, optimizer)
 
 
-def to_save(model: GPT, optimizer: Any) -> Checkpoint:
+def to_save(model, optimizer):
     state = optimizer_state(optimizer, model)
     return replace(state_of(2, 3.0), model=model.state_dict(), optimizer=state)
 
 
-def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> None:
+def check_layouts(out_dir, kind, mesh, ranks):
     """Check that a file of a sharded model is that of a full one, and that it loads into both."""
     *_, state = trained(kind, mesh)
     saver = Checkpointer(out_dir, print, 9.0, dist=ranks)
@@ -128,7 +122,7 @@ def check_layouts(out_dir: Path, kind: str, mesh: Any, ranks: DistContext) -> No
             assert_equal(found.optimizer["state"], on_disk.optimizer["state"])
 
 
-def check_failures(out_dir: Path, mesh: Any, ranks: DistContext) -> None:
+def check_failures(out_dir, mesh, ranks):
     """Check that a save that fails on rank 0 leaves the files and the best loss, about which all
     ranks agree.
     """
@@ -143,10 +137,10 @@ def check_failures(out_dir: Path, mesh: Any, ranks: DistContext) -> None:
 
 
 def test_every_layout_loads_what_another_saved_and_all_ranks_know_of_a_save_that_failed(tmp_path):
-    def work(rank: int) -> None:
+    def work(rank):
         dist.init_process_group("gloo", rank=rank, world_size=2)
         mesh = make_mesh("cpu", -1, 2)
-        ranks = DistContext(torch.device("cpu"), rank, 2, distributed=True)
+        ranks = DistContext(CPU, rank, 2, distributed=True)
         for kind in ("adamw", "muon"):
             (tmp_path / kind).mkdir(exist_ok=True)
             check_layouts(tmp_path / kind, kind, mesh, ranks)
@@ -161,30 +155,14 @@ def test_every_layout_loads_what_another_saved_and_all_ranks_know_of_a_save_that
     ]
 
 
-SETTINGS = {
-    "batch_size": 2,
-    "gradient_accumulation_steps": 8,
-    "lr_decay_iters": 30,
-    "eval_interval": 3,
-}
-
-
-@pytest.mark.slow
-def test_resumed_sharded_run_is_bit_identical(chars, tmp_path):
-    options = SETTINGS | {"dp_shard": -1, "optimizer": "muon"} | MODERN_SETTINGS
-    run(2, tiny(chars, tmp_path / "full", **options))
-    run(2, tiny(chars, tmp_path / "halves", max_iters=3, **options))
-    run(2, resumed(tmp_path / "halves", max_iters=6))
-    assert_same_run(tmp_path / "full", tmp_path / "halves")
-
-
-@pytest.mark.slow
+@slow
 def test_run_that_changes_ranks_and_layout_learns_what_an_undisturbed_one_does(chars, tmp_path):
     """2 ranks, 4 (two shards, two copies), 4 (one has no row of a matrix), DDP, sharded again."""
     out = tmp_path / "out"
     full = tmp_path / "full"
     # At 1e-2 the rounding of another order of sums grows to 0.02.
-    calm = SETTINGS | {"learning_rate": 1e-3, "n_embd": 6, "optimizer": "muon"}
+    calm = {"learning_rate": 1e-3, "n_embd": 6, "optimizer": "muon", "lr_decay_iters": 30}
+    calm |= {"batch_size": 2, "gradient_accumulation_steps": 8, "eval_interval": 3}
     run(1, tiny(chars, full, max_iters=10, **calm))
     run(2, tiny(chars, out, max_iters=2, dp_shard=-1, **calm))
     for world, dp_shard, step in ((4, 2, 4), (4, -1, 6), (2, 1, 8), (2, -1, 10)):

@@ -2,8 +2,6 @@
 check_cards.py counts of cards that are not here.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TINY, assert_refused, flags, until
+from conftest import ROOT, TINY, assert_refused, flags, slow, until
 from logs import nanogpt_checkout
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,7 +25,7 @@ SMALL = TINY | {"dataset": "tiny_char"}  # by its name, a vocabulary of 65
 # ---- speed.py ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_settings_and_peers_are_timed_on_the_same_work_until_ctrl_c(tmp_path):
     options = [*flags(**SMALL), "--seconds=0", "--grid=batch_size=4,2", "--peer=ours:--n_layer=1"]
     command = [sys.executable, "-u", "bench/speed.py", *options, nanogpt_checkout(tmp_path)]
@@ -88,9 +86,9 @@ def test_run_that_fails_says_why_and_the_others_continue(tmp_path, capsys, monke
 
 def test_runs_take_turns_in_both_orders(monkeypatch):
     runs = [BenchRun(name, [], Path()) for name in "ab"]
-    order: list[str] = []
+    order = []
 
-    def run(x: BenchRun, seconds: float) -> None:
+    def run(x, seconds):
         order.append(x.name)
         x.rounds_ms.append([1.0])
         x.first_s.append(1.0)
@@ -103,7 +101,7 @@ def test_runs_take_turns_in_both_orders(monkeypatch):
 # ---- qualify.py ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_stage_that_is_cut_keeps_its_output_and_ends_its_processes_and_one_that_fails_has_failed(
     tmp_path,
 ):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CPU, ROOT, Code, raises_one_line, until
+from conftest import CPU, POSIX, ROOT, Code, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,10 +71,10 @@ NOT_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("content", NOT_TOKENS.values(), ids=NOT_TOKENS.keys())
-def test_file_that_is_no_token_file_is_named(tmp_path, content):
+@pytest.mark.parametrize("kind", NOT_TOKENS)
+def test_file_that_is_no_token_file_is_named(tmp_path, kind):
     path = tmp_path / "train.bin"
-    path.write_bytes(content)
+    path.write_bytes(NOT_TOKENS[kind])
     with raises_one_line(path, "prepare"):
         tokens_in_file(path)
 
@@ -91,7 +91,7 @@ def bytes_data(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not change or replace open files")
+@POSIX
 def test_file_that_is_cut_short_is_noticed_and_one_that_is_replaced_is_still_read(tmp_path):
     path = bytes_data(tmp_path) / "train.bin"
     shard = NumberFile(tokens_in_file(path), "<u2")
@@ -114,7 +114,7 @@ def test_dataset_is_a_folder_below_data_or_a_path(tmp_path, monkeypatch):
 
 
 def test_files_of_a_folder_without_a_list_are_those_of_one_name(tmp_path):
-    def read(*names: str) -> list[str]:
+    def read(*names):
         for name in names:
             (tmp_path / name).touch()
         return [path.name for path in token_files(tmp_path, "train", {})]
@@ -140,7 +140,7 @@ def test_one_flipped_bit_is_named_before_the_run_or_before_an_evaluation_shows_i
     may_verify = threading.Event()
     digest = hashlib.file_digest
 
-    def held_up(file: Any, kind: str) -> Any:
+    def held_up(file, kind):
         assert file.name.endswith("val.bin") or may_verify.wait(60)
         return digest(file, kind)
 
@@ -174,7 +174,7 @@ def test_vocabularies_must_match(tmp_path):
 # ---- meta.json -----------------------------------------------------------------------------------
 
 ENTRY = {"tokens": 5, "sha256": "0" * 64}
-META: dict[str, Any] = {
+META = {
     "tokenizer": {"name": "char", "chars": "\nab"},
     "vocab_size": 3,
     "source": "a text",
@@ -198,26 +198,24 @@ def record(**changed: Any) -> bytes:
     return to_json(META | changed)
 
 
-# Contents of meta.json, and what the error names.
-WRONG: list[tuple[bytes, str]] = [
-    (b"[" * 100_000, "recursion"),
-    (to_json(META).replace(b"a text", b"a test"), "its checksum"),
-    (record(vocab_size=True), "vocab_size=True"),
-    (record(tokenizer={"name": "char", "chars": "aba"}), "twice"),
-    (record(tokenizer={"name": "bpe", "merges": "h e\nhe y"}), "vocab_size=3"),  # which makes 259
-    (record(tokenizer={"name": "bpe", "merges": "h e" + "\n" * 100_000}), "merge 2,"),
-    (record(tokenizer=3), "'int'"),
-    (record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}), "sha256='000"),
-    (record(files={"../../VICTIM.txt": ENTRY}), "'../../VICTIM.txt'"),
-]
+# What the error names, and contents of meta.json.
+WRONG = {
+    "recursion": b"[" * 100_000,
+    "its checksum": to_json(META).replace(b"a text", b"a test"),
+    "vocab_size=True": record(vocab_size=True),
+    "twice": record(tokenizer={"name": "char", "chars": "aba"}),
+    "vocab_size=3": record(tokenizer={"name": "bpe", "merges": "h e\nhe y"}),  # which makes 259
+    "merge 2,": record(tokenizer={"name": "bpe", "merges": "h e" + "\n" * 100_000}),
+    "'int'": record(tokenizer=3),
+    "sha256='000": record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}),
+    "'../../VICTIM.txt'": record(files={"../../VICTIM.txt": ENTRY}),
+}
 
 
-@pytest.mark.parametrize(("content", "named"), WRONG, ids=[named for _, named in WRONG])
-def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(
-    tmp_path, content, named
-):
+@pytest.mark.parametrize("named", WRONG)
+def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(tmp_path, named):
     path = tmp_path / "meta.json"
-    path.write_bytes(content)
+    path.write_bytes(WRONG[named])
     with raises_one_line(path, "does not describe token files", named):
         read_meta(tmp_path)
     os.truncate(path, JSON_BYTES + 1)
@@ -228,7 +226,7 @@ def test_record_that_cannot_be_right_is_named_though_its_checksum_is_right(
 # ---- meta.pkl ------------------------------------------------------------------------------------
 
 
-def write_pickle(folder: Path, meta: dict[str, Any], protocol: int | None = None) -> None:
+def write_pickle(folder, meta, protocol=None):
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
 
 
@@ -237,7 +235,7 @@ def test_meta_pkl_of_nanogpt_is_read_in_each_protocol_not_beside_meta_json_gpt2_
 ):
     assert read_meta(tmp_path) == {"tokenizer": {"name": "gpt2"}, "vocab_size": 50257}
     chars = "\n !Aaéſ日🧀"
-    meta: dict[str, Any] = {"vocab_size": len(chars), "itos": dict(enumerate(chars))}
+    meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars))}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         write_pickle(tmp_path, meta | {"stoi": dict(zip(chars, range(9), strict=True))}, protocol)
         tokenizer = {"name": "char", "chars": chars}
@@ -373,11 +371,11 @@ def test_id_past_the_vocabulary_is_named_with_its_place_when_its_batch_is_traine
 
 def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeypatch):
     split = make(tmp_path, [5000])
-    made: list[int] = []
+    made = []
     may_read = threading.Event()
     read = split.train_batch
 
-    def slow(rows: Any) -> Any:
+    def slow(rows):
         may_read.wait()
         made.append(rows[0] // 2)
         return read(rows)

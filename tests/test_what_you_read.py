@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,25 +19,26 @@ import pytest
 import torch
 import torch.nn as nn
 from conftest import (
+    CPU,
+    POSIX,
     ROOT,
     assert_equal,
     events,
     logged,
     raises_one_line,
+    run_tiny,
+    slow,
     tiny,
     trajectory,
     weights,
 )
 from gloo import resumed, run
 from plain_loop import plain_loop
-from tiny_models import make, tokens
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import model as definition
 import train
-from deskgpt import kernels
-from deskgpt.check_model import check_model
 from deskgpt.checkpoint import load_checkpoint
 from deskgpt.compiling import apply_compute
 from deskgpt.compute import ComputeMode, autocast
@@ -53,13 +53,11 @@ SOURCE = (ROOT / "train.py").read_text(encoding="utf-8")
 # ---- a changed model -----------------------------------------------------------------------------
 
 
-def extend(
-    monkeypatch: pytest.MonkeyPatch, cls: type, more: Callable[[Any, GPTConfig], None]
-) -> None:
+def extend(monkeypatch, cls, more):
     """Let more(self, config) follow the class's own __init__."""
-    init = cls.__init__  # type: ignore[misc]
+    init = cls.__init__
 
-    def extended(self: Any, config: GPTConfig) -> None:
+    def extended(self, config):
         init(self, config)
         more(self, config)
 
@@ -72,11 +70,11 @@ def test_model_with_a_state_that_every_pass_moves_trains_as_a_plain_loop_trains_
     """It drops whole positions by a generator of numpy: more, the more passes it has counted."""
     forward = Transformer.forward
 
-    def with_generator(self: Any, config: GPTConfig) -> None:
+    def with_generator(self, config):
         self.generator = np.random.default_rng(0)
         self.passes = 0
 
-    def dropping(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    def dropping(self, idx, cache=None):
         x = forward(self, idx, cache)
         if not self.training:
             return x
@@ -99,12 +97,12 @@ def test_passes_of_a_run_are_its_micro_batches_and_its_evaluations(chars, tmp_pa
     passes = {True: 0, False: 0}  # in training mode, and in evaluations
     forward = Transformer.forward
 
-    def count(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    def count(self, idx, cache=None):
         passes[self.training] += 1
         return forward(self, idx, cache)
 
     monkeypatch.setattr(Transformer, "forward", count)
-    main(tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True))
+    run_tiny(chars, tmp_path, gradient_accumulation_steps=2, dtype="auto", auto_batch=True)
     # Evaluations at 0, 3 and 6 read 2 batches of 2 splits.
     assert passes == {True: 6 * 2, False: 3 * 2 * 2}
 
@@ -114,14 +112,14 @@ class ParallelBlock(nn.Module):
 
     calls = 0
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config):
         super().__init__()
         self.norm = definition.make_norm(config)
         self.attn = definition.CausalSelfAttention(config)
         self.mlp = definition.MLP(config)
         self.passes: Any = 0
 
-    def forward(self, x: Tensor, context: Any) -> Tensor:
+    def forward(self, x, context):
         self.passes += 1
         if not torch.compiler.is_compiling():
             ParallelBlock.calls += 1
@@ -136,53 +134,27 @@ def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compile
     calls = {}
     for which in ("none", "full"):
         ParallelBlock.calls = 0
-        main(
-            tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2)
-        )
+        run_tiny(chars, tmp_path / which, activation_checkpoint=which, eval_interval=6, max_iters=2)
         calls[which] = ParallelBlock.calls
     assert calls["full"] - calls["none"] == 2 * 2  # layers x steps
     assert_equal(weights(tmp_path / "full"), weights(tmp_path / "none"))
     counter = CompileCounter()  # runs graphs as they are
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    main(tiny(chars, tmp_path / "compiled", compile=True, max_iters=12))
+    run_tiny(chars, tmp_path / "compiled", compile=True, max_iters=12)
     assert counter.op_count > 10
     assert counter.frame_count < 12  # although it counts its passes
 
 
-GLOBAL: dict[str, Any] = {}
-
-
-def by_number_of_the_layer(self: Any, x: Tensor, context: Any) -> Tensor:
-    GLOBAL["layer"] = GLOBAL.get("layer", 0) + 1
-    return x + self.mlp(self.ln_2(x), context) * (1 + GLOBAL["layer"] % 2)
-
-
-def by_numpys_numbers(self: Any, x: Tensor, context: Any) -> Tensor:
-    return x + self.mlp(self.ln_2(x), context) if np.random.rand() < 0.5 else x
-
-
-@pytest.mark.parametrize("forward", [by_number_of_the_layer, by_numpys_numbers])
-def test_block_that_reads_what_changes_between_passes_is_not_computed_again_but_refused(
-    forward, chars, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(definition.Block, "forward", forward)
-    GLOBAL.clear()
-    np.random.seed(1)  # draws of which the first two differ
-    main(tiny(chars, tmp_path, max_iters=2))
-    with raises_one_line("activation_checkpoint=full", "--activation_checkpoint=none"):
-        main(tiny(chars, tmp_path / "full", max_iters=2, activation_checkpoint="full"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@slow
+@POSIX
 def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
     """The first token decides which; the loss is computed in chunks."""
     forward = Transformer.forward
 
-    def with_experts(self: Any, config: GPTConfig) -> None:
+    def with_experts(self, config):
         self.experts = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(3))
 
-    def routed(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+    def routed(self, idx, cache=None):
         x = forward(self, idx, cache)
         return x + self.experts[int(idx[0, 0]) % 3](x)
 
@@ -200,7 +172,7 @@ def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_pat
 # ---- --dry_run tells what the loop does ----------------------------------------------------------
 
 
-def with_a_head_for_a_further_loss(self: Any, idx: Tensor, targets: Any = None) -> Any:
+def with_a_head_for_a_further_loss(self, idx, targets=None):
     x = self.transformer(idx)
     self.kept = x.mean()  # which no copy of the model takes
     if targets is None:
@@ -211,7 +183,7 @@ def with_a_head_for_a_further_loss(self: Any, idx: Tensor, targets: Any = None) 
 def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
     chars, tmp_path, monkeypatch, capsys
 ):
-    def with_head(self: Any, config: GPTConfig) -> None:
+    def with_head(self, config):
         self.head = nn.Linear(config.n_embd, 2)
 
     extend(monkeypatch, GPT, with_head)
@@ -221,26 +193,26 @@ def test_model_that_keeps_a_tensor_and_has_a_head_for_a_further_loss_passes(
     assert "gradients reach all parameters" in capsys.readouterr().out
 
 
-def returning(result: Callable[[Tensor], Any]) -> Callable[..., Any]:
+def returning(result):
     """Return a GPT.forward whose loss comes in another form."""
 
-    def forward(self: GPT, idx: Tensor, targets: Any = None) -> Any:
+    def forward(self, idx, targets=None):
         x = self.transformer(idx)
         return (self.logits(x), None) if targets is None else result(self.loss(x, targets))
 
     return forward
 
 
-def mean_in_training(self: Any, idx: Tensor, cache: Any = None) -> Tensor:
+def mean_in_training(self, idx, cache=None):
     x = self.wte(idx)
     return self.ln_f(x + x.mean((0, 1)) if self.training else x)
 
 
-def other_tokens(self: GPT, x: Tensor) -> Tensor:
+def other_tokens(self, x):
     return self.lm_head(x + x.roll(1, -2))
 
 
-def with_a_list(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Optimizer:
+def with_a_list(config, model, dtype):
     optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)
     optimizer.seen = []  # type: ignore[attr-defined]
     return optimizer
@@ -257,7 +229,6 @@ def with_a_list(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Opti
         ("model.Transformer.forward", mean_in_training, ["in training tokens see later"]),
         ("model.GPT.logits", other_tokens, ["GPT.logits of one token alone"]),
     ],
-    ids=["alone", "dict", "number", "lr", "list", "mean", "logits"],
 )
 def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
     changed, change, named, chars, tmp_path, monkeypatch
@@ -269,44 +240,28 @@ def test_dry_run_refuses_in_one_line_what_the_run_does_or_what_is_wrong(
             main_that_fits(tiny(chars, tmp_path / str(dry_run), dry_run=dry_run, max_iters=2))
 
 
-def test_loss_is_checked_in_chunks_at_any_size(monkeypatch):
-    of_chunk = kernels.gradients_of_chunk
-
-    def doubled(*args: Any) -> Any:
-        found = of_chunk(*args)
-        assert found
-        return found[0], 2 * found[1], found[2]
-
-    monkeypatch.setattr(kernels, "gradients_of_chunk", doubled)
-    idx = tokens(2, 33)
-    problems = check_model(make(), ComputeMode(), idx[:, :-1], idx[:, 1:], train.forward_backward)
-    assert "loss in 3 chunks: the gradient of" in problems[0]
-
-
 def test_model_without_position_embeddings_trains_and_a_complex_parameter_is_refused(
     chars, tmp_path, monkeypatch
 ):
     gains: list[Tensor] = []
 
-    def without_wpe(self: Any, config: GPTConfig) -> None:
+    def without_wpe(self, config):
         del self.wpe
         for gain in gains:
             self.gain = nn.Parameter(gain)
 
     extend(monkeypatch, Transformer, without_wpe)
     monkeypatch.setattr(Transformer, "forward", lambda self, idx: self.ln_f(self.wte(idx)))
-    main(tiny(chars, tmp_path, max_iters=1))
+    run_tiny(chars, tmp_path, max_iters=1)
     gains.append(torch.ones(3, dtype=torch.complex64))
     with raises_one_line("transformer.gain is complex", "torch.view_as_complex"):
-        main(tiny(chars, tmp_path / "complex", max_iters=1))
+        run_tiny(chars, tmp_path / "complex", max_iters=1)
 
 
 # ---- a changed loop ------------------------------------------------------------------------------
 
 
-def edited_train(
-    monkeypatch: pytest.MonkeyPatch, old: str, new: str, source: str = SOURCE
-) -> ModuleType:
+def edited_train(monkeypatch, old, new, source=SOURCE):
     """Return train.py as a module of its own, with a text replaced."""
     assert source.count(old) == 1
     module = ModuleType("edited")
@@ -317,17 +272,9 @@ def edited_train(
     return module
 
 
-def run_of(module: ModuleType, data: Path, out_dir: Path, **settings: Any) -> Any:
+def run_of(module, data, out_dir, **settings):
     module.main(tiny(data, out_dir, **settings))
     return trajectory(out_dir), events(out_dir, "bad_step")
-
-
-def test_backward_as_everyone_types_it_trains_and_logs_right(chars, tmp_path, monkeypatch):
-    settings = {"dtype": "bfloat16", "gradient_accumulation_steps": 2, "max_iters": 3}
-    usual = run_of(train, chars, tmp_path / "usual", **settings)
-    module = edited_train(monkeypatch, "scaler.scale(loss).backward()", "loss.backward()")
-    assert run_of(module, chars, tmp_path / "typed", **settings) == usual
-    assert_equal(weights(tmp_path / "typed"), weights(tmp_path / "usual"))
 
 
 def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
@@ -335,7 +282,7 @@ def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
 ):
     """The second step has a NaN, whose batch is reported, too."""
 
-    def with_nan(self: GPT, idx: Tensor, targets: Tensor) -> Any:
+    def with_nan(self, idx, targets):
         loss = self.loss(self.transformer(idx), targets)
         calls.append(self.training)
         return None, loss * (math.nan if self.training and sum(calls) == 2 else 1.0)
@@ -356,7 +303,7 @@ def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
 
 
 def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
-    main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
+    run_tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8)
     rate = train.learning_rate
     monkeypatch.setattr(
         train,
@@ -370,7 +317,7 @@ def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path,
 def test_learning_rate_that_is_changed_in_main_is_said_by_a_resumed_run(
     chars, tmp_path, monkeypatch, capsys
 ):
-    main(tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8))
+    run_tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8)
     main(resumed(tmp_path, max_iters=5))
     assert "changed: learning rate" not in capsys.readouterr().out
     lr = "lr = learning_rate(state.schedule, step)"
@@ -386,7 +333,7 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
     make = train.build_optimizer
     shares: list[list[float]] = []
 
-    def with_own(config: TrainConfig, model: GPT, dtype: str) -> torch.optim.Optimizer:
+    def with_own(config, model, dtype):
         optimizer = make(config, model, dtype)
         biases = optimizer.param_groups[1]
         biases["lr"] = own * config.learning_rate
@@ -397,7 +344,7 @@ def test_group_with_a_learning_rate_of_its_own_keeps_its_share(chars, tmp_path, 
 
     monkeypatch.setattr(train, "build_optimizer", with_own)
     for own in (0.25, 0.0):
-        main(tiny(chars, tmp_path / str(own), max_iters=3, lr_decay_iters=6))
+        run_tiny(chars, tmp_path / str(own), max_iters=3, lr_decay_iters=6)
         main(resumed(tmp_path / str(own), max_iters=6))
         assert len(shares) == 6
         assert all(bias == own * matrix for matrix, bias in shares)
@@ -443,7 +390,6 @@ def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_wi
         ("**loss_sums,", "**loss_sums, time_ms=0.5", "logger.step(time_ms=...)"),
         ("**loss_sums,", "**loss_sums, shares=torch.ones(3)", "logger.step(shares=...)"),
     ],
-    ids=["twice", "not whole", "taken name", "three numbers"],
 )
 def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
     old, new, named, chars, tmp_path, monkeypatch
@@ -467,7 +413,7 @@ NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
         lambda c: apply_compute(MagicMock(), ComputeMode(recompute=c.activation_checkpoint)),
     ),
     ("on_spike", lambda c: LossMonitor(MagicMock(), MagicMock(), MagicMock(), c.on_spike)),
-    ("dtype", lambda c: autocast(torch.device("cpu"), c.dtype)),
+    ("dtype", lambda c: autocast(CPU, c.dtype)),
 ]
 
 
@@ -486,7 +432,7 @@ def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch)
     lbfgs = torch.optim.LBFGS
     monkeypatch.setattr(train, "build_optimizer", lambda c, model, dtype: lbfgs(model.parameters()))
     with raises_one_line("LBFGS", "closure"):
-        main(tiny(chars, tmp_path, max_iters=1))
+        run_tiny(chars, tmp_path, max_iters=1)
 
 
 def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
@@ -511,7 +457,7 @@ def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch)
 class CountingState(TrainState):
     tokens_seen: int = 0
 
-    def checkpoint(self, *given: Any) -> Any:
+    def checkpoint(self, *given):
         self.tokens_seen = 10 + self.step
         return super().checkpoint(*given)
 
@@ -522,13 +468,13 @@ def test_plain_field_that_somebody_adds_to_the_training_state_is_in_checkpoints(
     found = []
     resume = TrainState.resume
 
-    def noting(self: Any, *given: Any) -> None:
+    def noting(self, *given):
         resume(self, *given)
         found.append(self.tokens_seen)
 
     monkeypatch.setattr(TrainState, "resume", noting)
     monkeypatch.setattr(train, "TrainState", CountingState)
-    main(tiny(chars, tmp_path, max_iters=2))
+    run_tiny(chars, tmp_path, max_iters=2)
     main(resumed(tmp_path))
     assert found == [12]
 

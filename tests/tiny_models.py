@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from deskgpt.checkpoint import Checkpoint
-from deskgpt.compute import ComputeMode, autocast
 from deskgpt.optim import make_optimizer
 from deskgpt.train_state import optimizer_state
 from model import GPT, GPTConfig
@@ -42,22 +41,6 @@ def make(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
 
 def tokens(*shape: int, vocab: int = 100) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
-
-
-def take_step(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    compute: ComputeMode,
-    batch: tuple[torch.Tensor, ...],
-) -> None:
-    """Take an optimizer step of two micro-batches, of which the second adds to gradients."""
-    for _ in range(2):
-        with autocast(batch[0].device, compute.dtype, cached=compute.recompute == "none"):
-            loss = model(*batch)[1]
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def state_of(step: int = 1, best_val_loss: float = 2.5) -> Checkpoint:
