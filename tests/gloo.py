@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import socket
@@ -31,8 +32,15 @@ def free_port() -> str:
 
 def in_forks(*works: Callable[[], Any]) -> list[int | None]:
     """Call these at the same time, each in a fork of this process. Return the exit statuses."""
+
+    def alone(work: Callable[[], Any]) -> None:
+        # A collection of what this process has left would end the fork with a segmentation fault,
+        # now and then: it lacks the other threads.
+        gc.freeze()
+        work()
+
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work) for work in works]
+    processes = [context.Process(target=alone, args=(work,)) for work in works]
     for process in processes:
         process.start()
     for process in processes:

@@ -276,7 +276,7 @@ def test_training_and_sampling_need_only_torch_numpy_psutil_tqdm_and_filelock(ch
 
 def test_script_outside_of_the_environment_names_what_it_lacks_and_the_way_in(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("HIDDEN", "{'torch', 'tqdm'}"))
-    done = shell("python", "train.py", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    done = shell("python", "train.py", code=1, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert_one_line(done.stderr, "has no torch, tqdm;", ROOT / ".venv", "activate")
 
 
