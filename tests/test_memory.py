@@ -143,7 +143,8 @@ def plan(capsys: pytest.CaptureFixture[str], **settings: Any) -> str:
     """Return what the plan of a tiny model's run prints."""
     usual: dict[str, Any] = {"n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 32}
     c = TrainConfig(**usual | {"plan_for": "H100", "gradient_accumulation_steps": 1} | settings)
-    dry_run(c, c.model_config(50304), DistContext(CPU))
+    # A model that is continued may have had a longer context.
+    dry_run(c, replace(c.model_config(50304), block_size=4096), DistContext(CPU))
     return capsys.readouterr().out
 
 
@@ -212,11 +213,6 @@ def test_plan_leaves_a_tenth_of_a_card_free_and_is_of_the_context_that_is_traine
     peak, memory = numbers(r"^predicted peak memory .*: (\S+) of (\S+) GiB$", out)
     assert 0.9 < peak / memory < 1
     assert "does not fit" in out
-    short = plan(capsys)
-    c = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=32, plan_for="H100")
-    c = replace(c, gradient_accumulation_steps=1)
-    dry_run(c, replace(c.model_config(50304), block_size=1024), DistContext(CPU))
-    assert capsys.readouterr().out == short
 
 
 def test_plan_of_many_ranks_says_what_each_has(capsys):

@@ -28,12 +28,12 @@ AT_MOST = {
     "files of a step": 8,
     "lines of these files": 2_713,
     "files that train.py imports": 30,
-    "lines of those files": 8_522,
+    "lines of those files": 8_533,
     "lines of main": 94,
     "nesting of main": 4,
     "names of main": 38,
     "line of the first setting": 38,
-    "tokens of production": 96_439,
+    "tokens of production": 96_443,
     "tokens of tests": 86_000,
 }
 
