@@ -136,8 +136,8 @@ def test_best_model_of_other_data_is_moved_aside_and_nothing_is_lost(tmp_path):
 
 def test_intact_best_checkpoint_stays_beside_a_later_worse_one(tmp_path):
     worse = replace(state_of(7), progress={"evaluations": [[7, 9.0, 9.0, 0.1]]})
-    for saved, is_best in ((state_of(5), True), (worse, False)):
-        save_checkpoint(saved, tmp_path, best=is_best)
+    save_checkpoint(state_of(5), tmp_path, best=True)
+    save_checkpoint(worse, tmp_path, best=False)
     clean_out_dir(tmp_path, print)
     assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 5
 

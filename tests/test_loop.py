@@ -100,8 +100,8 @@ def test_run_trains_evaluates_and_logs_what_a_plain_loop_does(settings, chars, t
     error = pytest.approx(statistics.stdev(means) / 8**0.5, rel=1e-3)
     assert e["val_se"] == (None if c.eval_tokens else error)
     names = ("iter", "train_loss", "val_loss", "val_se")
-    rows = [[e[name] for name in names] for e in events(tmp_path, "eval")]
-    assert rows == [list(row) for row in (saved.progress or {})["evaluations"]]
+    rows = [tuple(e[name] for name in names) for e in events(tmp_path, "eval")]
+    assert rows == (saved.progress or {})["evaluations"]
     assert saved.best_val_loss == min(row[2] for row in rows)
 
 

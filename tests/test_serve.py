@@ -128,8 +128,8 @@ def test_probabilities_are_the_models(chat):
     trained = chat.writer.trained
     ids = encode_prompt("the ", trained.tokenizer)
     # Neither temperature nor top_p changes them.
-    asked = {"prompt": "the ", "max_tokens": 9, "seed": 1, "temperature": 3.0, "top_p": 0.9}
-    asked["logprobs"] = 8
+    drawn = {"seed": 1, "temperature": 3.0, "top_p": 0.9}
+    asked = drawn | {"prompt": "the ", "max_tokens": 9, "logprobs": 8}
     _, _, body = chat.post("/v1/completions", asked)
     entries = json.loads(body)["choices"][0]["logprobs"]["content"]
     assert len(entries) == 9

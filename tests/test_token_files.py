@@ -390,7 +390,7 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
 
 
 def test_shards_hold_all_pieces_in_order_and_no_more_than_their_size(tmp_path):
-    pieces = [np.arange(3), np.arange(3, 15), np.arange(15, 20)]
+    pieces = np.split(np.arange(20), [3, 15])
     entries = write_shards(tmp_path, {"a": 5, "b": 9, "c": 99, "d": 9}, iter(pieces))
     shards = [np.fromfile(tmp_path / name, np.uint16) for name in entries]
     assert [len(ids) for ids in shards] == [5, 9, 6]
