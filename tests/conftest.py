@@ -2,8 +2,6 @@
 skipped where.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

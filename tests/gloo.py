@@ -1,7 +1,5 @@
 """Ranks as forks of the test's process, which has imported torch, with gloo between them."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Make up logs of runs: log.jsonl, and what nanoGPT prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ defect may go unnoticed: nothing that anybody sees depends on it. The exit statu
 one does.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import random

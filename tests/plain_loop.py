@@ -1,7 +1,5 @@
 """A training loop in torch alone, to compare runs with: train.py's, and those of docs/hacks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

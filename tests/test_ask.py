@@ -1,7 +1,5 @@
 """bench/ask.py: questions answered by real runs of a tiny model, and from made-up ones."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -1,7 +1,5 @@
 """bench/asking/statistics.py: what the intervals promise, by simulation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -3,8 +3,6 @@
 Needs Debian's chromium and chromium-driver.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from contextlib import contextmanager

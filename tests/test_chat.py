@@ -2,8 +2,6 @@
 talking.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter

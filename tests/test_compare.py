@@ -2,8 +2,6 @@
 pages.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -67,6 +65,12 @@ def test_a_resumed_run_counts_each_step_once_and_the_time_of_all_parts(tmp_path)
 
 
 # ---- comparisons ---------------------------------------------------------------------------------
+
+
+def test_time_of_a_step_is_the_median_of_all_but_the_first(tmp_path):
+    run = read_run(log(tmp_path, {4: 1.0}))
+    run.iters[0]["time_ms"] = run.iters[3]["time_ms"] = 9e9
+    assert run.step_s == 0.1
 
 
 def compared(*paths: Path | str, card: str = "") -> Comparison:

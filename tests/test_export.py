@@ -2,8 +2,6 @@
 half-written stays.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

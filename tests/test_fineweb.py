@@ -1,7 +1,5 @@
 """data/fineweb_edu/prepare.py: the same bytes from any source however it is stopped."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import functools

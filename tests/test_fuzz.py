@@ -7,8 +7,6 @@ and an exit status. Anything else is a defect: another exception, an accidental 
 processor time, 300 MB of memory.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -2,8 +2,6 @@
 it does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

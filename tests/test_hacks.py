@@ -3,8 +3,6 @@
 This file is also the script that runs there: python test_hacks.py NAME DATASET CACHE
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

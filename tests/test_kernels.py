@@ -2,8 +2,6 @@
 library.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 from pathlib import Path
@@ -85,7 +83,6 @@ def keeping(net, x):
 HEADS = {
     "linear": lambda net, x: F.linear(x, net.head),
     "tied": lambda net, x: F.linear(x, net.wte),
-    "bias": lambda net, x: F.linear(x, net.head, net.bias),
     "cap with a learned number": lambda net, x: (
         net.number * torch.tanh(F.linear(x, net.head) / net.number)
     ),

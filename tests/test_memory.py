@@ -2,8 +2,6 @@
 --plan_for print.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

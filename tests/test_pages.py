@@ -2,8 +2,6 @@
 figures are as stored.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

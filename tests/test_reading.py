@@ -5,8 +5,6 @@
 A figure that rises wants something else to give: a feature is paid for in what others must read.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -2,8 +2,6 @@
 run at a time.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import itertools

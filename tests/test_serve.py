@@ -2,8 +2,6 @@
 streams end.
 """
 
-from __future__ import annotations
-
 import http.client
 import io
 import json

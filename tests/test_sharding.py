@@ -1,7 +1,5 @@
 """Runs with sharded weights: they train as others do, and any layout resumes their one file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 else runs it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -399,8 +397,13 @@ def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
         run_of(module, chars, tmp_path, max_iters=3, gradient_accumulation_steps=2)
 
 
-SMALLEST: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
-SMALLEST |= {"vocab_size": 32}
+SMALLEST: dict[str, Any] = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 8,
+    "vocab_size": 32,
+}
 # A choice of a Literal, and what must not take a new one for its last branch.
 NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("position", GPT),

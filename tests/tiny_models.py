@@ -1,7 +1,5 @@
 """Models, token ids and checkpoints that several test files share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
