@@ -10,8 +10,8 @@
 #
 # The second run takes fewer steps of half the layers: there it reached 1.5290 after 39.9 s of steps
 # (the same page). It is too short for compiling to pay. --norm=layer was faster then, because torch
-# has no RMS norm kernel for a CPU; deskgpt/cpu_kernels.cpp has one now. The learning rate falls over
-# the whole run, so set a smaller max_iters instead of stopping early.
+# has no RMS norm kernel for a CPU; deskgpt/cpu_kernels.cpp has one now. The learning rate falls
+# over the whole run, so set a smaller max_iters instead of stopping early.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
