@@ -325,7 +325,7 @@ def test_digest_tells_evaluations_apart_by_their_tokens_alone(tmp_path):
     assert eval_digest(another_seed, 10) == eval_digest(split, 10)
     cut_elsewhere = make(tmp_path / "c", [801])
     digests = {eval_digest(split, 10), eval_digest(split, 11), eval_digest(cut_elsewhere, 10)}
-    np.repeat(np.array([0, 1], np.uint8), [400, 401]).tofile(tmp_path / "c" / "train_000.mask")
+    np.repeat([0, 1], [400, 401]).astype(np.uint8).tofile(tmp_path / "c" / "train_000.mask")
     digests.add(eval_digest(Split(tmp_path / "c", "train", 8, 801), 10))
     assert len(digests) == 4
 
