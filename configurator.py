@@ -28,7 +28,8 @@ from deskgpt.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 HELP = {"-h", "--help"}
-# What other programs call our settings; the likest of our own names would mean something else.
+# What other programs call our settings. The name of ours that is spelled most alike often means
+# something else.
 OTHER_NAMES = {
     "activation_checkpoint": "checkpointing gradient_checkpointing",
     "batch_size": "bs mini_batch micro_batch",

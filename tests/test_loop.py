@@ -200,7 +200,8 @@ def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(
         run_tiny(chars, tmp_path / dtype, dtype=dtype, max_iters=3, grad_clip=0.1)
     assert load_checkpoint(tmp_path / "auto").scaler
     for name, rel in (("grad_norm", 0.05), ("loss", 0.01)):
-        found, expected = (logged(tmp_path / d, "iter", name) for d in ("auto", "float32"))
+        found = logged(tmp_path / "auto", "iter", name)
+        expected = logged(tmp_path / "float32", "iter", name)
         assert found == pytest.approx(expected, rel=rel)
 
 
