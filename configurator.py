@@ -28,8 +28,7 @@ from deskgpt.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 HELP = {"-h", "--help"}
-# What other programs call our settings. The name of ours that is spelled most alike often means
-# something else.
+# What other programs call our settings: a name spelled alike may mean another thing.
 OTHER_NAMES = {
     "activation_checkpoint": "checkpointing gradient_checkpointing",
     "batch_size": "bs mini_batch micro_batch",
