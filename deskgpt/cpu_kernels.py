@@ -1,11 +1,9 @@
 """The kernels of cpu_kernels.cpp as operators of torch, which inductor leaves alone.
 
-Compiled once per machine.
-
-Without a C++ compiler, or on a processor without AVX2, there are none, and a run uses torch's own
-kernels. The library is compared with torch once, when it is built (kernels_self_test.py); a wrong
-one is not used. Callers ask `takes` first, which the operators assert: what the library is not made
-for, such as float16 or empty tensors, would write beyond its memory.
+The library is compiled once per machine. It is then compared with torch (kernels_self_test.py), and
+a wrong one is not used. Without a C++ compiler, or on a processor without AVX2, there is none, and
+a run uses torch's own kernels. Callers ask `is_supported` first, and the operators assert it: the
+library would write beyond its memory for what it is not made for, such as float16 or empty tensors.
 """
 
 import ctypes
@@ -47,11 +45,17 @@ COMPILE_S = 300  # compiling takes 5 s; after this time the compiler hangs
 ACTIVATIONS = ("gelu_tanh", "relu2")  # as the library numbers them
 
 _library: ctypes.CDLL | None = None  # set by load
-_dtypes: tuple[torch.dtype, ...] = ()  # that `takes` admits: set by load, emptied by unload
+_dtypes: tuple[torch.dtype, ...] = ()  # of is_supported; load sets them, unload empties them
 
 
 class Unavailable(RuntimeError):
     """There are no kernels here; the message says why in one line."""
+
+
+class Library(ctypes.CDLL):
+    """The compiled library. Its functions return the text of an error, or null."""
+
+    _func_restype_ = ctypes.c_char_p
 
 
 # ---- compiling and loading -----------------------------------------------------------------------
@@ -89,7 +93,7 @@ def load(print0: Callable[[str], None] = lambda line: None) -> None:
 def open_library(library: Path) -> None:
     """Load a library and register its operators. Raises OSError."""
     global _library
-    _library = ctypes.CDLL(str(library))
+    _library = Library(str(library))
     register_operators()
     admit_dtypes()
 
@@ -262,9 +266,7 @@ def call(name: str, dtype: torch.dtype, *args: Any) -> None:
     """Call a function of the library. Raises RuntimeError if it fails."""
     kinds = {int: ctypes.c_int64, bool: ctypes.c_bool, float: ctypes.c_double}
     sized = [kinds[type(a)](a) if type(a) in kinds else a for a in args]
-    function = getattr(_library, name)
-    function.restype = ctypes.c_char_p
-    problem = function(dtype == torch.bfloat16, *sized)
+    problem = getattr(_library, name)(dtype == torch.bfloat16, *sized)
     if problem:
         raise RuntimeError(f"{name}: {problem.decode(errors='replace').splitlines()[0]}")
 
