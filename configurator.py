@@ -200,7 +200,7 @@ def read_config_file(path: str, cls: type, values: Mapping[str, Any]) -> dict[st
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             line_of[node.id] = node.lineno
     for node in tree.body:
-        # As in YAML: Python forgets it
+        # `name: 8`, as in YAML, is an annotation to Python, which forgets the value.
         if isinstance(node, ast.AnnAssign) and node.value is None:
             text = ast.unparse(node)
             remedy = text.replace(":", " =", 1)

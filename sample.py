@@ -46,8 +46,7 @@ DASHES = "\n---------------"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-# Which has max_new_tokens, stop, temperature, top_k, top_p, seed.
-class SampleConfig(GenerationConfig):
+class SampleConfig(GenerationConfig):  # which has max_new_tokens, stop, temperature, top_k ...
     # model
     init_from: FilePath = "resume"  # resume (out_dir), gpt2[-medium|-large|-xl], a .pt or folder
     out_dir: FilePath = "out"  # its ckpt.pt, the last model; or a file: out/ckpt_best.pt, the best
@@ -65,7 +64,7 @@ class SampleConfig(GenerationConfig):
     open_page: bool = False  # in the browser, at once
     port: Annotated[int, Range(0, below=2**16)] = 0  # of the page; 0 = one that is free
 
-    # nanoGPT's setting, which has no effect here
+    # nanoGPT has this setting; it has no effect here.
     retired: ClassVar[dict[str, str]] = {"compile": ""}
 
 

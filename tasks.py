@@ -157,7 +157,7 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
     dataset = prepare(python, text)
     print0("measuring how fast this machine multiplies matrices")
     done = subprocess.run([str(python), "-c", MATMULS], stdout=subprocess.PIPE, text=True)
-    # train.py prints what is wrong
+    # If this fails, train.py will say why.
     device, tflops = done.stdout.split() if done.returncode == 0 else ("cpu", "0")
     settings = first_model(device, float(tflops))
     if to and device != "cuda":  # whose model is a GPT-2
@@ -172,7 +172,7 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
     print0("the run's curves and texts, as a page for your browser:")
     call(python, "bench/report.py", out)
     if to:
-        # Written, and not compared
+        # Status 3: the export is written, but the program to compare it with is not there.
         run(python, "export.py", f"--out_dir={out}", f"--to={to}", accepted=3)
 
 

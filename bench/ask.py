@@ -51,7 +51,7 @@ from deskgpt.device import code_digest, device_name, resolve_device
 from deskgpt.files import cache_folder, file_sha256, locked_folder, sha256, write_atomically
 from deskgpt.logger import read_events
 
-# Of val.bin, evaluated at the end of a run if the config does not set eval_tokens.
+# The end of a run evaluates at most so many tokens of val.bin, unless the config sets eval_tokens.
 MAX_EVAL_TOKENS = 1 << 21
 UNSEEN = 5e-5  # nats; a difference that four decimals do not show never matters
 STATUS = {"better": 0, "worse": 1, "same": 1, "open": 3}  # of the script, by verdict
@@ -62,7 +62,7 @@ TO_THE_END |= dict.fromkeys(("eval_only", "dry_run", "wandb_log"), False)
 # The question gives these to each run, so an arm cannot have them.
 GIVEN = {"seed", "out_dir", "dataset", "init_from", "device"}
 GIVEN |= {"eval_interval", "eval_iters", "eval_tokens", *TO_THE_END}
-# Without hooks, and also if the user has no name.
+# Git runs no hooks here, and commits also for a user who has no name.
 GIT = f"git -c user.name=ask.py -c user.email=ask@localhost -c core.hooksPath={os.devnull}".split()
 
 READ_SETTINGS = """
@@ -300,7 +300,7 @@ def check_out(folder: Path, patches: list[str]) -> str:
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:
     """Return what git prints about a checkout. Raises ConfigError."""
-    # As a hook sets them
+    # A hook of git sets these, and they would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run([*GIT, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
     if done.returncode:

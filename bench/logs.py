@@ -213,7 +213,7 @@ LABELS = {"iter": "iter", "step": "iter", "time": "time_ms", "mfu": "mfu"}
 LABELS |= {"loss": "loss", "train loss": "train_loss", "val loss": "val_loss"}
 LABELS |= {"tokens per iteration will be": "tokens_per_step", "number of parameters": "parameters"}
 FIGURE = re.compile(rf"\b({'|'.join(LABELS)}):? (-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|-?inf|nan)")
-# Of the command line, or of a config file.
+# It comes from the command line, or from a config file.
 SETTING = re.compile(r"^(?:Overriding: )?(\w+)\s*=\s*([^#]+)")
 # nanoGPT's value of each setting that it does not print: as ours, but for these.
 NANOGPT_DEFAULTS = DEFAULTS | WITHOUT_CHOICE | {"lr_decay_iters": 600_000, "min_lr": 6e-5}

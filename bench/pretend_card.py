@@ -74,7 +74,7 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
     if CARD not in os.environ:
         return
     assert "torch" not in sys.modules
-    # Not for all to see: llama.cpp's library would take symbols of them.
+    # CDLL keeps their symbols apart: llama.cpp's library would take some of them.
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch_folder() / "lib" / name))
     library = ctypes.CDLL(str(build()))
@@ -246,7 +246,7 @@ def set_internals(torch: Any, library: ctypes.CDLL) -> None:
     torch.backends.cuda.is_built = always(True)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = always(None)
-    # Of which compiling wants only this here.
+    # Compiling wants no more than this of the module.
     graphs = ModuleType("torch._inductor.cudagraph_trees")
     vars(graphs).update(reset_cudagraph_trees=always(None), mark_step_begin=always(None))
     sys.modules[graphs.__name__] = graphs

@@ -106,9 +106,9 @@ class BenchRun:
     status: str = ""  # why there are no figures
     # Our log's first event, or what is known of a peer.
     start: dict[str, Any] = field(default_factory=dict)
-    # By round, of each step but the first ones.
+    # A list for each round, of all its steps but the first ones.
     rounds_ms: list[list[float]] = field(default_factory=list)
-    # By round, from the command to the end of the first step.
+    # A number for each round: from the command to the end of the first step.
     first_s: list[float] = field(default_factory=list)
 
     def ms_per_token(self) -> list[float]:
@@ -319,7 +319,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "offline")
-    # As Ctrl+C; else the run that is timed would train on.
+    # SIGTERM ends it as Ctrl+C does; else the run that is timed would train on.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with one_line_errors():
         main()

@@ -2,11 +2,12 @@
 # sample.
 #
 #     python data/fineweb_edu/prepare.py                     # or download tokens: docs/data.md
-#     # larger cards take a larger micro-batch by themselves
 #     python train.py config/train_fineweb_125m.py
 #     python train.py config/train_fineweb_125m.py --dry_run=True
-#     # whether it fits into a card, and for how long
 #     python train.py config/train_fineweb_125m.py --plan_for="RTX 4070"
+#
+# Larger cards take a larger micro-batch by themselves. The last two commands train nothing. They
+# say whether the run fits into this machine, or into that card, and how long it would take.
 #
 # What to expect: a known run with these sizes, batch and learning rate took 9.34 s per step on an
 # RTX 4070. It reached a val loss of 4.385 at step 1000, 3.596 at step 4000 and 3.358 at step

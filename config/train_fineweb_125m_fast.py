@@ -3,8 +3,9 @@
 # head, zero-initialised projections, token shift.
 #
 #     python data/fineweb_edu/prepare.py --tokens 1e9        # or download tokens: docs/data.md
-#     # larger cards take a larger micro-batch by themselves
 #     python train.py config/train_fineweb_125m_fast.py
+#
+# Larger cards take a larger micro-batch by themselves.
 #
 # It has 162M parameters. The 39M of its token embedding take part in no multiplication, so a token
 # takes as many FLOPs as with the 124M of config/train_fineweb_125m.py. It keeps more activations

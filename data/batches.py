@@ -332,7 +332,7 @@ class MicroBatch:
 
     x: Tensor  # inputs (batch_size, block_size) int64
     y: Tensor  # targets, the same
-    # Of its mean loss in the step's: 1 / micro-batches, or its share of the learned targets.
+    # Its share of the step's loss: 1 / micro-batches, or its part of the learned targets.
     weight: float
     index: int  # of this micro-batch in its step, counted over all ranks
     is_last: bool  # of the step

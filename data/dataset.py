@@ -46,7 +46,7 @@ class Dataset:
         if needed:
             token_files(folder, "train", self.meta)
             token_files(folder, "val", self.meta)
-        # Of the text that an evaluation reads, if it is known.
+        # The mean over the text that an evaluation reads; None if it is not known.
         self.bytes_per_token: float | None = None
 
     @property
@@ -193,7 +193,7 @@ def find_damage(split: Split, listed: dict[str, str]) -> None:
     try:
         for file in split.files:
             expected = listed.get(file.path.name)
-            # Of the open file: another one may have got its name meanwhile.
+            # Read the open file: another one may have got its name meanwhile.
             if expected and hashlib.file_digest(file.file, "sha256").hexdigest() != expected:
                 raise ValueError(
                     f"{file.path} is damaged or was changed (its checksum); prepare the data again"

@@ -25,7 +25,7 @@ FORMATS = (".parquet", ".arrow", *packed(".jsonl", ".ndjson", ".json", ".csv", "
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SHARD_BYTES = 400_000_000  # of files here that share a shard
 VAL_TOKENS = 100_000_000
-# Of the first shard's files: with four bytes per token, a tenth is val.
+# Val has a token for so many bytes of the first shard: a tenth, at four bytes per token.
 BYTES_PER_VAL_TOKEN = 40
 ROWS = 64  # of a table that are decoded at once
 BUFFER = 1 << 20  # bytes of a column of parquet that are read at once

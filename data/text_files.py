@@ -28,9 +28,9 @@ NOT_UTF8 = (
     "data/fineweb_edu/prepare.py --source for a table (parquet)"
 )
 NAMED_FILES = 3
-# Surrogateescape makes the latter of bytes that are not UTF-8.
+# Surrogateescape turns bytes that are not UTF-8 into the second kind.
 NOT_TEXT = re.compile("[\0\udc80-\udcff]")
-# A line of its own
+# The separator of documents stands on a line of its own.
 SEPARATOR = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\r?\n|\Z)", re.MULTILINE)
 
 

@@ -51,7 +51,7 @@ PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
 # What is read of a record; prepare.py compares the rest with its own settings.
 META: Fields = {
     "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
-    # of chat data
+    # Chat data has the length of its windows here.
     "packed": lambda value: value is None or (is_number(value) and value >= 1),
     "chat": lambda value: isinstance(value, str | None),
 }
@@ -121,7 +121,7 @@ def tokens_in_file(path: Path) -> Numbers:
     is_whole = size == HEADER_BYTES + TOKEN_BYTES * n
     if magic == MAGIC and version == VERSION and is_whole and n:
         return Numbers(path, HEADER_BYTES, n)
-    # As uint16, every second one would be token 0.
+    # Ids of 32 bits, read as uint16, would have token 0 in every second place.
     has_32_bits = len(head) == LOOKED_AT and head.min() >= 0 and 1 < head.max() < MOST_IDS
     if not size or size % TOKEN_BYTES or magic in NOT_BARE or has_32_bits:
         raise ValueError(
@@ -221,7 +221,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         check_tokenizer(meta["tokenizer"], meta["vocab_size"])
         for key, suffix in (("files", ".bin"), ("masks", MASK_SUFFIX)):
             for name, entry in meta.get(key, {}).items():
-                # Nothing outside of the folder
+                # A name from elsewhere must not lead out of the folder.
                 if not re.fullmatch(rf"(train|val)[\w.-]*\{suffix}", name, re.ASCII):
                     raise ValueError(
                         f"{reprlib.repr(name)} is not a name such as train*{suffix} or val*{suffix}"

@@ -24,7 +24,7 @@ from deskgpt.files import file_sha256, sha256
 
 Ids = npt.NDArray[np.uint16]
 
-# As tiktoken names and checks them
+# tiktoken reads these files, and checks these digests.
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -225,7 +225,7 @@ def gpt2_vocabulary() -> tuple[list[str], list[str]]:
 
     encoder = read_file_cached(f"{GPT2_FILES}encoder.json", GPT2_SHA256["encoder.json"])
     merges = read_file_cached(f"{GPT2_FILES}vocab.bpe", GPT2_SHA256["vocab.bpe"])
-    # Without the version line and the end
+    # The first line is a version, and the last one is empty.
     return list(json.loads(encoder)), merges.decode().split("\n")[1:-1]
 
 

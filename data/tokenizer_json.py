@@ -48,7 +48,7 @@ def tokenizer_config_json(
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
-        # Else transformers 4 adds token_type_ids
+        # Without this transformers 4 adds token_type_ids.
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",  # as generating in batches needs it
         "clean_up_tokenization_spaces": False,

@@ -86,7 +86,7 @@ def fitting(template: Template, block_size: int, messages: list[Message]) -> lis
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
     room = block_size - max(1, block_size // ANSWER_PART) - len(template.prompt(system))
-    # Without the token with which a dialogue begins.
+    # Each is encoded with the token that begins a dialogue, which does not count.
     sizes = [len(template.encode([turn]).ids) - 1 for turn in turns]
     used = sum(sizes)
     for first, turn in enumerate(turns):

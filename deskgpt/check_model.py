@@ -132,7 +132,7 @@ def check_model(
     cpu_kernels.unload()  # the reference is plain torch
     with in_float32(source):
         problems = check_logits(source, idx, targets)
-        # With dropout, and with what the model does in training only.
+        # This copy has dropout, and all that the model does in training only.
         trained = copy.deepcopy(source).train()
         seed_all(0, idx.device)
         _, gradients = loss_and_gradients(forward_backward, trained, ComputeMode(), idx, targets)
@@ -147,7 +147,7 @@ def check_model(
 
     if mode.cpu_kernels:
         cpu_kernels.load()
-    # In chunks, as long texts are computed, whose gradients are added.
+    # Take several chunks, as long texts do: their gradients are added.
     mode = replace(mode, loss_chunks=max(3, mode.loss_chunks))
     computed = copy.deepcopy(source)
     apply_compute(computed, mode)

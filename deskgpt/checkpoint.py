@@ -345,7 +345,7 @@ def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
         if not isinstance(w, Tensor) and not name.endswith(EXTRA_STATE):
             raise ValueError(f"its weight {name[:80]!r} is not a tensor")
     saved.best_val_loss = float(saved.best_val_loss)  # nanoGPT's is a tensor
-    # nanoGPT's, which names a GPU and float16 even after a run on a CPU
+    # Only nanoGPT's has none. It names a GPU and float16 even after a run on a CPU.
     if "tokenizer" not in found:
         saved.config = {k: v for k, v in saved.config.items() if k not in MACHINE_SETTINGS}
         saved.model_args = {"activation": "gelu"} | saved.model_args  # the exact GELU

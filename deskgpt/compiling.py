@@ -87,7 +87,7 @@ def choose_compute(
         dtype = "float32"
     dtype = agree(dist, dtype, "float32")
     if kernels == "auto":
-        # Not on every host, where hosts differ.
+        # Where hosts differ, all use them or none.
         is_candidate = device.type == "cpu" and cpu_kernels.is_supported_platform()
         kernels = agree(dist, is_candidate and earlier.get("cpu_kernels", True))
         kernels = kernels and load_kernels(dist)

@@ -85,7 +85,7 @@ class CudaGraph:
         self.model = model
         self.enabled = enabled
         self.on_refusal = on_refusal
-        # Of memory
+        # The passes that share this one's memory.
         self.memory_group: list[CudaGraph] = (
             shares_memory_with.memory_group if shares_memory_with else []
         )

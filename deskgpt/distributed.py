@@ -49,7 +49,7 @@ class DistContext:
         """
         tensor = torch.tensor(x, dtype=torch.float64)
         if torch.distributed.is_initialized():
-            # On the CPU, by gloo
+            # A tensor on the CPU goes by gloo.
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
         return tensor.item()
 

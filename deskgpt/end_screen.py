@@ -81,7 +81,7 @@ def print_next_commands(state: TrainState, stop: str | None) -> None:
     is_done = state.step >= state.schedule.max_iters
     if is_done:
         resume.append(f"--max_iters={2 * state.step}")
-        # The learning rate's end moves, too
+        # More steps move the end of the learning rate's decay, which counts as a change.
         if state.schedule.decay_lr and not state.schedule.lr_decay_iters:
             resume.append("--resume_changed=True")
     elif stop == "patience":

@@ -41,8 +41,8 @@ from model import GPT, GPTConfig
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 COMPARED = 256  # tokens, or the context if it is shorter: the prompt, then random ones
 DRAWN = 8  # of them are random, at least
-# Of these are passes of their own: a graph is recorded in the second one, and replayed in the
-# third.
+# The last tokens of that text go in one by one: a graph is recorded in the second of these passes,
+# and replayed in the third.
 SINGLE = 3
 
 
@@ -208,7 +208,7 @@ def sample_tokens(
     if temperature == 0:
         return logits.argmax(1, keepdim=True)
     device = logits.device
-    # No float64; no cumsum on CUDA
+    # MPS has no float64, and CUDA no deterministic cumsum.
     if device.type == "mps" or torch.are_deterministic_algorithms_enabled():
         logits = logits.cpu()
     # Ordered in float32: the order is the same, and there are half as many bytes to sort.
@@ -222,7 +222,7 @@ def sample_tokens(
     if top_p < 1:
         logits, order = logits.sort(dim=1, descending=True, stable=True)
     logits = logits.double()  # cumulative sums over 50,000 tokens round noticeably in float32
-    # At most 0: no temperature overflows
+    # The largest becomes 0, so that no temperature overflows.
     logits = (logits - logits.amax(1, keepdim=True)) / temperature
     p = logits.softmax(1)  # (B, V)
     if top_p < 1:

@@ -30,7 +30,7 @@ OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough "
     "memory|_ALLOC_FAILED|_ALLOCATION_FAILED|Failed to CUDA calloc"
 )
-# In an error's class and text: NCCL's and the store's have their own classes, gloo's have not.
+# It is looked for in an error's class and text: gloo's errors have no class of their own.
 LOST_RANK = re.compile("^Dist[A-Z]|gloo/transport|Application timeout caused pair closure")
 
 

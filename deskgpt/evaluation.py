@@ -23,7 +23,7 @@ BATCHES_FOR_ERROR = 8  # fewer say too little about their own spread
 @dataclass(frozen=True)
 class Evaluation:
     loss: float  # mean, in nats per token
-    # Of the loss over other text of this length; None below BATCHES_FOR_ERROR.
+    # How much the loss would scatter over other text of this length; None below BATCHES_FOR_ERROR.
     standard_error: float | None
     windows: int = 0  # that were read, over all ranks
     # The mean loss of each of this rank's batches, to compare runs in pairs.
@@ -144,7 +144,7 @@ def evaluate(
     try:
         with stance:
             for x, y, rows in batches:
-                # Of padding too: ranks that share weights need each other.
+                # Compute padding, too: ranks that share weights need each other.
                 loss = loss_of(x, y)["loss"]
                 if rows:
                     losses.append(loss * rows)

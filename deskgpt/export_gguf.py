@@ -53,7 +53,7 @@ def architecture_of(c: GPTConfig) -> str:
     """
     ours = asdict(c)
     if ours["activation"] == "gelu":
-        # llama.cpp has one GELU, from a table: it rounds more than these two differ
+        # llama.cpp has one GELU, from a table, which rounds more than these two differ.
         ours["activation"] = "gelu_tanh"
     lacking = {
         name: [f"{k}={ours[k]} (--{k}={v})" for k, v in wanted.items() if ours[k] != v]
@@ -131,7 +131,7 @@ def add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(tokens)
-        # llama.cpp wants one; UTF-8 has no byte 255, which ÿ spells
+        # llama.cpp wants at least one merge. This one never applies: UTF-8 has no byte 255, ÿ here.
         writer.add_token_merges(merges or ["ÿ ÿ"])
         writer.add_bos_token_id(end_of_text)
         writer.add_eos_token_id(end_of_text)

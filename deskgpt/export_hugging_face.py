@@ -21,7 +21,7 @@ from deskgpt.check_model import TOLERANCE, distance
 from deskgpt.errors import ROOT
 from model import GPT, GPTConfig
 
-# Ours, and GPT-2's in transformers
+# Our names, and those of transformers.
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
 
 
@@ -179,7 +179,7 @@ def compare(folder: Path, ours: GPT, tokens: Tensor) -> None:
     Differs.
     """
     with tempfile.TemporaryDirectory() as copies:
-        # Of the folder's Python files, which transformers makes.
+        # transformers copies the folder's Python files there.
         os.environ.setdefault("HF_MODULES_CACHE", copies)
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging

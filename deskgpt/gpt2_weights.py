@@ -55,8 +55,8 @@ def load_gpt2(name: str) -> Checkpoint:
     args = exported_model_args(name) or gpt2_model_args(folder, name)
     config = GPTConfig.from_args(args, name)
     try:
-        # Not mapped into memory: a file that is cut later, as by a download that begins again,
-        # would end the process.
+        # Do not map the file into memory: if it is cut later, as by a download that begins again,
+        # the process would end.
         weights = load((folder / WEIGHTS).read_bytes())
     except SafetensorError as e:
         raise ValueError(

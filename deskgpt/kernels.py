@@ -182,7 +182,7 @@ Logits = Callable[[Tensor], Tensor]  # hidden states (..., C) to logits (..., V)
 # them in chunks of this size: smaller chunks cost speed, larger ones only memory. 2^25 are 667
 # tokens of GPT-2's vocabulary, 134 MB in float32 (bench/results/2026-11-22-loss.md).
 LOGITS_ON_CPU = 1 << 25
-# Of a chunk's logits, in place of LOGITS_ON_CPU: our softmax needs no copy in float32.
+# The size of a chunk's logits with our softmax, which needs no copy in float32.
 BYTES_WITH_KERNEL = 1 << 28
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
 CAST = "ToCopyBackward0"  # autocast keeps the cast of a weight for all its uses
@@ -236,7 +236,7 @@ def chunked_cross_entropy(
         losses.append(found[0])
         by_h.append(found[1])
         for leaf, gradient in found[2]:
-            # Not in place: autograd may return one tensor for two leaves.
+            # Do not add in place: autograd may return one tensor for two leaves.
             by_leaf[leaf] = by_leaf[leaf].to(leaf.dtype) + gradient if leaf in by_leaf else gradient
     loss = functools.reduce(torch.add, losses)
     if not by_h:

@@ -69,7 +69,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
     dist = replace(env, device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # The default one cannot be recorded as a graph.
+        # The default stream cannot be recorded as a graph.
         torch.cuda.set_stream(torch.cuda.Stream(device))
         torch.set_float32_matmul_precision("high")  # TF32 for what remains float32, as in nanoGPT
     if "TORCHELASTIC_RUN_ID" in os.environ:  # Linux sends SIGTERM when torchrun is killed
@@ -79,7 +79,7 @@ def init_distributed(device_name: str, backend: str, timeout_s: float) -> DistCo
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"backend=nccl is for CUDA, not for {device}; try --backend=auto")
         is_gloo = backend == "gloo" or device.type != "cuda"
-        # gloo for what the ranks agree on, such as when to stop
+        # Ranks agree by gloo, such as on when to stop.
         backend = "gloo" if is_gloo else "cpu:gloo,cuda:nccl"
         host = os.environ["MASTER_ADDR"]
         try:
@@ -115,7 +115,7 @@ def set_seed(seed: int, deterministic: bool, device: torch.device) -> None:
     cannot.
     """
     if deterministic:
-        # Which cuBLAS reads at its first matmul.
+        # cuBLAS reads this at its first matmul.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic)

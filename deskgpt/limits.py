@@ -13,7 +13,7 @@ from pathlib import Path
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
-# By controller: files of the second version of control groups, then files of the first version.
+# Each has files of the second version of control groups, then files of the first version.
 MEMORY_FILES = (("memory.max",), ("memory.limit_in_bytes",))
 CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 

@@ -78,18 +78,18 @@ class RunLogger:
         self.data = state.data
         self.dist = state.dist
         self.print0 = state.dist.print0
-        # What prints and logs numbers of the device.
+        # The lines whose numbers are still on the device.
         self.deferred = DeferredCalls(self.dist.device)
         self.log = open_log(config, state)
         if self.log.wandb_run:
             state.wandb_run_id = self.log.wandb_run.id
         self._ends_at = min(stop.max_minutes_end, stop.max_hours_end)
         self.flops_per_token = state.model.estimate_flops()
-        # Of the steps since the last log line, still on the device.
+        # Those of the steps since the last log line, still on the device.
         self._grad_norms: list[Tensor] = []
         self._tokens = 0  # of these steps
         peak, peak_source = peak_flops(self.dist.device, state.compute.dtype)
-        # Of all ranks
+        # The sum over all ranks.
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
         self.warm_up_s = time.perf_counter() - stop.started
         self._print_start(peak_source)
@@ -109,7 +109,7 @@ class RunLogger:
         self.print0(f"number of parameters: {millions(state.model.num_params())}")
         shards = shards_of(self.config.dp_shard, self.dist.world)
         sharded = f"; weights sharded among {shards}" if shards > 1 else ""
-        # Of all ranks, each once: cards of a run can differ.
+        # Cards of a run can differ: name each kind once.
         names = dict.fromkeys(self.dist.gather(machine.device_name(self.dist.device)))
         device = " + ".join(names)
         self.print0(f"device: {self.dist.world} x {device}{sharded}")
@@ -326,7 +326,7 @@ NANOGPTS_NAMES = {"train_loss": "train/loss", "val_loss": "val/loss", "val_bpb":
 
 # In a folder from elsewhere, a link could name any file of the user.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-# Of a log that is read whole; a line has about 450, so these are two million steps.
+# The largest log that is read. A line has about 450 bytes, so these are two million steps.
 MOST_BYTES = 1 << 30
 
 

@@ -172,12 +172,12 @@ def loss_bytes(step: StepShape) -> int:
 MIN_SHARE_OF_PREDICTION = 0.7  # of its predicted peak memory, which a step surely takes
 USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the allocator's gaps and what is not counted
 
-# What a micro-batch costs however few tokens it has, for auto_batch.
-# moved: 3.6 GB for GPT-2's 124M, by bench/check_cards.py: 11.8 GB at 8 x 1024, 20.0 at 16 x 1024
+# Bytes that a micro-batch moves however few tokens it has, for auto_batch: 3.6 GB for GPT-2's 124M.
+# bench/check_cards.py counts 11.8 GB at 8 x 1024 and 20.0 GB at 16 x 1024.
 FIXED_BYTES_PER_PARAMETER = 29
-# That a card multiplies while its memory moves one, at both peaks: 76 (RTX 3090) to 295 (H100)
+# A card computes so many FLOPs while its memory moves a byte: 76 (RTX 3090) to 295 (H100).
 FLOPS_PER_BYTE = 200
-# In which the CPU queues the kernels of a layer, both passes: 19.2 ms for 12 on an H200.
+# The CPU queues the kernels of a layer in this time, for both passes: 19.2 ms for 12 on an H200.
 QUEUEING_S_PER_LAYER = 1.6e-3
 TARGET_FIXED_SHARE = 0.02  # of a micro-batch's time: twice the tokens would then gain 1%
 
@@ -320,9 +320,9 @@ KNOWN_MFU = {
     "other kinds of cards": (0.30, 0.82),
     "CPUs": (0.07, 0.85),
 }
-# Of what a step takes on a CPU, oneDNN's workspaces and the allocator's gaps, by peaks of real
-# processes: 0.41 to 0.52 for five models of 4 to 12 layers (a Xeon with 2 threads, 2026-11-27),
-# more for a model of a few MB.
+# On a CPU, oneDNN's workspaces and the allocator's gaps take this share of a step's memory on top.
+# By peaks of real processes it was 0.41 to 0.52 for five models of 4 to 12 layers (a Xeon with 2
+# threads, 2026-11-27), and more for a model of a few MB.
 WORKSPACES_ON_CPU = 0.45
 # Times as long as a step takes with activation_checkpoint=full: 4 layers of 384 on a CPU
 # (docs/training.md), and 12 of 768 on an H200 (bench/results/2026-11-27-h200.md).
@@ -353,7 +353,7 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
         free_bytes = machine.usable_memory_bytes(dist.device)
         total_bytes = machine.memory_bytes(dist.device)
     batching = config.batch_split(world=ranks)
-    # As choose_compute decides it for a long run.
+    # choose_compute decides the same, if Triton is there.
     compiled = config.compile is not False and device_type == "cuda"
     residual_dtype = "bfloat16" if compiled and dtype == "bfloat16" else "float32"
     compute = ComputeMode(dtype, compiled, False, config.activation_checkpoint, residual_dtype)

@@ -26,7 +26,7 @@ class DeskGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: DeskGPTConfig) -> None:
         super().__init__(config)
         dtype = torch.get_default_dtype()
-        # Of tables such as RoPE's; 16 bits would round the positions.
+        # Tables such as RoPE's are made in float32: 16 bits would round the positions.
         torch.set_default_dtype(torch.float32)
         with torch.device("cpu"):  # in transformers' own context such tables have no numbers
             self.gpt = GPT(GPTConfig(**config.deskgpt["model_args"]))

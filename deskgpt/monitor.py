@@ -38,10 +38,10 @@ class LossMonitor:
         self.dist = state.dist
         self.has_scale = state.scaler.is_enabled()  # in float16
         self.parameters = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
-        # The last steps, and which of their gradients were not finite.
+        # The last steps in a row whose gradients were not finite, and the parameters' names.
         self.consecutive_bad_steps: list[tuple[int, str]] = []
-        # On the device: (step, (3 + parameters,): loss, norm of all gradients, loss scale if any,
-        # norm of each)
+        # (step, numbers on the device (3 + parameters,)): the loss, the norm of all gradients, the
+        # loss scale if there is one, the norm of each gradient.
         self._pending: list[tuple[int, Tensor]] = []
 
     # ---- steps -----------------------------------------------------------------------------------

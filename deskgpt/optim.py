@@ -165,7 +165,7 @@ class Muon(torch.optim.AdamW):
             decay_factor = torch.where(found_inf > 0, 1.0, decay_factor)
             for grad, momentum in zip(grads, momenta, strict=True):
                 torch.where(found_inf > 0, momentum, grad, out=grad)
-        # Which AdamW expects
+        # AdamW expects a step count in each parameter's state.
         torch._foreach_add_([self.state[p]["step"] for p in params], [do_step] * len(params))
 
         # Nesterov momentum, then the nearest matrices whose singular values are all near 1.
@@ -215,7 +215,7 @@ def orthogonalized(x: Tensor) -> Tensor:
         gram = y.mT @ y
         product = None if is_tall else y  # None: the identity
         for i in range(iterations):
-            # + a, which bfloat16 would round with it
+            # a comes later: bfloat16 would round the sum.
             p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             if product is None:
                 product = torch.add(p, identity, alpha=a)

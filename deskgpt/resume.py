@@ -33,7 +33,7 @@ from model import GPT, GPT2_CHOICES, MODERN_CHOICES, GPTConfig, ModelSettings
 
 # If one of these changes, the best loss so far is another quantity than this run's losses.
 OF_EVALUATION = {"val data", "windows per evaluation"}
-# In a checkpoint's metadata: a change is printed.
+# If one of these changes in the metadata, a line says so.
 OF_CODE = ("code", "code_digest", "versions", "device", "variant")
 
 
@@ -71,7 +71,7 @@ class Start:
 
     source: str  # for messages
     model_config: GPTConfig
-    # Of another run, or GPT-2: its weights and tokenizer; empty for random weights.
+    # The weights and tokenizer of another run or of GPT-2; empty for random weights.
     checkpoint: Checkpoint
     earlier: StartSettings | None = None  # the settings of the run that is resumed
 
@@ -104,7 +104,7 @@ def find_start(config: StartSettings, data: Dataset, dist: DistContext) -> Start
         from deskgpt.gpt2_weights import exported_model_args, load_gpt2
 
         saved = load_gpt2(source)
-        # GPT-2's folder lacks the others
+        # GPT-2's sizes are those of its folder, whatever the settings say.
         given = RESUMED_SETTINGS if exported_model_args(source) else MODERN_CHOICES
     model_config = GPTConfig.from_args(saved.model_args | {"dropout": new_model.dropout}, source)
     for name in given:
@@ -270,7 +270,7 @@ NOT_LEARNING = frozenset(
         "wandb_log",
         "wandb_project",
         "wandb_run_name",
-        # evaluation; how many windows it reads is compared apart
+        # evaluation: the number of its windows is compared apart
         "eval_interval",
         "eval_iters",
         "eval_tokens",
@@ -286,7 +286,7 @@ NOT_LEARNING = frozenset(
         "max_minutes",
         "patience",
         "on_spike",
-        # micro-batch; the sequences per step are compared apart
+        # micro-batch: the sequences per step are compared apart
         "batch_size",
         "gradient_accumulation_steps",
         "auto_batch",
@@ -301,19 +301,19 @@ NOT_LEARNING = frozenset(
         "backend",
         "dp_shard",
         "dist_timeout_s",
-        # data: a path; what is in it is compared apart
+        # data: the content of the folder is compared apart
         "dataset",
     }
 )
-# Of learning too, but compared by the rates of the steps so far: with the same past, it is the same
-# experiment.
+# The schedule belongs to learning, too. It counts as changed only if a step that was already taken
+# would have another rate now.
 SCHEDULE = tuple(f.name for f in fields(Schedule))
 
-# What runs have that do not say it, such as nanoGPT's: whatever the defaults are now.
+# The values of runs that do not record them, such as nanoGPT's, whatever the defaults are now.
 WITHOUT_CHOICE = GPT2_CHOICES | {"optimizer": "adamw", "lr_schedule": "cosine"}
 # What a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
-# What max_minutes settles. A run that resumes keeps it.
+# Settings that max_minutes replaces. A resumed run keeps their values.
 SET_BY_MAX_MINUTES = ("max_iters", "warmup_iters", "lr_decay_iters")
 ON_A_HOST = {"out_dir", "dataset", "device"}  # paths and names that can differ between hosts
 
@@ -383,7 +383,7 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
             f"max_iters={settings['max_iters']}"
         )
     counts = (settings["eval_iters"], settings["eval_tokens"])
-    # An evaluation keeps its windows
+    # An evaluation keeps its windows, whatever the micro-batch.
     if counts == (earlier["eval_iters"], 0) and settings["batch_size"] != earlier["batch_size"]:
         settings["eval_tokens"] = (
             earlier["eval_iters"] * earlier["batch_size"] * settings["block_size"]

@@ -39,10 +39,10 @@ class Checkpointer:
 
     out_dir: Path
     print0: Callable[[str], None]
-    # Of the best checkpoint on the disk; infinite if it has none that can be compared.
+    # The val loss of the best checkpoint on the disk; infinite if none can be compared.
     best_val_loss: float
     dist: DistContext = ALONE
-    # Of the last checkpoint that was written; at first of the one that is resumed.
+    # The step of the last checkpoint that was written; at first of the one that is resumed.
     saved_step: int | None = None
     is_finetuning: bool = False  # starts from trained weights: step 0 may be the best, and is saved
     error: OSError | None = None  # of the last save
@@ -152,7 +152,7 @@ def gathered_on_first(state: Checkpoint) -> Checkpoint:
     def full(tensor: Tensor) -> Tensor:
         if not is_dtensor(tensor):
             return tensor
-        # Also where a rank has no rows, so that all gather the same.
+        # A rank without rows has a key, too, so that all ranks gather the same tensors.
         key = local(tensor).untyped_storage()._cdata
         if key not in gathered:
             whole = unsharded(tensor)

@@ -176,7 +176,7 @@ async def models(request: Request) -> Response:
     writer = writer_for(request)
     saved = writer.trained.checkpoint
     loss = val_loss_of_weights(saved) if saved else math.inf
-    # Without copies in 16 bits
+    # The model here holds some weights twice, in 16 bits, too: count those of a new one.
     n_params = GPT.without_storage(writer.trained.model.config).num_params()
     defaults = {name: getattr(writer.defaults, name) for name in SETTINGS}
     model = {

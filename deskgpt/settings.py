@@ -107,7 +107,7 @@ def check(value: Any, setting: Setting, where: str) -> Any:
     fit into 64 bits: neither torch nor NumPy can count with larger ones.
     """
     if setting.choices:
-        # True is not 1
+        # Compare types, too, since True == 1.
         if any(type(value) is type(choice) and value == choice for choice in setting.choices):
             return value
         raise ConfigError(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGBREAK")
 SIGNALS = tuple(number for number in signal.Signals if number.name in SIGNAL_NAMES)
 
-# And its number: what shells and batch systems expect of a process that a signal has ended.
+# Shells and batch systems expect this and the signal's number of a process that a signal ended.
 SIGNAL_STATUS = 128
 
 # A terminal that closes sends SIGHUP, and so does its shell; systemd can send SIGHUP right after
@@ -221,7 +221,7 @@ class StopConditions:
     # ---- the end ---------------------------------------------------------------------------------
 
     def fail(self, error: Exception) -> None:
-        """End the run because of this error, which `leave` raises after the last save.
+        """End the run because of this error, which `exit` raises after the last save.
 
         With several ranks it is raised at once: the others are in the step.
         """

@@ -55,7 +55,7 @@ class SpikeDetector:
         A spike is above the median by LEAST_RISE and by DEVIATIONS standard deviations: 1.4826
         median absolute ones, which outliers do not change.
         """
-        # Hardly ever: saves the two medians
+        # Only a new highest loss can be a spike, so the medians are rarely computed.
         if len(self.losses) >= FEWEST and loss > max(self.losses):
             median = statistics.median(self.losses)
             deviation = 1.4826 * statistics.median(abs(x - median) for x in self.losses)
@@ -73,7 +73,7 @@ class SpikeDetector:
 # Fields that a checkpoint keeps in a form or a place of its own, or not at all, as it does those
 # without a default. It keeps all others.
 KEPT_ELSEWHERE = {"wandb_run_id", "first_step", "step", "row0", "evaluations", "spikes"}
-# In the metadata of a checkpoint: those of its steps, by which a resumed run is compared.
+# A checkpoint's metadata has the learning rates of its steps: a resumed run is compared with them.
 LR_HISTORY = "learning rates"
 MOST_EVALUATIONS = 10_000  # the last ones: more would make a file's pickle larger than what is read
 # Settings of the optimizer: if none has changed, its groups go on as they were saved.
@@ -107,11 +107,11 @@ class TrainState:
     row0: int = 0
     evaluations: list[EvalRecord] = field(default_factory=list)
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
-    # Of each group: its lr at the last step / self.rate.
+    # The lr of each group at the last step / self.rate.
     rate_factors: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Of data and code: what a resumed run compares.
+        # Facts about data and code, which a resumed run compares.
         self.metadata: dict[str, Any] = (
             self.data.metadata
             | self.data.eval_metadata(self.batching)
@@ -175,7 +175,7 @@ class TrainState:
         factors = [float(group["lr"] / rate) for group in groups]
         if step == self.first_step:
             own = [group.get("lr_scale", 1.0) for group in groups]
-            # torch's schedulers add initial_lr
+            # A scheduler of torch's adds initial_lr to the groups.
             if "initial_lr" in groups[0] and np.allclose(factors, own):
                 self.dist.print0(
                     "warning: a torch.optim.lr_scheduler has no effect, since the loop sets each "
@@ -228,7 +228,7 @@ class TrainState:
             scaler=self.scaler.state_dict(),
             tokenizer=self.data.tokenizer,
             chat=self.data.chat,
-            # As saved_compute reads it
+            # saved_compute reads it back.
             variant=asdict(self.compute) | {"device": self.dist.device.type},
             wandb_run_id=self.wandb_run_id,
             progress={
@@ -417,13 +417,13 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any], settings_are_
                 check_moments(moments, p, "momentum" in mine)
             for kind, value in moments.items():
                 if is_dtensor(p) and isinstance(value, Tensor):
-                    # In place, so that full ones are freed one by one.
+                    # Replace each in the dictionary, so that full ones are freed one by one.
                     moments[kind] = sharded_as(value, p) if value.dim() else value.clone()
     device = optimizer.param_groups[0]["params"][0].device
     groups = tree_map_only(Tensor, lambda x: x.to(device), groups)
     optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
     for name, value in state.get("attributes", {}).items():
-        # Also what its first step makes, but no method.
+        # An attribute may be one that its first step makes, but no method.
         if isinstance(value, PLAIN) and not hasattr(type(optimizer), name):
             setattr(optimizer, name, value)
 

@@ -59,7 +59,7 @@ def digit_by_digit(a: int, b: int, sign: int) -> tuple[str, int]:
 
 
 def arithmetic(draw: random.Random) -> Exercise:
-    # Of one or two digits, mostly of two.
+    # Numbers have one or two digits, mostly two.
     a, b = (draw.randrange(draw.choice((10, 100, 100, 100))) for _ in range(2))
     about = (min(a, b), max(a, b))  # who has seen 17 + 25 has seen 25 + 17
     if not draw.randrange(3):  # subtraction, which is harder, is asked more often

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from data.tokenizer import Ids, Tokenizer, valid_unicode
 
 ROLES = ("system", "user", "assistant")
-# Of roles
+# Roles as other programs call them.
 OTHER_NAMES = {"human": "user", "prompter": "user", "developer": "system"}
 OTHER_NAMES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot"), "assistant")
 # Keys of a row or of a message that change nothing. `name` and tool calls are not among them.

@@ -1,8 +1,8 @@
 """Make token files from anybody's own text.
 
-    # of a folder, its .txt and .md files
+    # A folder stands for its .txt and .md files.
     python data/text/prepare.py novel.txt notes/ --name mine --tokenizer gpt2
-    # a vocabulary of its own
+    # This one trains a vocabulary on the text.
     python data/text/prepare.py novel.txt --name mine --tokenizer bpe --vocab_size 4096
     python train.py config/train_shakespeare_char_cpu.py --dataset=mine
 
@@ -130,7 +130,7 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     encoding = Tokenizer(models.BPE())
-    # GPT-2's pattern
+    # GPT-2's pattern splits a text into words first.
     encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # without END_OF_TEXT, which is not text
