@@ -219,11 +219,9 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         n = x.size(-1) // 4
         # With a cache, the token before may be one of an earlier call. Training has none.
-        before = (
-            context.cache.swap_last_input(self, x[:, -1:, :n])
-            if context.cache is not None
-            else None
-        )
+        before = None
+        if context.cache is not None:
+            before = context.cache.swap_last_input(self, x[:, -1:, :n])
         return token_shift(x, n, before)
 
 
@@ -236,7 +234,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # Q, k, v in one matmul
+        # One matmul computes queries, keys and values.
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     require_torch()
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 from deskgpt.settings import REMOVED_SETTINGS, AtLeast1, FilePath, Fraction, Range
 from model import GPT, GPTConfig, ModelSettings
@@ -124,12 +124,11 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
             world=world,
         )
 
-    def in_loop(self) -> TrainConfig:
-        """Return the settings for main's loop: reading one that the run may change is an error.
-
-        It names what to read instead.
+    def in_loop(self) -> Any:
+        """Return the settings for main's loop, where reading one that the run may change raises an
+        error that names what to read instead.
         """
-        return cast("TrainConfig", SettingsInLoop(self))
+        return SettingsInLoop(self)
 
 
 # ---- what main uses -----------------------------------------------------------------------------
@@ -180,8 +179,7 @@ from deskgpt.stopping import Schedule
 from deskgpt.train_state import TrainState
 
 # A run may change these: max_minutes shortens the schedule, auto_batch takes another micro-batch.
-# The settings say what was asked for. A loop that reads them would follow a plan that is no longer
-# true, so it reads the state.
+# The settings say what was asked for, so the loop reads the state.
 READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)} | {
     "batch_size": "state.batching.batch_size",
     "gradient_accumulation_steps": "state.batching.grad_accum_steps",
@@ -189,10 +187,10 @@ READ_FROM_STATE = {f.name: f"state.schedule.{f.name}" for f in fields(Schedule)}
 
 
 class SettingsInLoop:
-    """Gives the settings of a run, but not those that the run may change.
+    """Gives the settings of a run; those that the run may change raise AttributeError.
 
-    Reading one of these raises AttributeError, which names what to read instead. An edit that asks
-    for config.max_iters in the loop would otherwise be right until someone sets max_minutes.
+    An edit that asks for config.max_iters in the loop would otherwise be right until someone sets
+    max_minutes.
     """
 
     def __init__(self, config: TrainConfig) -> None:
