@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Hold what a user chooses about the model; train.py has these among its settings.
+    """Hold the settings of the model, which train.py has among its own.
 
     Add a setting of your own here, read it in the module that needs it, and --help, config files
     and checkpoints have it. Raises ValueError for a model that cannot be.
@@ -430,8 +430,8 @@ class GPT(nn.Module):
     def without_storage(cls, config: GPTConfig) -> GPT:
         """Return a model whose parameters have shapes but no memory: of any size, at once.
 
-        A model that reads numbers of tensors as it is made, by .item() for one, takes its memory
-        for a moment; what it draws is not missed by the next one.
+        A model that reads numbers of its tensors as it is made, as by .item(), takes its memory for
+        a moment. The random numbers that it draws then are put back.
         """
         try:
             with torch.device("meta"):

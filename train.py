@@ -109,11 +109,11 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         return GPTConfig.from_settings(self, vocab_size)
 
     def schedule(self) -> Schedule:
-        """Return when the run ends, and what its learning rate follows."""
+        """Return the settings of the run's length and of its learning rate."""
         return Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
 
     def batch_split(self, rank: int = 0, world: int = 1) -> BatchSplit:
-        """Return how a step and an evaluation are cut into micro-batches and ranks."""
+        """Return the split of a step and of an evaluation into micro-batches and ranks."""
         return BatchSplit(
             batch_size=self.batch_size,
             grad_accum_steps=self.gradient_accumulation_steps,
@@ -419,8 +419,8 @@ def evaluate_run(
     texts_at: Callable[[int, bool], list[str]],
     is_last: bool,
 ) -> Evaluation | None:
-    """Evaluate the model on the same windows of both splits each time, log it, and let the model
-    write a text if texts_at says so.
+    """Evaluate the model on both splits, each time on the same windows, and log the losses. Let the
+    model write a text if texts_at says so.
 
     Return the loss on the val split; None if a signal cuts the evaluation short.
     """
@@ -497,8 +497,8 @@ def finish(
     ddp_model: nn.Module,
     stop: StopConditions,
 ) -> float:
-    """Save what was not saved if the run is to be resumed, print the end screen, and raise what the
-    run ends with, if anything.
+    """Save the last step if the run is to be resumed, print the end screen, and raise the run's
+    error, if it has one.
 
     Return the best validation loss.
     """
@@ -522,8 +522,8 @@ def finish(
 
 
 def remedied(error: Exception, config: TrainConfig, state: TrainState) -> Exception:
-    """Return what the run ends with: the error itself or, if a card's memory ran out, one that
-    names settings with which it fits. The state is as it was: it changes after a step only.
+    """Return the error that ends the run: this one or, if a card's memory ran out, one that names
+    settings with which the run fits. The state is that of the last whole step.
     """
     from deskgpt.memory import batch_too_large
 

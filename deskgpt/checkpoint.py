@@ -330,10 +330,10 @@ def read_checkpoint(path: Path, checksums: bool = True, is_mapped: bool = False)
 def checkpoint_of(found: dict[str, Any]) -> Checkpoint:
     """Return a file's content as a Checkpoint.
 
-    nanoGPT's lose the mask buffers of its attention without SDPA and the machine that the run was
-    set to. A head with numbers of its own, as in forks that do not tie it, stays apart from the
-    embedding. Raises ValueError, or an error of a wrong type, if the weights, the model's settings
-    or the evaluations are not what they should be.
+    Two things of nanoGPT's are left out: the mask buffers of its attention without SDPA, and the
+    settings of the machine. A head with numbers of its own, as in forks that do not tie it, stays
+    apart from the embedding. Raises ValueError, or an error of a wrong type, if the weights, the
+    model's settings or the evaluations are not what they should be.
     """
     saved = Checkpoint(**{f.name: found[f.name] for f in fields(Checkpoint) if f.name in found})
     saved.model = {

@@ -32,10 +32,9 @@ from model import GPT
 
 
 def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
-    """Return how the run that saved a checkpoint computed, by ComputeMode's fields, as far as it is
-    known here.
+    """Return the compute mode of a checkpoint's run, by ComputeMode's fields; only the known ones.
 
-    How another kind of device computed says nothing about this one.
+    It is empty for another kind of device, which says nothing about this one.
     """
     if not isinstance(saved, dict) or saved.get("device", device.type) != device.type:
         return {}

@@ -178,9 +178,9 @@ class StepTimer:
     """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for
     data.
 
-    Its clock is read when the device has finished what is queued, and stands still while
-    torch.compile compiles. What the blocks of `timed` take is not of the steps, also if they raise.
-    Steps are timed from when it is made.
+    Its clock is read when the device has finished all queued work, and stands still while
+    torch.compile compiles. Steps are timed from the moment when it is made, without the blocks of
+    `timed`, even if these raise.
     """
 
     def __init__(
@@ -201,9 +201,8 @@ class StepTimer:
         return time.perf_counter() - self._compile_s()
 
     def train_s(self) -> float:
-        """Return the seconds of all steps so far, the wait for data included.
-
-        Not within a block of timed.
+        """Return the seconds of all steps so far, the wait for data included. Do not call it within
+        a block of `timed`.
         """
         return self._now() - self._started_at - sum(self.total_s.values())
 

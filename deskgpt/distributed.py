@@ -70,11 +70,11 @@ ALONE = DistContext(torch.device("cpu"))
 
 
 def agree(dist: DistContext, own: Any, otherwise: Any = None) -> Any:
-    """Return what all ranks take for a value that each derives from its own device: the cards of a
+    """Return one value for all ranks, each of which has found `own` on its device: the cards of a
     run can differ.
 
-    It is `own` if all have the same; else `otherwise`, or without that the smallest, with False
-    below True: what the weakest device can do.
+    If they do, the value is `otherwise` or, without that, the smallest, with False below True: it
+    is what the weakest device can do.
     """
     everyone = dist.gather(own)
     if otherwise is None:

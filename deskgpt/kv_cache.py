@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class KVCache:
     """The keys and values of attention, and the last input of other modules."""
 
-    # True: `append` answers with block_size keys, also those that are not written yet.
+    # True: `append` returns all block_size slots, and attention masks the empty ones.
     returns_all_slots = False
 
     def __init__(self, block_size: int) -> None:

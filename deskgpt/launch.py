@@ -136,8 +136,8 @@ def wrap_ddp(model: nn.Module, dist: DistContext) -> nn.Module:
 
 
 def shutdown_distributed(ddp_model: nn.Module, dist: DistContext) -> None:
-    """End the averaging, then the process group. No rank leaves while another works: torchrun would
-    take that for a failure.
+    """Wait for all ranks, and end DDP and the process group. A rank that left early would be a
+    failure to torchrun.
 
     DDP must not be the last to hold the group: freed under Python's lock, it waits for a thread of
     gloo that may want that lock, and the process hangs (pytorch issue 56297).

@@ -322,9 +322,7 @@ ON_A_HOST = {"out_dir", "dataset", "device"}  # paths and names that can differ 
 
 
 def settings_of_start(cls: type, argv: list[str]) -> dict[str, Any]:
-    """Return all settings of the run that argv starts, by name, after init_from is followed.
-
-    Raises ConfigError.
+    """Return all settings of the run that argv starts, by name. Raises ConfigError.
 
     A resumed run begins with the settings of its checkpoint, a finetuned one with those of the
     model; config files and the command line override them.

@@ -89,11 +89,11 @@ def print_to_stderr(line: str) -> None:
             os.write(2, f"{line}\n".encode())
 
 
-# ---- what is due ---------------------------------------------------------------------------------
+# ---- when to save and to stop --------------------------------------------------------------------
 
 ERROR_REASON = "an error"
 # Why a run saves or ends. A reason of yours in StopConditions.update belongs here, too: ranks agree
-# by its number. If they differ, the last one counts.
+# by its place in this list. If theirs differ, the one further on counts.
 REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR_REASON)
 
 
@@ -113,7 +113,7 @@ class StopSettings(Protocol):
     def schedule(self) -> Schedule: ...
 
 
-WARMUP_SHARE = 0.1  # of the steps that fit into max_minutes warm the learning rate up at most
+WARMUP_SHARE = 0.1  # at most so much of the steps that fit into max_minutes is warm-up
 FEW_STEPS = 50  # below which a user is told that the minutes are too few
 PLANS = 40  # how often the steps are planned, evenly spread over the run
 

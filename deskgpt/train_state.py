@@ -1,5 +1,5 @@
 """The training state: all that a checkpoint keeps of a run, and the only place of each fact about
-its progress; and what is kept of an optimizer.
+its progress. Also how an optimizer's state is saved and loaded.
 """
 
 import math
@@ -70,8 +70,8 @@ class SpikeDetector:
 # ---- the state -----------------------------------------------------------------------------------
 
 
-# Fields that a checkpoint keeps in a form or a place of its own, or not at all, as it does those
-# without a default. It keeps all others.
+# A checkpoint keeps each field that has a default, under its name, except these: it has another
+# place for them, or does without.
 KEPT_ELSEWHERE = {"wandb_run_id", "first_step", "step", "row0", "evaluations", "spikes"}
 # A checkpoint's metadata has the learning rates of its steps: a resumed run is compared with them.
 LR_HISTORY = "learning rates"
@@ -84,9 +84,8 @@ OPTIMIZER_SETTINGS = ("weight_decay", "beta1", "beta2", "momentum")
 class TrainState:
     """Weights, optimizer, step, schedule and evaluations.
 
-    `checkpoint` returns all of it, and `resume` takes it back, a plain field that you add, too.
-    main raises `step` and sets `schedule` and `batching`. Raises ValueError if a checkpoint would
-    lose something.
+    `checkpoint` returns all of it, and `resume` takes it back, also a plain field that you add.
+    main's loop sets `step` and `schedule`. Raises ValueError if a checkpoint would lose something.
     """
 
     settings: dict[str, Any]  # of train.py, by name
@@ -344,7 +343,7 @@ def attribute_state(value: Any) -> Any:
 
 
 OUR_OPTIMIZERS = (torch.optim.AdamW, Muon)
-OPTIONS = ("lr", "betas", "eps", "weight_decay")  # in the groups of these: numbers, to be checked
+OPTIONS = ("lr", "betas", "eps", "weight_decay")  # numbers in their groups, which are checked
 SET_BY_SETTINGS = {"weight_decay", "betas", "momentum"}
 SET_BY_THE_MACHINE = {"lr_scale", "fused", "foreach", "capturable"}
 
@@ -369,11 +368,11 @@ def load_optimizer(
     source: str,
     settings_are_same: bool = True,
 ) -> None:
-    """Give an optimizer back what optimizer_state has returned; full tensors of rank 0 if the model
-    is sharded, on all ranks at once.
+    """Load the state that optimizer_state returned. If the model is sharded, rank 0 has the full
+    tensors, and all ranks call this.
 
-    settings_are_same: what settings say of the groups, such as weight decay, is taken back, too.
-    Raises ValueError, naming `source`, if the state does not belong to the model or the optimizer.
+    settings_are_same: False keeps the groups' own weight decay, betas and momentum. Raises
+    ValueError, naming `source`, if the state does not belong to the model or the optimizer.
     """
     anew = f"begin a new run with its weights: --init_from={source}"
     if not state:
