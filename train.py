@@ -213,7 +213,7 @@ def main(config: TrainConfig) -> float:
     check_same_experiment(config, start, data, learning_rate, dist)  # before anything is written
 
     # ---- how it is computed here: by rule, printed -----------------------------------------------
-    compute, batch = choose_compute_and_batch(config, start, dist)  # before memory is taken
+    compute, batching = choose_compute_and_batch(config, start, dist)  # before memory is taken
     model = build_model(config, start, compute, dist)  # on the device, sharded, its blocks compiled
     ddp_model: Any = wrap_ddp(model, dist)  # the model itself, if there is one rank
     parameters = [p for p in model.parameters() if p.requires_grad]  # of all that is not frozen
@@ -222,12 +222,12 @@ def main(config: TrainConfig) -> float:
     settings = asdict(config)
     schedule = config.schedule()
     state = TrainState(  # all that a checkpoint keeps
-        settings, model, optimizer, scaler, compute, batch, schedule, learning_rate, data, dist
+        settings, model, optimizer, scaler, compute, batching, schedule, learning_rate, data, dist
     )
     restore(start, state, trains=not config.eval_only)
 
     # ---- who watches it --------------------------------------------------------------------------
-    loader = Loader(data.train, batch, dist.device, state.step, state.row0)
+    loader = Loader(data.train, batching, dist.device, state.step, state.row0)
     logger = RunLogger(config, state, stop, loader)  # terminal, log.jsonl, W&B; it times the steps
     checkpointer = Checkpointer.of(config, start, state)  # ckpt.pt, the last, and ckpt_best.pt
     monitor = LossMonitor(state, logger, checkpointer, config.on_spike)  # NaN gradients, spikes

@@ -397,17 +397,17 @@ class Loader:
             )
         for _ in range(self.batching.micro_steps_per_rank):
             t0 = time.perf_counter()
-            batch, copied = self._ahead.popleft().result()
+            micro, copied = self._ahead.popleft().result()
             if self.split.damage is not None:
                 raise self.split.damage
             if copied is not None:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(copied)
-                batch.x.record_stream(stream)
-                batch.y.record_stream(stream)
+                micro.x.record_stream(stream)
+                micro.y.record_stream(stream)
             self.wait_s += time.perf_counter() - t0
             self._submit()
-            yield batch
+            yield micro
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -421,19 +421,19 @@ class Loader:
         """Return a micro-batch; on CUDA also the event of its copy, which this thread queues on a
         stream of its own.
         """
-        cut = self.batching
-        rows = cut.rows(micro_step)
-        n = cut.global_batch_size
+        batching = self.batching
+        rows = batching.rows(micro_step)
+        n = batching.global_batch_size
         first = step * n + self._row0
         x, y = self.split.train_batch(first + rows)
-        weight = 1 / cut.micro_steps_per_rank
+        weight = 1 / batching.micro_steps_per_rank
         if self.split.masks:
             n_unmasked = self._n_unmasked(first, n)
-            weight = cut.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
-        is_last = micro_step == cut.micro_steps_per_rank - 1
+            weight = batching.world * float(n_unmasked[rows].sum() / max(1, n_unmasked.sum()))
+        is_last = micro_step == batching.micro_steps_per_rank - 1
         inputs = to_device(x, self.device)
         targets = to_device(y, self.device)
         copied = None
         if self.device.type == "cuda":
             copied = torch.cuda.current_stream(self.device).record_event()
-        return MicroBatch(inputs, targets, weight, cut.index(micro_step), is_last), copied
+        return MicroBatch(inputs, targets, weight, batching.index(micro_step), is_last), copied

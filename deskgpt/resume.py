@@ -134,15 +134,15 @@ def check_same_experiment(
     a change matters for what is learned or compared, unless resume_changed.
     """
     checkpoint = start.checkpoint
-    batch = config.batch_split(dist.rank, dist.world)
+    batching = config.batch_split(dist.rank, dist.world)
     vocab_size = start.model_config.vocab_size
-    data.open(batch.block_size, config.seed, vocab_size, checkpoint.tokenizer, dist.is_first)
+    data.open(batching.block_size, config.seed, vocab_size, checkpoint.tokenizer, dist.is_first)
     steps = checkpoint.iter_num
     check_same_on_all_hosts(asdict(config) | data.metadata | {"step of checkpoint": steps}, dist)
     if start.earlier is None:
         return
     saved = checkpoint.metadata or {}
-    now = data.metadata | learning_settings(config) | data.eval_metadata(batch)
+    now = data.metadata | learning_settings(config) | data.eval_metadata(batching)
     changes = changes_between(saved | learning_settings(start.earlier), now)
     old = start.earlier.schedule()
     new = config.schedule()
@@ -191,23 +191,23 @@ def choose_compute_and_batch(
     model = start.model_config
     earlier = saved_compute(start.checkpoint.variant, dist.device)
     compute = choose_compute(config, dist, earlier)
-    batch = config.batch_split(dist.rank, dist.world)
+    batching = config.batch_split(dist.rank, dist.world)
     if not config.eval_only:
-        check_batch_fits(model, dist.device, shards, batch, compute)
+        check_batch_fits(model, dist.device, shards, batching, compute)
     is_wanted = not model.dropout if config.auto_batch == "auto" else config.auto_batch
     is_new = start.earlier is None and not config.eval_only
     if is_wanted and is_new and dist.device.type == "cuda" and shards == 1:
-        batch_size = agree(dist, larger_batch(model, dist.device, batch, compute))
-        if batch_size > batch.batch_size:
-            batch = batch.with_batch_size(batch_size)
+        batch_size = agree(dist, larger_batch(model, dist.device, batching, compute))
+        if batch_size > batching.batch_size:
+            batching = batching.with_batch_size(batch_size)
             dist.print0(
-                f"auto_batch: using {batch.flags()} (predicted to fit; the same tokens per step)"
+                f"auto_batch: using {batching.flags()} (predicted to fit; the same tokens per step)"
             )
-    step = StepShape(model, batch.batch_size, compute, dist.device.type, shards)
+    step = StepShape(model, batching.batch_size, compute, dist.device.type, shards)
     usable_bytes = USABLE_SHARE * machine.memory_bytes(dist.device)
     fewest = with_fewest_chunks(step, usable_bytes).compute.loss_chunks
     n_chunks = int(dist.max(max(fewest, earlier.get("loss_chunks", 1))))
-    return replace(compute, loss_chunks=n_chunks), batch
+    return replace(compute, loss_chunks=n_chunks), batching
 
 
 def build_model(
