@@ -28,7 +28,7 @@ from deskgpt.settings import Setting, check, settings_of
 
 Config = TypeVar("Config")
 HELP = {"-h", "--help"}
-# What other programs call our settings: a name spelled alike may mean another thing.
+# The names of our settings in other programs. A name that is spelled alike may mean another thing.
 OTHER_NAMES = {
     "activation_checkpoint": "checkpointing gradient_checkpointing",
     "batch_size": "bs mini_batch micro_batch",

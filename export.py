@@ -78,8 +78,8 @@ def main(c: ExportConfig) -> bool:
 
 
 def write_folder(trained: LoadedModel, to: Path, is_compared: bool) -> str:
-    """Write the folder; return what computes it. Raises ValueError and OSError; then nothing is
-    left.
+    """Write the folder; return the name of the program that computes it. Raises ValueError and
+    OSError; then nothing is left.
     """
     if export_hugging_face.is_gpt2(trained.model.config):
         with suppress(export_hugging_face.Differs):  # model.py was changed

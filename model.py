@@ -88,7 +88,7 @@ class ModelSettings:
 
 # nanoGPT's model arguments, which its checkpoints have. All other settings are modern choices.
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-# What GPT-2 has of the modern choices. Checkpoints leave these out, so this table never changes. A
+# GPT-2's values of the modern choices. Checkpoints leave these out, so this table never changes. A
 # default above may: but if it changed here too, every earlier checkpoint would compute something
 # else, without a word.
 GPT2_CHOICES: dict[str, Any] = {
@@ -134,8 +134,8 @@ class GPTConfig(ModelSettings):
             ) from None
 
     def as_args(self) -> dict[str, Any]:
-        """Return what `from_args` reads. Choices that are GPT-2's are left out, because nanoGPT
-        passes all that it finds to its own GPTConfig.
+        """Return the arguments of `from_args`. Choices that are GPT-2's are left out, because
+        nanoGPT passes all that it finds to its own GPTConfig.
         """
         return {k: v for k, v in asdict(self).items() if (k, v) not in GPT2_CHOICES.items()}
 
@@ -177,7 +177,7 @@ def rotary_table(T: int, D: int) -> Tensor:
 
 @dataclass
 class ForwardContext:
-    """Hold what all blocks share in one forward pass. Put here what your blocks need besides x."""
+    """Hold the values that all blocks share in a forward pass. Add those that yours need, too."""
 
     tokens: Tensor  # ids (B, T)
     positions: Tensor  # of the tokens (T,)

@@ -135,7 +135,7 @@ MATMULS = (
 
 
 def first_model(device: str, tflops: float) -> list[str]:
-    """Return what to train in three minutes on a device whose matmuls reach so many TFLOP/s.
+    """Return the settings of three minutes on a device whose matmuls reach so many TFLOP/s.
 
     The limits are measured (bench/results/2026-11-22-first-run.md and
     2026-11-26-first-run-zen4.md).
@@ -177,8 +177,8 @@ def train(python: Path, text: str, out: str, to: str, extra: list[str]) -> None:
 
 
 def chat(python: Path, out: str, extra: list[str]) -> None:
-    """Train a model from nothing that answers questions, count what it answers that it was never
-    asked, and show a page to talk with it.
+    """Train a model from nothing that answers questions, count its right answers to questions that
+    it was never asked, and show a page to talk with it.
     """
     data = ROOT / "data" / "exercises"
     learned, asked = data / "exercises.jsonl", data / "test.jsonl"

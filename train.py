@@ -131,7 +131,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
         return SettingsInLoop(self)
 
 
-# ---- what main uses -----------------------------------------------------------------------------
+# ---- imports of main -----------------------------------------------------------------------------
 # These imports stand below the settings, so that the settings are the first thing you read.
 
 import gc
@@ -469,9 +469,10 @@ def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list
 
 
 def print_plan(config: TrainConfig) -> float:
-    """Print what a run of config needs and, on this machine, check its model on a short text.
+    """Print the memory and the time that a run needs and, unless it is planned for another card,
+    check its model on a short text.
 
-    Raises ValueError if that is wrong.
+    Raises ValueError if the model is wrong.
     """
     from deskgpt.check_model import check_run
     from deskgpt.memory import dry_run

@@ -148,9 +148,7 @@ def make_arms(a: argparse.Namespace, common: list[str], below: Path) -> list[Arm
 
 
 def context_of(settings: dict[str, Any]) -> list[Any]:
-    """Return what a run's result depends on beside its arm: the machine and the content of its
-    data.
-    """
+    """Return the machine and the content of the data, on which a result depends beside the arm."""
     name = device_name(resolve_device(settings["device"]))
     machine = f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     folder = Path(settings["dataset"])
@@ -241,7 +239,7 @@ class Arm:
 
 
 def make_arm(label: str, text: str, common: list[str], below: Path) -> Arm:
-    """Return an arm from what the user wrote: settings, configs, patches.
+    """Return an arm from the words of the user: settings, configs, patches.
 
     common: arguments of both arms. below: the folder for its worktree. Raises ConfigError.
     """
@@ -299,7 +297,7 @@ def check_out(folder: Path, patches: list[str]) -> str:
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:
-    """Return what git prints about a checkout. Raises ConfigError."""
+    """Return the output of git in a checkout. Raises ConfigError."""
     # A hook of git sets these, and they would name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run([*GIT, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
@@ -414,8 +412,8 @@ def has_ended(arm: Arm, events: Events) -> bool:
 def result(arm: Arm, events: Events) -> dict[str, Any]:
     """Return the last val loss of a run that has ended, and a digest of the windows that it read.
 
-    A run that diverged is worth what guessing is: its loss is the logarithm of the vocabulary, or
-    its last if higher. Raises ValueError if the loss was never finite: that is a defect of the
+    A run that diverged is worth no more than guessing: its loss is the logarithm of the vocabulary,
+    or its last if higher. Raises ValueError if the loss was never finite: that is a defect of the
     arm.
     """
     evaluations = [e for e in events if e["event"] == "eval" and e["val_loss"] is not None]

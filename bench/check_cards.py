@@ -123,7 +123,7 @@ class Kernels:
         inductor: Any = torch._inductor
         inductor.async_compile.AsyncCompile.triton = self.collect
         inductor.runtime.triton_helpers.set_driver_to_gpu = lambda: None
-        # What graphs call in C++, which wants real tensors.
+        # Graphs call these in C++, which wants real tensors.
         guards: Any = torch._C._dynamo.guards
         guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
             size, stride, dtype=dtype, device="cuda"
@@ -134,7 +134,7 @@ class Kernels:
 
 
 class Work(TorchDispatchMode):
-    """Count what runs on fake tensors: launches, and the bytes alive."""
+    """Count the work on fake tensors: launches, and the bytes alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def triton_folder() -> Path:
 
 
 def checked(card: str, config: str) -> tuple[list[str], list[str]]:
-    """Return what `check` finds in a process of its own: a row of figures, and what has failed.
+    """Return a row of figures and the failures that `check` finds, in a process of its own.
 
     Raises SystemExit if it fails.
     """

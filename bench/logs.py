@@ -208,7 +208,7 @@ def add_start(run: Run, event: Event) -> None:
 
 # ---- printed logs --------------------------------------------------------------------------------
 
-# What nanoGPT prints before a number, and our name for it.
+# The words that nanoGPT prints before a number, and our name for it.
 LABELS = {"iter": "iter", "step": "iter", "time": "time_ms", "mfu": "mfu"}
 LABELS |= {"loss": "loss", "train loss": "train_loss", "val loss": "val_loss"}
 LABELS |= {"tokens per iteration will be": "tokens_per_step", "number of parameters": "parameters"}

@@ -1,4 +1,4 @@
-"""What several benchmarks print: Markdown tables, and where figures come from."""
+"""Output of several benchmarks: Markdown tables, and where figures come from."""
 
 import time
 from collections.abc import Sequence

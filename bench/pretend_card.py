@@ -94,7 +94,9 @@ def pretend(backend: str = "aot_eager_decomp_partition") -> None:
 
 
 def functions(card: SimpleNamespace, library: ctypes.CDLL) -> dict[str, Any]:
-    """Return what replaces functions of torch.cuda, by name. All work is done when it is queued."""
+    """Return the stand-ins for functions of torch.cuda, by name. All work is done when it is
+    queued.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -236,7 +238,7 @@ class Queue:
 
 
 def set_internals(torch: Any, library: ctypes.CDLL) -> None:
-    """Answer what torch's own Python code asks its C++ about, which the CPU build lacks."""
+    """Replace C++ functions that torch's own Python code calls and the CPU build lacks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for name in ("getDevice", "getCurrentRawStream", "exchangeDevice", "maybeExchangeDevice"):

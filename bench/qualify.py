@@ -84,7 +84,7 @@ ROWS_OF_PROFILE = 12
 
 @dataclass
 class Contestant:
-    """A way to compute a micro-batch, and what was measured of it so far."""
+    """A way to compute a micro-batch, and its measurements so far."""
 
     name: str
     run: Callable[[], Tensor]  # computes one and returns its loss
@@ -208,7 +208,7 @@ def number(text: str, line: str, name: str) -> str:
 def page_of(files: dict[str, Path], about: str) -> str:
     """Return the page about a card. files: by stage.
 
-    What stages printed stands beside what had been predicted, and then the end of each output.
+    The figures of the stages stand beside the predicted ones. Then comes the end of each output.
     """
     texts = {name: text_of(path) for name, path in files.items()}
     head, *rows = rows_of("predicted.txt")

@@ -75,7 +75,7 @@ ENDLESS = [
     "--log_interval=1",
     "--wandb_log=False",
 ]
-# What our train.py needs in addition.
+# Our train.py needs these in addition.
 OURS = [
     *ENDLESS,
     "--eval_tokens=0",
@@ -97,7 +97,7 @@ SHARED = [
 
 @dataclass
 class BenchRun:
-    """A program that is timed, and what was measured in its rounds so far."""
+    """A program that is timed, and the measurements of its rounds so far."""
 
     name: str
     command: list[str]

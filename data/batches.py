@@ -311,7 +311,7 @@ class BatchSplit:
         }
 
     def flags(self) -> str:
-        """Return what a user types for this cut."""
+        """Return the command line for this cut."""
         return " ".join(f"--{name}={value}" for name, value in self.settings().items())
 
     def index(self, micro_step: int) -> int:

@@ -83,7 +83,7 @@ class Dataset:
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
-        """Return what tells data of the same size apart, under the names of checkpoints."""
+        """Return the facts that tell data of the same size apart, by their names in checkpoints."""
         found = {}
         for name, split in {"train": self.train, "val": self.val}.items():
             listed = listed_checksums(self.meta, name).values()
@@ -109,7 +109,7 @@ class Dataset:
     # ---- evaluations -----------------------------------------------------------------------------
 
     def eval_metadata(self, batching: BatchSplit) -> dict[str, int]:
-        """Return what tells evaluations apart, under the name of checkpoints."""
+        """Return the number that tells evaluations apart, by its name in checkpoints."""
         return {"windows per evaluation": self.val.n_eval_windows(batching.eval_sequences)}
 
     def eval_digest(self, batching: BatchSplit) -> str:
@@ -121,8 +121,8 @@ class Dataset:
     # ---- for the log -----------------------------------------------------------------------------
 
     def lines(self, batching: BatchSplit, reads_text: bool) -> list[str]:
-        """Return what a run prints about its data. reads_text: read the text behind the tokens, for
-        bits per byte.
+        """Return the lines that a run prints about its data. reads_text: read the text behind the
+        tokens, for bits per byte.
         """
         tokens = f"{self.train.tokens:,} train, {self.val.tokens:,} val tokens"
         found = [f"data: {self.folder.name}, {tokens}, {self.checksums.state}"]
@@ -224,8 +224,8 @@ def eval_chunks(split: Split, n: int) -> Iterator[tuple[I64, I64]]:
 
 @functools.lru_cache(1)  # it is the same at every evaluation of a run
 def eval_digest(split: Split, n: int) -> str:
-    """Return 16 hex digits of the SHA-256 of what an evaluation of n windows reads, and of
-    block_size.
+    """Return 16 hex digits of the SHA-256 of the tokens that an evaluation of n windows reads, and
+    of block_size.
     """
     digest = hashlib.sha256(f"{split.block_size} {n}".encode())
     for x, y in eval_chunks(split, n):

@@ -1,6 +1,6 @@
-"""What all prepare.py share: finding the tokenizer that is asked for, and writing a folder of token
-files, at once or in shards: tokenized in several threads, continued where an earlier process was
-stopped.
+"""Work that all prepare.py share: finding the tokenizer that is asked for, and writing a folder of
+token files, at once or in shards: tokenized in several threads, continued where an earlier process
+was stopped.
 """
 
 import json
@@ -171,7 +171,7 @@ def resumed(
 
 
 def forget(path: Path) -> None:
-    """Remove what `resumed` has saved at this path."""
+    """Remove the progress that `resumed` has saved at this path."""
     progress = path.with_suffix(".json")
     progress.unlink(missing_ok=True)
     path.unlink(missing_ok=True)

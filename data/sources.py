@@ -44,7 +44,7 @@ class Source(NamedTuple):
     revision: str | None = None  # of a data set on the hub
 
     def version(self, shard: int) -> list[Any]:
-        """Return what changes when somebody changes the files of a shard."""
+        """Return facts that change when somebody changes the files of a shard."""
         stats = [os.stat(part) for part in self.shards[shard] if isinstance(part, str)]
         return [*self.shards[shard], *((found.st_size, found.st_mtime_ns) for found in stats)]
 
@@ -224,7 +224,7 @@ def val_tokens_of(n_bytes: int) -> int:
 
 
 def add_hub(parser: ArgumentParser, default: str | None) -> Any:
-    """Add the options for a data set on the hub; return the group for what may stand instead."""
+    """Add the options for a data set on the hub; return the group for options that exclude it."""
     about = f"data set on the hub, or a folder with one (default: {default})"
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--hub", metavar="NAME", default=default, help=about)

@@ -48,7 +48,7 @@ CHECKSUM = "sha256"  # the key of meta.json's own checksum
 JSON_BYTES = 64 << 20  # at most; that of 3,500 shards, 350B tokens, has 0.7 MB
 PICKLE_BYTES = 4 << 20  # at most; one of 65,536 characters has 1.1 MB
 
-# What is read of a record; prepare.py compares the rest with its own settings.
+# The keys of a record that are read; prepare.py compares the rest with its own settings.
 META: Fields = {
     "vocab_size": lambda value: is_number(value) and 1 <= value <= MOST_IDS,
     # Chat data has the length of its windows here.
@@ -182,8 +182,8 @@ def listed_checksums(record: dict[str, Any], split: str = "") -> dict[str, str]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return what is known of a folder: "tokenizer" (its meta(), {} if unknown), "vocab_size", and
-    what else meta.json records.
+    """Return the description of a folder: "tokenizer" (its meta(), {} if unknown), "vocab_size",
+    and all else in meta.json.
 
     Without meta.json, it comes from nanoGPT's meta.pkl, else GPT-2's is assumed, as nanoGPT does.
     Raises ValueError if the description cannot be read.

@@ -118,10 +118,10 @@ def check_run(
 def check_model(
     model: GPT, mode: ComputeMode, idx: Tensor, targets: Tensor, forward_backward: Pass
 ) -> list[str]:
-    """Return what is wrong with a model on a text idx, targets (B, T), and computed in this mode: a
-    sentence each.
+    """Return the faults of a model on a text idx, targets (B, T), and in this mode: a sentence
+    each.
 
-    Each pass is one of a fresh copy, since a pass may leave in a model what cannot be copied. The
+    Each pass has a fresh copy, since a pass may leave things in a model that cannot be copied. The
     model itself stays as it is.
     """
     source = copy.deepcopy(model).eval()
@@ -171,8 +171,8 @@ def check_model(
 
 @torch.no_grad()
 def check_logits(source: GPT, idx: Tensor, targets: Tensor) -> list[str]:
-    """Return what is wrong with the logits of copies of a model, in evaluation and in training, and
-    with its loss.
+    """Return the faults of the logits of copies of a model, in evaluation and in training, and of
+    its loss.
     """
     problems = []
     limit = TOLERANCE["float32"]

@@ -44,7 +44,7 @@ LARGEST_WEIGHT = 1e18
 
 @dataclass
 class Checkpoint:
-    """What ckpt.pt holds.
+    """The content of ckpt.pt.
 
     The first six are nanoGPT's; the others are None in a checkpoint without them.
     """
@@ -258,8 +258,8 @@ def load_checkpoint(
 def load_to_resume(
     out_dir: str | Path, dist: DistContext = ALONE, checksums: bool = True
 ) -> Checkpoint:
-    """As load_checkpoint, for a run that is resumed: best_val_loss is what the best checkpoint on
-    the disk was evaluated at; infinite if none was.
+    """As load_checkpoint, for a run that is resumed: best_val_loss is the val loss of the best
+    checkpoint on the disk; infinite if none was evaluated.
 
     Both were evaluated on the same data: clean_out_dir moves ckpt_best.pt aside before a run with
     other data saves.
@@ -294,8 +294,8 @@ def val_loss_of_weights(saved: Checkpoint) -> float:
     return float(losses.get(saved.iter_num, math.inf))
 
 
-# What a file may hold, by key: dictionaries, texts and numbers. nanoGPT's best_val_loss is a
-# tensor, which math.isnan takes, unlike text.
+# The values that a file may hold, by key: dictionaries, texts and numbers. nanoGPT's best_val_loss
+# is a tensor, which math.isnan takes, unlike text.
 CKPT_FIELDS: Fields = {f.name: lambda x: isinstance(x, dict | None) for f in fields(Checkpoint)}
 CKPT_FIELDS |= dict.fromkeys(("chat", "wandb_run_id"), lambda x: isinstance(x, str | None))
 CKPT_FIELDS |= {
@@ -382,7 +382,7 @@ def write_ckpt_file(content: Any, path: Path) -> None:
 
 
 def leaves(content: Any) -> Iterator[Any]:
-    """Yield what nested containers hold.
+    """Yield the values in nested containers.
 
     Raises ValueError if they are nested without an end: lists that hold each other many times fit
     into a small file, and to walk through them would take for ever.
@@ -408,7 +408,7 @@ def is_dense(x: Any) -> bool:
 
 
 def read_ckpt_file(path: Path, checksums: bool = True, is_mapped: bool = False) -> Any:
-    """Return what a file holds, its tensors on the CPU.
+    """Return the content of a file, its tensors on the CPU.
 
     Raises ValueError with the reason if it is refused; if it is damaged, nearly any error.
 

@@ -49,7 +49,7 @@ def saved_compute(saved: Any, device: torch.device) -> dict[str, Any]:
 
 
 class ComputeSettings(Protocol):
-    """What `choose_compute` reads of train.py's settings."""
+    """The settings of train.py that `choose_compute` reads."""
 
     @property
     def dtype(self) -> str: ...
@@ -70,10 +70,10 @@ def choose_compute(
 ) -> ComputeMode:
     """Return how this run computes, by rule: "auto" is decided here, from the kind of machine.
 
-    All ranks get the same: what a rank derives from its own device goes through `agree`.
+    All ranks get the same: each fact of a rank's own device goes through `agree`.
 
     earlier: of the run that is resumed (saved_compute), which is kept, so that it continues bit for
-    bit. Raises ValueError if what a setting names cannot be had.
+    bit. Raises ValueError if a setting asks for the impossible.
     """
     dtype = config.dtype
     kernels = config.cpu_kernels
@@ -105,7 +105,7 @@ def choose_compute(
     # float32.
     in_bfloat16 = device.type == "cuda" and compiles and dtype == "bfloat16"
     residual_dtype = "bfloat16" if in_bfloat16 else "float32"
-    # What is computed again reads the state of CUDA's generator, which a recording does not allow.
+    # Recomputing reads the state of CUDA's generator, which a recording does not allow.
     may_record = device.type == "cuda" and not is_sharded and config.activation_checkpoint == "none"
     if config.cuda_graph is True and not may_record:
         raise ValueError(
@@ -243,7 +243,7 @@ def compiling_switch() -> str:
 
 
 def set_up_compiler(device: torch.device) -> None:
-    """Set up what torch.compile needs, before anything is compiled.
+    """Set up torch.compile, before anything is compiled.
 
     Silences its warnings that ask for nothing: that matmuls are not autotuned on a card of fewer
     than 68 SMs, and that FLOPs of Triton are not counted on Windows. Of inductor's settings for a
@@ -308,9 +308,7 @@ def compile_s() -> float:
 
 @contextmanager
 def explain_compile_errors() -> Iterator[None]:
-    """Raise ValueError, one line with the remedy, for what torch.compile fails with in the
-    block.
-    """
+    """Raise ValueError, one line with the remedy, for errors of torch.compile in the block."""
     try:
         yield
     except RuntimeError as e:

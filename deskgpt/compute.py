@@ -17,7 +17,7 @@ from deskgpt.errors import shortened
 class ComputeMode:
     """How a micro-batch is computed.
 
-    The default, eager float32, is what others are compared with.
+    The default is eager float32; the others are compared with it.
     """
 
     dtype: str = "float32"  # of the matmuls
@@ -83,8 +83,7 @@ def named_losses(result: Any, taken: Set[str] = frozenset({"loss"})) -> dict[str
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seed what a model on this device may draw random numbers from: torch's generators and
-    Python's own.
+    """Seed the generators that a model on this device may draw from: torch's and Python's own.
 
     torch.manual_seed would take half a millisecond without a GPU: it notes the stack for a GPU that
     may come yet.

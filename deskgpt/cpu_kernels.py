@@ -121,7 +121,7 @@ def path() -> Path:
 
 
 def flags() -> list[str]:
-    """Return the compiler's flags, by what ATen uses here and what the processor has."""
+    """Return the compiler's flags for the vectors that ATen uses here, and for the processor."""
     capability = torch.backends.cpu.get_cpu_capability()
     found = [*FLAGS, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     found.append(f"-march={ARCHITECTURES[capability]}")
@@ -150,7 +150,7 @@ def compiler_command() -> list[str]:
 
 
 def compiler_version() -> str:
-    """Return what the compiler prints about itself.
+    """Return the version that the compiler prints.
 
     Raises RuntimeError if there is none or it is clang.
     """
@@ -285,8 +285,8 @@ def is_supported(*tensors: Tensor) -> bool:
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Return whether these are contiguous and have memory, outside torch.compile: inductor fuses by
-    itself what the kernels below do.
+    """Return whether these are contiguous and have memory, outside torch.compile: inductor fuses
+    the work of the kernels below by itself.
     """
     return not torch.compiler.is_compiling() and all(
         type(x) in (Tensor, nn.Parameter) and x.is_contiguous() and is_supported(x) for x in tensors

@@ -33,7 +33,7 @@ GENERATOR = "a generator on the CPU: Python's, NumPy's or torch's"
 
 @dataclass(frozen=True)
 class Recording:
-    """What a graph reads and writes."""
+    """A graph, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Any]  # in the order of the arguments
@@ -238,7 +238,7 @@ class CudaGraph:
 
 
 def kind_of(value: Any) -> Any:
-    """Return what must stay the same of an argument: a float is handed to a graph, as tensors."""
+    """Return the facts of an argument that must stay. A float may change: a graph reads it."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return float if isinstance(value, float) else value
@@ -261,13 +261,13 @@ def exchanges_gradients(run: Pass) -> bool:
     return any(getattr(arg, "require_backward_grad_sync", False) for arg in args)
 
 
-# ---- what the Python code of a pass may read and change -----------------------------------------
+# ---- what the Python code of a pass may read and change ------------------------------------------
 # It is compared to know whether a replay would still do the same.
 
 MAX_ITEMS = 1000  # of a container that are compared
 MAX_DEPTH = 4  # of containers and objects in each other
-# What stays the same as long as it is the same object. The attributes of a class are facts of their
-# own.
+# Values that stay the same as long as they are the same object. The attributes of a class are facts
+# of their own.
 STABLE: tuple[type, ...] = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 STABLE += (
     type,
@@ -339,7 +339,7 @@ class Facts:
 
 
 def namespaces(run: Pass, model: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the names that a user's code may change, each with what messages put before them."""
+    """Return the names that a user's code may change, each with its prefix in messages."""
     function = getattr(run, "func", run)  # of a functools.partial
     sources = {function.__module__: None}
     spaces: list[tuple[str, Mapping[str, Any]]] = []
@@ -381,7 +381,7 @@ def is_stable(value: Any) -> bool:
 
 
 def snapshot(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return something that differs once a value, or what it holds, has changed.
+    """Return something that differs once a value, or its content, has changed.
 
     A tensor may change in place.
     """

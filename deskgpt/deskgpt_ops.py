@@ -1,4 +1,4 @@
-"""What model.py needs of deskgpt, in plain torch: export.py copies this file.
+"""The functions of deskgpt that model.py needs, in plain torch: export.py copies this file.
 
 Imports of these names from deskgpt are rewritten to come from here (export_hugging_face.py).
 

@@ -175,8 +175,7 @@ class LogWindow(NamedTuple):
 
 
 class StepTimer:
-    """Seconds of a run by what they were spent on: training steps, evaluation, saving, waiting for
-    data.
+    """Seconds of a run by their use: training steps, evaluation, saving, waiting for data.
 
     Its clock is read when the device has finished all queued work, and stands still while
     torch.compile compiles. Steps are timed from the moment when it is made, without the blocks of
@@ -279,8 +278,8 @@ def memory_in_words(usable_bytes: float, total_bytes: float) -> str:
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory in use at once so far; None if the system does not say.
 
-    On CUDA: what torch allocated since peaks.py measured. Elsewhere: what this process held (peak
-    resident set).
+    On CUDA it is torch's allocations since peaks.py measured, elsewhere the memory of this process
+    (peak resident set).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -297,8 +296,8 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def free_unused(device: torch.device) -> None:
-    """Return what glibc holds for new tensors to the system, before tensors of other sizes are made
-    on a CPU.
+    """Give the memory that glibc holds for new tensors back to the system, before tensors of other
+    sizes are made on a CPU.
     """
     library = glibc()
     if device.type == "cpu" and library:

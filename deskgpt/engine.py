@@ -148,7 +148,7 @@ def hold_weights(model: GPT, dtype: torch.dtype, text: Tensor) -> None:
 
     Under inference_mode autocast keeps no casts, and would cast each weight again for each token. A
     layer that a model computes in float32 on purpose stays so. An embedding that is tied to the
-    head stays float32, which is what is read of it.
+    head stays float32, since its rows are read as they are.
     """
     cast = set()
 
@@ -283,7 +283,7 @@ class Sample:
         return self._append(self.tokenizer.decode_bytes([token]))
 
     def finish(self) -> str:
-        """End the text; return what was held back."""
+        """End the text; return the part that was held back."""
         return self._append(b"", is_last=True)
 
     def _append(self, content: bytes, is_last: bool = False) -> str:

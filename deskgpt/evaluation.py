@@ -31,7 +31,7 @@ class Evaluation:
 
 
 class EvalRecord(NamedTuple):
-    """What is remembered of an evaluation."""
+    """The numbers of an evaluation that a run remembers."""
 
     step: int
     train_loss: float
@@ -128,8 +128,8 @@ def evaluate(
     dist: DistContext,
     loss_of: Pass,
 ) -> Evaluation:
-    """Return the mean loss over the batches of all ranks, without dropout and without what training
-    adds to the loss.
+    """Return the mean loss over the batches of all ranks, without dropout and without the further
+    losses of training.
 
     batches: inputs (B, T), targets (B, T) and the number of rows that count; with a loss mask that
     is a fraction, learned targets / block_size. loss_of: evaluation_loss of x and y, or its graph.

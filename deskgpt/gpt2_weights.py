@@ -20,7 +20,7 @@ JSON_BYTES = 64 << 20  # at most; a vocabulary of 65,536 tokens has 2 MB
 WEIGHTS = "model.safetensors"
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
-# What a GPT-2 of others must have. An absent key has this value.
+# Values that a GPT-2 of others must have. An absent key has this value.
 PLAIN_GPT2 = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",

@@ -1,5 +1,5 @@
-"""What model.py calls: attention, activations, norms and the loss, in the fastest way that this
-machine has.
+"""The functions that model.py calls: attention, activations, norms and the loss, in the fastest way
+that this machine has.
 
 On a CPU with our C++ library (cpu_kernels.py) that is used, elsewhere torch. Each docstring says
 what the function computes as a line of torch, and the tests hold it to that.
@@ -455,5 +455,5 @@ def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
 
 
 def state_between_passes(block: nn.Module) -> Any:
-    """Return what a block may change and checkpoints do not set back, to be compared."""
+    """Return the state that a block may change and checkpoints do not set back."""
     return random.getstate(), [(id(x), x._version) for x in block.buffers()]

@@ -1,6 +1,6 @@
-"""What a model keeps of the tokens so far, so that a new one costs a pass over itself only.
+"""The cache of the tokens so far, so that a new one costs a pass over itself only.
 
-Every module of the model finds in the cache what it left there in the passes before.
+Each module of the model finds its own entries of earlier passes there.
 
 Shape legend: B batch, T time, S time with what is cached, H heads, D head width.
 """

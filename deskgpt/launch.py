@@ -152,7 +152,7 @@ def shutdown_distributed(ddp_model: nn.Module, dist: DistContext) -> None:
 def use_up_ddp_warning() -> None:
     """Make DDP say here, unseen, that all parameters have gradients: it does once in a process.
 
-    It writes to stderr from C++, and what a user's model prints beside it must be seen.
+    It writes to stderr from C++, where the prints of a user's model must still be seen.
     """
     some = DDP(nn.LayerNorm(1), find_unused_parameters=True)  # which draws no random numbers
     kept = os.dup(2)

@@ -1,5 +1,5 @@
-"""Read what a container or a batch job allows of a machine's memory and cores: Linux's control
-groups, both versions.
+"""Read the limits of a container or a batch job on memory and cores: Linux's control groups, both
+versions.
 
 usable_cores()          # by affinity and CPU quota: docker --cpus=1.5 makes it 1
 memory_limits()         # in bytes, of each group that limits this process
@@ -19,7 +19,7 @@ CPU_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def read_groups(controller: str, versions: tuple[tuple[str, ...], ...]) -> Iterator[str]:
-    """Yield what the files of each control group of this process hold, from its own group upwards.
+    """Yield the content of the files of each control group of this process, from its own upwards.
 
     The second version has one tree for all controllers, the first one tree for "memory" and one for
     "cpu", which may be a link. In a container, the path may be the host's: then only the root

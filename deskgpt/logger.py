@@ -33,7 +33,7 @@ from deskgpt.train_state import TrainState
 
 # A number of a step: a float, a 0-d tensor, or a function of the steps since the last line.
 Number = float | Tensor | Callable[[LogWindow], float]
-# What main gives the log of each step, and what the log adds to it.
+# The numbers that main gives the log of each step, and those that the log adds.
 STEP_NUMBERS = {"loss", "lr", "grad_norm", "tokens_per_s", "mfu"}
 RESERVED_FIELDS = {
     "event",
@@ -49,7 +49,7 @@ STEP_FIELDS = STEP_NUMBERS | RESERVED_FIELDS
 
 
 class LogSettings(StartSettings, StopSettings, Protocol):
-    """What this file reads of train.py's settings, beside what a start and a stop do."""
+    """The settings of train.py that this file reads, beside those of a start and a stop."""
 
     @property
     def log_interval(self) -> int: ...
@@ -69,7 +69,7 @@ class RunLogger:
     def __init__(
         self, config: LogSettings, state: TrainState, stop: StopConditions, loader: Loader
     ) -> None:
-        """Print and log what runs, and on what; from here on, steps are timed."""
+        """Print and log the run and its machine. From here on, steps are timed."""
         from deskgpt.peaks import peak_flops
 
         self.config = config

@@ -75,8 +75,8 @@ class StepShape:
 def step_memory(step: StepShape) -> dict[str, int]:
     """Return the bytes alive at the peak of a step, by part; their sum is the peak.
 
-    activations are what the forward pass keeps for the backward pass. logits are what the loss
-    adds, or what the backward pass adds for the block that it computes again, whichever is larger.
+    activations: the forward pass keeps them for the backward pass. logits: the loss adds them; if
+    the backward pass adds more for the block that it computes again, it is that.
     gradients count in full, although a step of one micro-batch has all of them only when most
     activations are gone. Of a model that several ranks share, gathered are the full weights that a
     rank holds at one time. buckets are DDP's copies of the gradients, to send.
@@ -296,7 +296,7 @@ def largest_batch(
 
 
 class PlanSettings(ComputeSettings, Protocol):
-    """What a plan reads of train.py's settings."""
+    """The settings of train.py that a plan reads."""
 
     @property
     def plan_for(self) -> str: ...
@@ -331,7 +331,7 @@ RECOMPUTING_ON_GPU = 1.69
 
 
 def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) -> bool:
-    """Print what a run needs, here or on the cards that plan_for names.
+    """Print the memory and the time that a run needs, here or on the cards that plan_for names.
 
     Return whether it fits into the memory.
     """

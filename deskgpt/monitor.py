@@ -155,7 +155,7 @@ class LossMonitor:
     # ---- evidence --------------------------------------------------------------------------------
 
     def diagnose(self, step: int) -> str:
-        """Return what is known of a failure at this step, and what to try."""
+        """Return the facts about a failure at this step, and a remedy to try."""
         remedy = "try a lower --learning_rate, then --compile=False and --dtype=float32"
         if step == self.state.first_step:
             remedy = (

@@ -56,8 +56,8 @@ class Card:
     sizes_gb: tuple[int, ...]  # in which it is sold, the smallest first
 
     def default_dtype(self) -> str:
-        """Return what train.py's dtype=auto takes on it: bfloat16, or float16 if the card emulates
-        bfloat16.
+        """Return the dtype that train.py's dtype=auto takes on it: bfloat16, or float16 if the card
+        emulates bfloat16.
         """
         return "bfloat16" if "bfloat16" in self.flops else "float16"
 
@@ -150,7 +150,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     return measured, f"measured {dtype} matmul{threads}"
 
 
-# ---- what was measured on this machine before ----------------------------------------------------
+# ---- earlier measurements on this machine --------------------------------------------------------
 
 
 def peaks_path() -> Path:

@@ -1,5 +1,5 @@
-"""What a run starts from: random weights, a checkpoint or GPT-2's weights; and how it differs from
-the run before.
+"""The start of a run: random weights, a checkpoint or GPT-2's weights; and how it differs from the
+run before.
 """
 
 import math
@@ -38,7 +38,7 @@ OF_CODE = ("code", "code_digest", "versions", "device", "variant")
 
 
 class StartSettings(ComputeSettings, Protocol):
-    """What this file and saving.py read of train.py's settings beside those of ComputeSettings."""
+    """The settings that this file and saving.py read, beside those of ComputeSettings."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -241,7 +241,7 @@ def build_model(
 
 
 def restore(start: Start, state: TrainState, trains: bool) -> None:
-    """Give a resumed run its step, optimizer and progress; free what was loaded.
+    """Give a resumed run its step, optimizer and progress; free the loaded weights.
 
     If something else computes now than before, a line is printed. Raises ValueError.
     """
@@ -255,7 +255,7 @@ def restore(start: Start, state: TrainState, trains: bool) -> None:
     saved.optimizer = None
 
 
-# ---- what a setting is about ---------------------------------------------------------------------
+# ---- settings of learning, and others ------------------------------------------------------------
 
 # The one classification of train.py's settings. A setting belongs to learning unless it is listed
 # here: a resumed run, a band of losses, bench/ask.py and bench/compare.py compare all others.
@@ -311,7 +311,7 @@ SCHEDULE = tuple(f.name for f in fields(Schedule))
 
 # The values of runs that do not record them, such as nanoGPT's, whatever the defaults are now.
 WITHOUT_CHOICE = GPT2_CHOICES | {"optimizer": "adamw", "lr_schedule": "cosine"}
-# What a resumed run takes from its checkpoint.
+# Settings that a resumed run takes from its checkpoint.
 RESUMED_SETTINGS = tuple(f.name for f in fields(ModelSettings) if f.name != "dropout")
 # Settings that max_minutes replaces. A resumed run keeps their values.
 SET_BY_MAX_MINUTES = ("max_iters", "warmup_iters", "lr_decay_iters")
@@ -439,7 +439,7 @@ def changes_between(before: Any, now: Metadata, prefix: str = "") -> dict[str, s
 
 
 def learning_settings(config: StartSettings) -> Metadata:
-    """Return what the settings say about learning, without the schedule.
+    """Return the settings of learning, without the schedule.
 
     The cut of a global batch does not count.
     """

@@ -1,4 +1,4 @@
-"""When a run writes its checkpoints, and what it knows of those on the disk."""
+"""Decides when a run writes its checkpoints, and keeps account of those on the disk."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Checkpointer:
                 self.save(state.checkpoint(best_val_loss), is_best)
 
     def kept_text(self) -> str:
-        """Return what an error says about the checkpoints."""
+        """Return the part of an error's message that is about the checkpoints."""
         if self.saved_step is None:
             return "no checkpoint was saved yet"
         return f"the last checkpoint in {self.out_dir} is of step {self.saved_step}"
@@ -137,7 +137,7 @@ class Checkpointer:
             self.best_val_loss = checkpoint.best_val_loss
 
     def raise_if_last_failed(self) -> None:
-        """Raise what the last save failed with."""
+        """Raise the error of the last save, if it failed."""
         if self.error is not None:
             raise self.error
 

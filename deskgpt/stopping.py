@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # ---- signals -------------------------------------------------------------------------------------
 
-# What a terminal, a batch system or the system at shutdown sends. Slurm warns with SIGUSR1;
+# Terminals, batch systems and the system at shutdown send these. Slurm warns with SIGUSR1;
 # SIGBREAK is Windows' Ctrl+Break.
 SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGBREAK")
 SIGNALS = tuple(number for number in signal.Signals if number.name in SIGNAL_NAMES)
@@ -98,7 +98,7 @@ REASONS = ("", "save", "max_hours", *(number.name for number in SIGNALS), ERROR_
 
 
 class StopSettings(Protocol):
-    """What this file reads of train.py's settings."""
+    """The settings of train.py that this file reads."""
 
     @property
     def eval_interval(self) -> int: ...
@@ -233,8 +233,8 @@ class StopConditions:
         self.reason = ERROR_REASON
 
     def exit(self) -> None:
-        """Raise what the run ends with: its error, or SystemExit with the conventional status after
-        a signal.
+        """Raise the run's error, if it has one, or SystemExit with the conventional status after a
+        signal.
         """
         if self._failure is not None:
             raise self._failure

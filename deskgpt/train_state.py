@@ -321,7 +321,7 @@ class TrainState:
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
-    """Return what modules keep beside parameters, buffers and modules, by name."""
+    """Return the attributes of modules, without parameters, buffers and modules, by name."""
     from deskgpt.cuda_graph import is_own
 
     found: dict[str, Any] = {}

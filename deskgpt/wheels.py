@@ -102,7 +102,7 @@ def wheel_for(gpu: Gpu | str | None, platform: str = sys.platform) -> tuple[str,
 
 
 def remedy(gpu: Gpu | str | None) -> str:
-    """Return what to type, or to install first, so that torch uses this machine's card."""
+    """Return the command to type, or to install first, so that torch uses this machine's card."""
     if isinstance(gpu, str):
         return gpu
     wheel, why = wheel_for(gpu)

@@ -1,6 +1,6 @@
 """Dialogues as public data sets have them, one table of shapes: which keys of a row are read.
 
-What is not read is dropped only if it is known to change nothing, or empty. Anything else is an
+A key that is not read is dropped only if it is known to change nothing, or empty. Any other is an
 error that names it: a system message or a tool call that is left out would train another model
 than the data say.
 """
@@ -29,7 +29,7 @@ WANTED = (
 def as_messages(row: Any) -> list[Message]:
     """Return the messages of a dialogue in one of these shapes.
 
-    Raises ValueError, whose message says in a few words what is wrong.
+    Raises ValueError, whose message names the mistake in a few words.
     """
     messages = turns(row)
     if not any(message.role == "assistant" and message.is_learned for message in messages):

@@ -122,7 +122,7 @@ def as_message(value: Any, n: int) -> Message:
     """Return message number n of a dialogue, {"role": ..., "content": ...} or ShareGPT's {"from":
     ..., "value": ...}; with "weight": 0 it is not learned.
 
-    Raises ValueError, whose message says in a few words what is wrong.
+    Raises ValueError, whose message names the mistake in a few words.
     """
     message = dict(value) if isinstance(value, dict) else {}
     role = message.pop("from" if "from" in message else "role", None)

@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 def make(args: argparse.Namespace) -> Record:
     """Make the shards that args.out lacks.
 
-    Return what meta.json records. Raises ValueError, OSError.
+    Return the record in meta.json. Raises ValueError, OSError.
     """
     folder: Path = args.out
     tokenizer = named_tokenizer(args.tokenizer)
@@ -131,7 +131,7 @@ def next_shard(folder: Path, record: Record, tokens: int) -> tuple[int, int] | N
 
 
 def recorded(folder: Path, settings: Record) -> Record:
-    """Return what the folder's meta.json records, or a new record without shards.
+    """Return the record in the folder's meta.json, or a new one without shards.
 
     Raises ValueError if the shards that it lists were made with other settings.
     """
@@ -155,7 +155,9 @@ def save(folder: Path, record: Record) -> None:
 
 
 def print_totals(folder: Path, record: Record) -> None:
-    """Print what folder holds. Raises ValueError if the source left no tokens for train."""
+    """Print the size of the folder's splits. Raises ValueError if the source left no tokens for
+    train.
+    """
     tokens = {"train": 0, "val": 0}
     for name, entry in record["files"].items():
         tokens[name.partition("_")[0]] += entry["tokens"]
