@@ -93,7 +93,7 @@ def write_folder_for(gpt2: bool, trained: LoadedModel, to: Path, is_compared: bo
     config = replace(model.config, bias=trained.model.config.bias)
     tokenizer = trained.tokenizer
     computed_by = "GPT2LMHeadModel" if gpt2 else "DeskGPTForCausalLM with model.py"
-    prompt = tokenizer.meta().get("chars", "\n")[0]  # which the tokenizer knows
+    prompt = tokenizer.meta().get("chars", "\n")[0]  # the tokenizer knows it
     chat_template = template.JINJA if trained.is_chat_model else None
     records = export_hugging_face.configs(
         config, tokenizer.vocab_size, tokenizer.end_of_text, gpt2

@@ -239,7 +239,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head = config.n_head
-        self.dropout = config.dropout  # of attention's weights, which exist only within its kernel
+        self.dropout = config.dropout  # of attention weights, within the kernel
         self.qk_norm = config.qk_norm
         self.shift = TokenShift() if config.token_shift else None
 
@@ -472,7 +472,7 @@ class GPT(nn.Module):
                 f"block_size={block_size} exceeds the model's {longest}; try --block_size={longest}"
             )
         if block_size == self.config.block_size:
-            return  # what was changed in the embeddings, such as a hook, stays
+            return  # leave the embeddings alone: they may have a hook
         self.config = replace(self.config, block_size=block_size)
         self.transformer.block_size = block_size
         if hasattr(self.transformer, "wpe"):

@@ -83,7 +83,7 @@ def main(c: SampleConfig) -> list[str]:
     ids = encode_prompt(prompt, trained.tokenizer).to(device)  # (1, T)
     writer = writer_of(c, prompt, ids, trained)
     if c.serve:
-        from deskgpt import server  # which needs packages of its own
+        from deskgpt import server  # it needs packages of its own
 
         server.run_app(server.make_app(writer), c.port, c.open_page)
         return []

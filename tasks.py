@@ -232,7 +232,7 @@ def install(venv: Path, requirements: str) -> Path:
         if python.exists() and done.exists() and done.read_text() == wanted:
             return python
     again = f"delete {venv} and start again, or name another folder: make VENV=.venv-2"
-    os.environ["PIP_USER"] = "0"  # which pip.conf of a shared machine may have, for its own Python
+    os.environ["PIP_USER"] = "0"  # pip.conf of a shared machine may say 1, for its own Python
     for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):  # the environment is the place
         os.environ.pop(name, None)
     if not python.exists() and call(sys.executable, "-m", "venv", venv):

@@ -92,7 +92,7 @@ class TrainConfig(ModelSettings):  # which has n_layer, n_head, n_embd, block_si
     wandb_project: str = "owt"  # the project that shows the run
     wandb_run_name: str = "gpt2"  # how the project names it
 
-    retired: ClassVar[dict[str, str]] = REMOVED_SETTINGS  # which old config files may have
+    retired: ClassVar[dict[str, str]] = REMOVED_SETTINGS  # old config files may have them
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
@@ -216,7 +216,7 @@ def main(config: TrainConfig) -> float:
     compute, batching = choose_compute_and_batch(config, start, dist)  # before memory is taken
     model = build_model(config, start, compute, dist)  # on the device, sharded, its blocks compiled
     ddp_model: Any = wrap_ddp(model, dist)  # the model itself, if there is one rank
-    parameters = [p for p in model.parameters() if p.requires_grad]  # of all that is not frozen
+    parameters = [p for p in model.parameters() if p.requires_grad]  # those that are not frozen
     optimizer = build_optimizer(config, model, compute.dtype)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=compute.dtype == "float16")
     settings = asdict(config)
@@ -238,7 +238,7 @@ def main(config: TrainConfig) -> float:
     try:
         while True:
             step = state.step
-            lr = learning_rate(state.schedule, step)  # of the step alone: nothing to save
+            lr = learning_rate(state.schedule, step)  # follows from the step: nothing to save
             is_last = step >= state.schedule.max_iters or config.eval_only
             save_is_due = stop.update(step > state.first_step, checkpointer.saved_at)
 
@@ -271,7 +271,7 @@ def main(config: TrainConfig) -> float:
             seed_all(micro_batch_seed(config.seed, step), dist.device)  # the same on all ranks
 
             scaler.unscale_(optimizer)  # float16's gradients are scaled: clip them as they are
-            grad_norms = gradient_norms(parameters)  # of each parameter: a NaN has a name
+            grad_norms = gradient_norms(parameters)  # one for each parameter: a NaN has a name
             grad_norm = torch.linalg.vector_norm(grad_norms)  # of all of them together
             clip_grads_with_norm_(parameters, config.grad_clip or math.inf, grad_norm)
             step_if_finite(optimizer, scaler, grad_norm)  # a NaN or an infinity changes nothing

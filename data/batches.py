@@ -75,7 +75,7 @@ class Split:
             offsets = np.minimum(block_size, self.lengths - self._windows * block_size)
         self._offsets = offsets.astype(np.uint64)
         self.n_windows = int(self._windows.sum())  # per epoch
-        self.damage: DataError | None = None  # which a check of the files has found meanwhile
+        self.damage: DataError | None = None  # found by a check of the files meanwhile
         first = np.zeros(1, np.int64)
         self._check_ids(first, first, self.shards[0].read(0, CHECKED)[None])  # others as they come
         if self.masks and not any(mask.read(1, mask.n).any() for mask in self.masks):
@@ -335,7 +335,7 @@ class MicroBatch:
     # Its share of the step's loss: 1 / micro-batches, or its part of the learned targets.
     weight: float
     index: int  # of this micro-batch in its step, counted over all ranks
-    is_last: bool  # of the step
+    is_last: bool  # whether it ends the step
 
 
 def to_device(ids: I64, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ SAVED_TOKENS = 1 << 24  # after so many, those made so far are saved: every few 
 PIECE = 1 << 20  # bytes that are read back at once
 NO_TOKENS = np.zeros(0, np.uint16)
 
-Entry = dict[str, Any]  # of a shard in meta.json: tokens, sha256, and cut if there were more tokens
+Entry = dict[str, Any]  # a shard in meta.json: tokens, sha256, and cut if there were more tokens
 Tokens = npt.NDArray[Any]  # (n,) uint16, with more bits if each has a mask
 
 

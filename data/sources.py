@@ -23,11 +23,11 @@ from deskgpt.errors import reason
 
 FORMATS = (".parquet", ".arrow", *packed(".jsonl", ".ndjson", ".json", ".csv", ".tsv"), *TEXTS)
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-SHARD_BYTES = 400_000_000  # of files here that share a shard
+SHARD_BYTES = 400_000_000  # files here share a shard up to this size
 VAL_TOKENS = 100_000_000
 # Val has a token for so many bytes of the first shard: a tenth, at four bytes per token.
 BYTES_PER_VAL_TOKEN = 40
-ROWS = 64  # of a table that are decoded at once
+ROWS = 64  # decoded at once of a table
 BUFFER = 1 << 20  # bytes of a column of parquet that are read at once
 
 Part = str | int  # a file's path, or the number of a file of a data set on the hub

@@ -61,8 +61,8 @@ class Checkpoint:
     variant: dict[str, Any] | None = None  # how the model ran: dtype, compiled, kind of device
     wandb_run_id: str | None = None
     progress: dict[str, Any] | None = None  # recent losses, evaluations
-    metadata: dict[str, Any] | None = None  # what a resumed run compares, beside its settings
-    extra_state: dict[str, Any] | None = None  # what else the run keeps: TrainState.register_state
+    metadata: dict[str, Any] | None = None  # compared by a resumed run, beside its settings
+    extra_state: dict[str, Any] | None = None  # of objects given to TrainState.register_state
 
 
 # ---- writing -------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def has_triton(device: torch.device) -> bool:
 
 # ---- inductor's settings -------------------------------------------------------------------------
 
-NO_ALIGNING_COPIES = "-mno-align-stringops"  # which avoids GCC's bug 113255; see work_around_gcc
+NO_ALIGNING_COPIES = "-mno-align-stringops"  # avoids GCC's bug 113255: see work_around_gcc
 
 MOST_GRAPHS = 64  # of a function that is compiled, such as a block
 

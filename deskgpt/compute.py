@@ -41,7 +41,7 @@ class ComputeMode:
         return ", ".join(word for word, is_so in words.items() if is_so)
 
 
-Pass = Callable[..., dict[str, Tensor]]  # of tensors and numbers, to tensors by name
+Pass = Callable[..., dict[str, Tensor]]  # takes tensors and numbers, returns tensors by name
 
 
 # ---- dtype and seeds -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from deskgpt.compute import Pass
 from deskgpt.errors import reason
 
-MAX_RECORDINGS = 4  # of one pass: what changes more often is faster without a graph
+MAX_RECORDINGS = 4  # a pass that changes more often is faster without a graph
 GENERATOR = "a generator on the CPU: Python's, NumPy's or torch's"
 
 
@@ -40,7 +40,7 @@ class Recording:
     kinds: list[Any]  # of the arguments
     outputs: dict[str, Tensor]
     gradients: list[tuple[nn.Parameter, Tensor]]  # with the memory to which the graph adds
-    facts: Facts  # what the pass may have read
+    facts: Facts  # that the pass may have read
 
 
 class CudaGraph:
@@ -264,8 +264,8 @@ def exchanges_gradients(run: Pass) -> bool:
 # ---- what the Python code of a pass may read and change ------------------------------------------
 # It is compared to know whether a replay would still do the same.
 
-MAX_ITEMS = 1000  # of a container that are compared
-MAX_DEPTH = 4  # of containers and objects in each other
+MAX_ITEMS = 1000  # compared at most in a container
+MAX_DEPTH = 4  # how far to look into containers and objects in each other
 # Values that stay the same as long as they are the same object. The attributes of a class are facts
 # of their own.
 STABLE: tuple[type, ...] = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -119,7 +119,7 @@ def copy_to_host(x: Tensor) -> Tensor:
     """Return a copy of x in the host's memory; from CUDA without waiting for it: read it within
     DeferredCalls.
     """
-    return x.to("cpu", non_blocking=x.is_cuda, copy=True)  # which torch then makes in pinned memory
+    return x.to("cpu", non_blocking=x.is_cuda, copy=True)  # non_blocking: torch pins the copy
 
 
 class DeferredCalls:
@@ -171,7 +171,7 @@ class LogWindow(NamedTuple):
     steps: int
     tokens: int  # over all ranks
     seconds: float
-    wait_s: float  # of these, waiting for data
+    wait_s: float  # the part of them that was spent waiting for data
 
 
 class StepTimer:

@@ -40,7 +40,7 @@ from model import GPT, GPTConfig
 
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 COMPARED = 256  # tokens, or the context if it is shorter: the prompt, then random ones
-DRAWN = 8  # of them are random, at least
+DRAWN = 8  # at least so many of them are random
 # The last tokens of that text go in one by one: a graph is recorded in the second of these passes,
 # and replayed in the third.
 SINGLE = 3
@@ -91,7 +91,7 @@ class InferenceEngine:
         vocab_size = samples[0].tokenizer.vocab_size
         tokens = generate(self.model, prompts, config, vocab_size, cache)
         while not all(sample.done for sample in samples):
-            with self.mode():  # of this thread; a server has another for each token
+            with self.mode():  # in this thread: a server has another one for each token
                 drawn = next(tokens, None)
             if drawn is None:
                 break
@@ -347,7 +347,7 @@ def load_model(init_from: str, out_dir: str, device: torch.device) -> LoadedMode
         meta = saved.tokenizer or tokenizer_of_dataset(saved.config.get("dataset", ""))
     else:
         found = load_gpt2(source)
-        meta = found.tokenizer or {}  # which describes no tokenizer
+        meta = found.tokenizer or {}  # {} describes no tokenizer
     config = GPTConfig.from_args(found.model_args, source)
     check_model_fits(config, device)
     model = GPT.from_state(config, found.model, source)
@@ -393,7 +393,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> Tensor:
 
 
 TEXTS = 2  # side by side
-TOKENS = 200  # of each, at most
+TOKENS = 200  # of a text, at most
 
 
 def sampler_for(

@@ -92,7 +92,7 @@ def exact_answers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     is_target = targets != -1
     is_first = is_target & ~F.pad(is_target, (1, 0))[:, :-1]
-    number = is_first.cumsum(1)  # of the answer that a target belongs to, from 1 on
+    number = is_first.cumsum(1)  # the number of a target's answer, from 1 on
     is_wrong = is_target & (logits.argmax(-1) != targets)
     n_wrong = torch.zeros_like(F.pad(number, (0, 1))).scatter_add(1, number, is_wrong.long())
     n_answers = is_first.sum(1)

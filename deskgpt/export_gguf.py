@@ -43,7 +43,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # table made 6e-4 in models of up to 24 layers, and 1.6e-3 with weights five times as large. Without
 # GELU the largest was 4e-6, and TOLERANCE["float32"].logits holds.
 SAME_WITH_GELU = 2e-3
-COMPARED = 1000  # of the likeliest tokens: llama.cpp takes 13 s to write down all of GPT-2's
+COMPARED = 1000  # likeliest tokens: llama.cpp takes 13 s to write down all of GPT-2's
 
 
 def architecture_of(c: GPTConfig) -> str:

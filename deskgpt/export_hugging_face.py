@@ -145,7 +145,7 @@ def carried(module: str, modules: list[str]) -> str:
             if not source or not (
                 file_of(source).exists() or file_of(f"{source}.__init__").exists()
             ):
-                continue  # of Python or another project
+                continue  # it belongs to Python or to another project
             if source.startswith("deskgpt.") and hasattr(deskgpt_ops, alias.name):
                 source = deskgpt_ops.__name__
             elif isinstance(node, ast.Import) or not file_of(source).exists():

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 
-TEMPORARY = ".tmp"  # what a file's name ends with while it is written
+TEMPORARY = ".tmp"  # the end of a file's name while it is written
 
 
 def temporary_name(path: Path) -> Path:
@@ -169,7 +169,7 @@ def file_sha256(path: Path) -> str:
 
 # ---- untrusted values ----------------------------------------------------------------------------
 
-LARGEST_NUMBER = 1 << 53  # what JSON readers agree about
+LARGEST_NUMBER = 1 << 53  # JSON readers agree about integers up to here
 Fields = dict[str, Callable[[Any], bool]]  # by key: whether a value is allowed
 
 

@@ -130,7 +130,7 @@ def tokenizer_of(name: str) -> dict[str, Any]:
     if exported_model_args(name) is None:
         return {"name": "gpt2"}
     meta = read_json(Path(name) / "tokenizer_config.json", name).get(OUR_KEY)
-    return meta if isinstance(meta, dict) else {}  # which describes no tokenizer
+    return meta if isinstance(meta, dict) else {}  # {} describes no tokenizer
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def gradients_of_chunk(
         allow_unused=True,
         materialize_grads=True,
     )
-    h.register_hook(refuse)  # of what logits has kept with its graph, as for a further loss
+    h.register_hook(refuse)  # logits may have kept a tensor with its graph, for a further loss
     leaves = [leaf for leaf, _ in edges]
     return loss, by_h, list(zip(leaves, by_edges, strict=True))
 

@@ -106,7 +106,7 @@ class GraphedKVCache(KVCache):
         """Return forward of new tokens (B, T), by the graph if they are one."""
         if self.length == 0:
             self._span = torch.arange(self.block_size, device=new.device)
-            self._length = new.new_zeros(1)  # of what is held; the graph reads it
+            self._length = new.new_zeros(1)  # the tokens held, for the graph to read
         self._length.fill_(self.length)
         if new.size(1) > 1:
             return forward(new)

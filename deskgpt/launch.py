@@ -154,7 +154,7 @@ def use_up_ddp_warning() -> None:
 
     It writes to stderr from C++, where the prints of a user's model must still be seen.
     """
-    some = DDP(nn.LayerNorm(1), find_unused_parameters=True)  # which draws no random numbers
+    some = DDP(nn.LayerNorm(1), find_unused_parameters=True)  # it draws no random numbers
     kept = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)

@@ -87,7 +87,7 @@ class RunLogger:
         self.flops_per_token = state.model.estimate_flops()
         # Those of the steps since the last log line, still on the device.
         self._grad_norms: list[Tensor] = []
-        self._tokens = 0  # of these steps
+        self._tokens = 0  # in these steps
         peak, peak_source = peak_flops(self.dist.device, state.compute.dtype)
         # The sum over all ranks.
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()

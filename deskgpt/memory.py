@@ -169,8 +169,8 @@ def loss_bytes(step: StepShape) -> int:
 # ---- what fits -----------------------------------------------------------------------------------
 
 
-MIN_SHARE_OF_PREDICTION = 0.7  # of its predicted peak memory, which a step surely takes
-USABLE_SHARE = 0.9  # of a GPU's memory: the rest is the allocator's gaps and what is not counted
+MIN_SHARE_OF_PREDICTION = 0.7  # a step surely takes this share of its predicted peak memory
+USABLE_SHARE = 0.9  # of a GPU's memory: the rest is gaps and workspaces, which are not counted
 
 # Bytes that a micro-batch moves however few tokens it has, for auto_batch: 3.6 GB for GPT-2's 124M.
 # bench/check_cards.py counts 11.8 GB at 8 x 1024 and 20.0 GB at 16 x 1024.
@@ -410,7 +410,7 @@ def dry_run(config: PlanSettings, model_config: GPTConfig, dist: DistContext) ->
             f"{' and what ranks send each other' if ranks > 1 else ''}"
         )
         tokens = batching.tokens_per_step
-        is_asked = ("--dry_run", "--plan_for")  # what the run's own command has not
+        is_asked = ("--dry_run", "--plan_for")  # not in the command of the run itself
         words = [word for word in sys.argv if not word.startswith(is_asked)]
         lines += [  # a row of docs/start.md's tables
             "| machine | command | time, predicted | val loss | tokens/s |",

@@ -156,7 +156,7 @@ class Muon(torch.optim.AdamW):
         grads = [local(p.grad) for p in params]
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         do_step = torch.ones((), device=params[0].device)  # 1 for a step, 0 for one to skip
-        decay_factor: float | Tensor = 1 - group["lr"] * group["weight_decay"]  # of the weights
+        decay_factor: float | Tensor = 1 - group["lr"] * group["weight_decay"]  # for weights
         # found_inf = 1 asks a fused optimizer to skip this step (GradScaler's protocol). Without
         # waiting for the device the step becomes a no-op: it adds 0 and decays by 1.
         found_inf: Tensor | None = getattr(self, "found_inf", None)

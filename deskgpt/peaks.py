@@ -4,7 +4,7 @@ machine.
     find_card("NVIDIA H100 80GB HBM3").peak("bfloat16")  # (989e12, "NVIDIA data sheet, bfloat16")
     find_cards("8xA100 80GB")                               # (8, the card with 80 GB)
     peak_flops(torch.device("cuda"), "bfloat16")  # (989e12, "...; measured here 745 TFLOP/s (75%)")
-    measured_flops(torch.device("cpu"))  # of one thread, by dtype: by these dtype=auto decides
+    measured_flops(torch.device("cpu"))  # FLOP/s of one thread by dtype, for dtype=auto
 
 MFU refers to the published figure if there is one, else to the measured one. The best measured
 figures are kept in ~/.cache/deskgpt/peaks.json, so only the first start on a machine measures, for

@@ -374,7 +374,7 @@ def resumed_settings(cls: type, argv: list[str], out_dir: str) -> dict[str, Any]
         if name == "dataset":
             raise ConfigError(line)
         note_once(line)
-    if settings["max_minutes"]:  # as in the same command again
+    if settings["max_minutes"]:  # the user has typed the same command again
         settings |= {name: earlier[name] for name in SET_BY_MAX_MINUTES} | {"max_minutes": 0.0}
         note_once(
             f"max_minutes planned {out_dir} at its start; it keeps "

@@ -46,7 +46,7 @@ class Checkpointer:
     saved_step: int | None = None
     is_finetuning: bool = False  # starts from trained weights: step 0 may be the best, and is saved
     error: OSError | None = None  # of the last save
-    is_out_dir_clean: bool = False  # what earlier runs left in out_dir is tidied
+    is_out_dir_clean: bool = False  # files that earlier runs left there are tidied
     saves_each_evaluation: bool = True  # False: only the best so far
     writes: bool = True  # False: no checkpoint at all
     saved_at: float = field(default_factory=time.perf_counter)  # the instant of the last save

@@ -51,7 +51,7 @@ class Setting:
     """A field of a dataclass, as declared."""
 
     name: str
-    types: tuple[Any, ...]  # of a union such as `float | None` all; () if there are choices
+    types: tuple[Any, ...]  # all those of a union; () if there are choices
     choices: tuple[Any, ...]  # of a Literal
     default: Any
     range: Range

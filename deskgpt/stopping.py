@@ -127,7 +127,7 @@ class StopConditions:
     def __init__(self, config: StopSettings, dist: DistContext) -> None:
         self.reason: str | None = None
         self.dist = dist
-        self.started = signal_handler.installed_at or time.perf_counter()  # of the run
+        self.started = signal_handler.installed_at or time.perf_counter()  # instant
         self.save_minutes = config.save_minutes
         self.patience = config.patience
         self.smaller: dict[str, int] | None = None  # the settings with which the run goes on

@@ -99,7 +99,7 @@ class TrainState:
     data: Dataset
     dist: DistContext
     wandb_run_id: str | None = None
-    first_step: int = 0  # of this process
+    first_step: int = 0  # the step at which this process began
     step: int = 0  # optimizer steps done
     # The row of the training data at which step 0 would begin with today's global batch: not 0 if
     # earlier steps were larger or smaller.
@@ -215,7 +215,7 @@ class TrainState:
                 generators[name] = value.get_state()
             elif attribute_state(value) != self._attributes.get(name):
                 extra = f"{name.rpartition('.')[0]}.{EXTRA_STATE}".lstrip(".")
-                if extra not in weights:  # which keeps it
+                if extra not in weights:  # the user's own get_extra_state keeps it
                     changed.append(name)
         return Checkpoint(
             model=weights,

@@ -2,7 +2,7 @@
 
 Only the standard library is needed.
 
-python -m deskgpt.wheels      # what this machine needs, in one line
+python -m deskgpt.wheels      # the build for this machine, in one line
 """
 
 import ctypes
@@ -17,7 +17,7 @@ TOO_NEW = "2.16"  # as in requirements.txt
 ANSWER_S = 10.0  # how long a driver may take; seconds if no process keeps it loaded
 # The driver's own library.
 LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-NO_CARD = (34, 100)  # what it returns without a card: a stub of a build machine, and the real one
+NO_CARD = (34, 100)  # its results without a card: a build machine's stub, and the real library
 
 
 class Gpu(NamedTuple):
@@ -63,7 +63,7 @@ def describe_by(path: str) -> str:
     """Return the first card as CARD has it, by a driver's library; or the number of its error; ""
     without library or card.
     """
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # which could hide the card
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it could hide the card
     try:
         library = ctypes.CDLL(path)
     except OSError:
