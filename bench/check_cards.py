@@ -175,11 +175,7 @@ class Work(TorchDispatchMode):
 
 
 def card_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    **as_in_training: Any,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, **as_in_training: Any
 ) -> Tensor:
     """Compute causal F.scaled_dot_product_attention by the card's operator: torch's own choice
     would be the CPU's.

@@ -76,12 +76,7 @@ ENDLESS = [
     "--wandb_log=False",
 ]
 # Our train.py needs these in addition.
-OURS = [
-    *ENDLESS,
-    "--eval_tokens=0",
-    "--init_from=scratch",
-    "--auto_batch=False",
-]
+OURS = [*ENDLESS, "--eval_tokens=0", "--init_from=scratch", "--auto_batch=False"]
 # Settings that make the work the same, and that nanoGPT's train.py knows too.
 SHARED = [
     *(name for name in NANOGPT_ARGS if name != "vocab_size"),

@@ -145,9 +145,8 @@ class Split:
         row, column = np.argwhere(block >= self.vocab_size)[0]
         path = self.shards[shard[row]].path
         raise DataError(
-            f"{path}: token {start[row] + column:,} is {block[row, column]}, and the "
-            f"vocabulary ends at {self.vocab_size - 1}; the file does not belong to this "
-            "tokenizer or model"
+            f"{path}: token {start[row] + column:,} is {block[row, column]}, and the vocabulary "
+            f"ends at {self.vocab_size - 1}; the file does not belong to this tokenizer or model"
         )
 
 

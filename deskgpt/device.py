@@ -53,9 +53,8 @@ def resolve_device(name: str, local_rank: int = 0, local_ranks: int = 1) -> torc
     index = local_rank if device.index is None else device.index
     if local_ranks > n_gpus or index >= n_gpus or (local_ranks > 1 and device.index is not None):
         raise ValueError(
-            f"device={name} for {local_ranks} ranks: this machine has {n_gpus} GPUs, and "
-            "each rank needs its own; try --device=cuda, with torchrun "
-            f"--nproc_per_node={n_gpus}"
+            f"device={name} for {local_ranks} ranks: this machine has {n_gpus} GPUs, and each rank "
+            f"needs its own; try --device=cuda, with torchrun --nproc_per_node={n_gpus}"
         )
     device = torch.device("cuda", index)
     unserved = unserved_gpu(device)

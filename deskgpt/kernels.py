@@ -335,9 +335,8 @@ def refuse(gradient: Tensor) -> None:
     lost.
     """
     raise RuntimeError(
-        "GPT.logits keeps a tensor that has gradients, and is called for one chunk after "
-        "the other: compute the tensor in GPT.forward, or GPT.loss by F.cross_entropy of "
-        "self.logits(x)"
+        "GPT.logits keeps a tensor that has gradients, and is called for one chunk after the "
+        "other: compute the tensor in GPT.forward, or GPT.loss by F.cross_entropy of self.logits(x)"
     )
 
 

@@ -374,9 +374,7 @@ class RunLog:
         assert self.path is not None
         check_not_replaced(self.path.parent)
         with open(
-            self.path,
-            "a+b",
-            opener=lambda p, flags: os.open(p, flags | NO_LINK, 0o666),
+            self.path, "a+b", opener=lambda p, flags: os.open(p, flags | NO_LINK, 0o666)
         ) as file:
             size = file.tell()
             file.seek(max(0, size - 1))

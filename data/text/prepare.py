@@ -144,9 +144,8 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     tokenizer = of_merges("\n".join(" ".join(pair) for pair in merges))
     if tokenizer.vocab_size < vocab_size:
         raise ValueError(
-            "the training text has pairs for a vocabulary of at most "
-            f"{tokenizer.vocab_size:,}, not {vocab_size:,}; use "
-            f"--vocab_size={tokenizer.vocab_size}, or more text"
+            f"the training text has pairs for a vocabulary of at most {tokenizer.vocab_size:,}, "
+            f"not {vocab_size:,}; use --vocab_size={tokenizer.vocab_size}, or more text"
         )
     return tokenizer
 
