@@ -469,8 +469,7 @@ def make_sampler(interval: int, state: TrainState) -> Callable[[int, bool], list
 
 
 def print_plan(config: TrainConfig) -> float:
-    """Print the memory and the time that a run needs and, unless it is planned for another card,
-    check its model on a short text.
+    """Print the memory and time of a run and, on this machine, check its model on a short text.
 
     Raises ValueError if the model is wrong.
     """

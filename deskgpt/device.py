@@ -1,6 +1,4 @@
-"""The device that a run computes on: which one to use, its name, its memory, how to wait for it,
-and how long steps take.
-"""
+"""The device that a run computes on: which one to use, its name, its memory, how to wait for it."""
 
 import functools
 import hashlib
@@ -11,11 +9,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -162,76 +160,6 @@ class DeferredCalls:
                 self.done_at = time.perf_counter()
             self._done = event
             function()
-
-
-class LogWindow(NamedTuple):
-    """The steps from one log line to the next."""
-
-    steps: int
-    tokens: int  # over all ranks
-    seconds: float
-    wait_s: float  # the part of them that was spent waiting for data
-
-
-class StepTimer:
-    """Seconds of a run by their use: training steps, evaluation, saving, waiting for data.
-
-    Its clock is read when the device has finished all queued work, and stands still while
-    torch.compile compiles. Steps are timed from the moment when it is made, without the blocks of
-    `timed`, even if these raise.
-    """
-
-    def __init__(
-        self, device: torch.device, compile_s: Callable[[], float], wait_s: Callable[[], float]
-    ) -> None:
-        """compile_s, wait_s: return the seconds so far of compiling, and of waiting for data."""
-        self.device = device
-        self._compile_s = compile_s
-        self._wait_s = wait_s
-        self.total_s = {"evaluation": 0.0, "saving": 0.0}
-        self.last_s = dict(self.total_s)
-        self._started_at = self._now()
-        self.window_ended_s = 0.0  # training time at the end of the last window
-        self._window_wait_s = 0.0  # wait for data by then
-
-    def _now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter() - self._compile_s()
-
-    def train_s(self) -> float:
-        """Return the seconds of all steps so far, the wait for data included. Do not call it within
-        a block of `timed`.
-        """
-        return self._now() - self._started_at - sum(self.total_s.values())
-
-    def spent_s(self) -> tuple[float, float]:
-        """Return the seconds of compiling and of waiting for data so far, for `log_window`."""
-        return self._compile_s(), self._wait_s()
-
-    def log_window(
-        self, steps: int, tokens: int, done_at: float, spent_s: tuple[float, float]
-    ) -> LogWindow:
-        """Return the steps since the last call.
-
-        done_at: when the device had done the last of them. spent_s: by the time that it was queued.
-        """
-        compile_s, total_wait_s = spent_s
-        now_s = done_at - compile_s - self._started_at - sum(self.total_s.values())
-        window_s = now_s - self.window_ended_s
-        wait_s = total_wait_s - self._window_wait_s
-        self.window_ended_s = now_s
-        self._window_wait_s = total_wait_s
-        return LogWindow(steps, tokens, window_s, wait_s)
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Time evaluation or saving."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self.last_s[what] = self._now() - began
-            self.total_s[what] += self.last_s[what]
 
 
 def limit_threads() -> None:

@@ -1,4 +1,6 @@
-"""Metrics of a run: lines on the terminal, events in log.jsonl, Weights & Biases."""
+"""Metrics of a run: the time of its steps, lines on the terminal, events in log.jsonl, Weights &
+Biases.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from data.batches import Loader
 from deskgpt import device as machine
 from deskgpt.checkpoint import CKPT, CKPT_BEST, archive_previous_run, run_folder
 from deskgpt.compiling import compile_s
-from deskgpt.device import DeferredCalls, LogWindow, StepTimer, copy_to_host, peak_memory_bytes
+from deskgpt.device import DeferredCalls, copy_to_host, peak_memory_bytes, synchronize
 from deskgpt.distributed import shards_of, unsharded
 from deskgpt.errors import clock, millions, reason
 from deskgpt.evaluation import Evaluation
@@ -30,6 +33,82 @@ from deskgpt.files import check_not_replaced, note_once, read_small
 from deskgpt.resume import StartSettings
 from deskgpt.stopping import StopConditions, StopSettings
 from deskgpt.train_state import TrainState
+
+# ---- the time of steps ---------------------------------------------------------------------------
+
+
+class LogWindow(NamedTuple):
+    """The steps from one log line to the next."""
+
+    steps: int
+    tokens: int  # over all ranks
+    seconds: float
+    wait_s: float  # the part of them that was spent waiting for data
+
+
+class StepTimer:
+    """Seconds of a run by their use: training steps, evaluation, saving, waiting for data.
+
+    Its clock is read when the device has finished all queued work, and stands still while
+    torch.compile compiles. Steps are timed from the moment when it is made, without the blocks of
+    `timed`, even if these raise.
+    """
+
+    def __init__(
+        self, device: torch.device, compile_s: Callable[[], float], wait_s: Callable[[], float]
+    ) -> None:
+        """compile_s, wait_s: return the seconds so far of compiling, and of waiting for data."""
+        self.device = device
+        self._compile_s = compile_s
+        self._wait_s = wait_s
+        self.total_s = {"evaluation": 0.0, "saving": 0.0}
+        self.last_s = dict(self.total_s)
+        self._started_at = self._now()
+        self.window_ended_s = 0.0  # training time at the end of the last window
+        self._window_wait_s = 0.0  # wait for data by then
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter() - self._compile_s()
+
+    def train_s(self) -> float:
+        """Return the seconds of all steps so far, the wait for data included. Do not call it within
+        a block of `timed`.
+        """
+        return self._now() - self._started_at - sum(self.total_s.values())
+
+    def spent_s(self) -> tuple[float, float]:
+        """Return the seconds of compiling and of waiting for data so far, for `log_window`."""
+        return self._compile_s(), self._wait_s()
+
+    def log_window(
+        self, steps: int, tokens: int, done_at: float, spent_s: tuple[float, float]
+    ) -> LogWindow:
+        """Return the steps since the last call.
+
+        done_at: when the device had done the last of them. spent_s: by the time that it was queued.
+        """
+        compile_s, total_wait_s = spent_s
+        now_s = done_at - compile_s - self._started_at - sum(self.total_s.values())
+        window_s = now_s - self.window_ended_s
+        wait_s = total_wait_s - self._window_wait_s
+        self.window_ended_s = now_s
+        self._window_wait_s = total_wait_s
+        return LogWindow(steps, tokens, window_s, wait_s)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Time evaluation or saving."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.last_s[what] = self._now() - began
+            self.total_s[what] += self.last_s[what]
+
+
+# ---- lines and events ----------------------------------------------------------------------------
+
 
 # A number of a step: a float, a 0-d tensor, or a function of the steps since the last line.
 Number = float | Tensor | Callable[[LogWindow], float]
@@ -93,9 +172,10 @@ class RunLogger:
         self.peak_flops = self.dist.sum(torch.tensor(peak, dtype=torch.float64)).item()
         self.warm_up_s = time.perf_counter() - stop.started
         self._print_start(peak_source)
-        is_compiled = state.compute.compiled
         self.timer = StepTimer(
-            self.dist.device, lambda: compile_s() if is_compiled else 0.0, lambda: loader.wait_s
+            self.dist.device,
+            lambda: compile_s() if state.compute.compiled else 0.0,
+            lambda: loader.wait_s,
         )
 
     # ---- the beginning ---------------------------------------------------------------------------
@@ -219,12 +299,11 @@ class RunLogger:
             name: float(value(window) if callable(value) else value)
             for name, value in numbers.items()
         }
-        mfu = own["mfu"]
         limit = self.config.grad_clip
         more = [f", {name} {own[name]:.6g}" for name in own if name not in STEP_NUMBERS]
         self.print0(
             f"iter {step}: loss {own['loss']:.4f}, time {step_s * 1e3:.2f}ms, "
-            f"mfu {mfu * 100:.2f}%, tok/s {own['tokens_per_s']:,.0f}, "
+            f"mfu {own['mfu'] * 100:.2f}%, tok/s {own['tokens_per_s']:,.0f}, "
             f"eta {clock(self._left_s(step, step_s))}{''.join(more)}"
         )
         self.log.write(
@@ -238,7 +317,7 @@ class RunLogger:
             peak_memory_bytes=memory,
             **own,
         )
-        if mfu > 1:
+        if own["mfu"] > 1:
             from deskgpt.peaks import peaks_path
 
             note_once(

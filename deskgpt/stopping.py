@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from deskgpt.device import StepTimer
     from deskgpt.distributed import DistContext
 
 
@@ -113,6 +112,14 @@ class StopSettings(Protocol):
     def schedule(self) -> Schedule: ...
 
 
+class Timer(Protocol):
+    """The part of logger.py's StepTimer that `replan` reads."""
+
+    last_s: dict[str, float]
+
+    def train_s(self) -> float: ...
+
+
 WARMUP_SHARE = 0.1  # at most so much of the steps that fit into max_minutes is warm-up
 FEW_STEPS = 50  # below which a user is told that the minutes are too few
 PLANS = 40  # how often the steps are planned, evenly spread over the run
@@ -180,7 +187,7 @@ class StopConditions:
         if 0 < self.patience <= without_improvement:
             self.reason = "patience"
 
-    def replan(self, schedule: Schedule, step: int, first_step: int, timer: StepTimer) -> Schedule:
+    def replan(self, schedule: Schedule, step: int, first_step: int, timer: Timer) -> Schedule:
         """Return the schedule that fits into max_minutes after `step` steps, evaluations included.
 
         It is planned PLANS times, from the steps that this process has taken since first_step. The

@@ -40,10 +40,9 @@ import train
 from data.batches import Split
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.compute import ComputeMode
-from deskgpt.device import StepTimer
 from deskgpt.distributed import DistContext
 from deskgpt.evaluation import Evaluation, evaluation_loss
-from deskgpt.logger import RunLogger, read_events
+from deskgpt.logger import RunLogger, StepTimer, read_events
 from deskgpt.stopping import StopConditions, signal_handler
 from model import GPT, GPTConfig
 from train import TrainConfig, main
