@@ -30,11 +30,11 @@ from deskgpt.errors import DataError
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[Any]  # of uint64, which NumPy's types do not let meet a plain int
 
-CHECKED = 1 << 20  # tokens of the first shard whose ids are checked before a run begins
+CHECKED_TOKENS = 1 << 20  # of the first shard: their ids are checked before a run begins
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 / golden ratio
 FEISTEL_ROUNDS = 6
 THREADS = 4  # of the loader: several, since a disk answers several requests as fast as one
-AHEAD = 8  # micro-batches that the loader makes before they are asked for
+MICRO_BATCHES_AHEAD = 8  # the loader makes so many before they are asked for
 
 
 class Split:
@@ -77,7 +77,7 @@ class Split:
         self.n_windows = int(self._windows.sum())  # per epoch
         self.damage: DataError | None = None  # found by a check of the files meanwhile
         first = np.zeros(1, np.int64)
-        self._check_ids(first, first, self.shards[0].read(0, CHECKED)[None])  # others as they come
+        self._check_ids(first, first, self.shards[0].read(0, CHECKED_TOKENS)[None])  # others later
         if self.masks and not any(mask.read(1, mask.n).any() for mask in self.masks):
             raise ValueError(
                 f"{self.masks[0].path}: it leaves no token to learn; prepare the data again"
@@ -371,10 +371,10 @@ class Loader:
         self.device = device
         self.wait_s = 0.0  # that training waited for micro-batches
         self._pool = ThreadPoolExecutor(THREADS, "loader")
-        self._n_unmasked = functools.lru_cache(AHEAD)(split.n_unmasked)
+        self._n_unmasked = functools.lru_cache(MICRO_BATCHES_AHEAD)(split.n_unmasked)
         self._ahead: deque[Future[tuple[MicroBatch, Any]]] = deque()
         self._next = position * batching.micro_steps_per_rank
-        for _ in range(AHEAD):
+        for _ in range(MICRO_BATCHES_AHEAD):
             self._submit()
 
     def step(self, step: int) -> Iterator[MicroBatch]:
@@ -388,7 +388,7 @@ class Loader:
         batch, times the ranks over which gradients are averaged: the step's loss is the mean over
         these targets.
         """
-        if self._next - AHEAD != step * self.batching.micro_steps_per_rank:
+        if self._next - MICRO_BATCHES_AHEAD != step * self.batching.micro_steps_per_rank:
             raise ValueError(
                 f"step {step} does not begin where the step before ended: each step reads all of "
                 "its micro-batches, once, since a resumed run counts on it; for more or fewer of "

@@ -39,11 +39,11 @@ from deskgpt.stopping import signal_handler
 from model import GPT, GPTConfig
 
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-COMPARED = 256  # tokens, or the context if it is shorter: the prompt, then random ones
-DRAWN = 8  # at least so many of them are random
+COMPARED_TOKENS = 256  # or the context if it is shorter: the prompt, then random ones
+RANDOM_TOKENS = 8  # at least so many of them are random
 # The last tokens of that text go in one by one: a graph is recorded in the second of these passes,
 # and replayed in the third.
-SINGLE = 3
+SINGLE_TOKENS = 3
 
 
 class InferenceEngine:
@@ -66,11 +66,11 @@ class InferenceEngine:
         self.dtype = dtype
         # The prompt and random tokens, with which a cache is compared. A document ends among the
         # last ones: what a model does then, a prompt alone would not show.
-        n = max(DRAWN, COMPARED - prompt.size(1))
+        n = max(RANDOM_TOKENS, COMPARED_TOKENS - prompt.size(1))
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(model.config.vocab_size, (1, n), generator=generator)
         if end_of_text is not None:
-            drawn[0, -SINGLE - 2] = end_of_text
+            drawn[0, -SINGLE_TOKENS - 2] = end_of_text
         text = torch.cat((prompt[:1], drawn.to(self.device)), 1)[:, -model.config.block_size :]
         replays = self.device.type == "cuda" and not is_trained
         self.cache_type = GraphedKVCache if replays else KVCache
@@ -121,7 +121,7 @@ class InferenceEngine:
         tokens.
         """
         T = text.size(1)
-        ends = sorted({T // 2, *range(max(1, T - SINGLE), T + 1)} - {0})
+        ends = sorted({T // 2, *range(max(1, T - SINGLE_TOKENS), T + 1)} - {0})
         limit = TOLERANCE["float32"].logits
         with in_float32(self.model):
             expected = self.model.next_logits(text)

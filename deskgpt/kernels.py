@@ -185,7 +185,7 @@ LOGITS_ON_CPU = 1 << 25
 # The size of a chunk's logits with our softmax, which needs no copy in float32.
 BYTES_WITH_KERNEL = 1 << 28
 WHOLE_TILES = 128  # chunks are multiples of this number of tokens: tiles of matmuls are whole
-CAST = "ToCopyBackward0"  # autocast keeps the cast of a weight for all its uses
+CAST_NODE = "ToCopyBackward0"  # autocast keeps the cast of a weight for all its uses
 
 
 def chunked_cross_entropy(
@@ -318,7 +318,7 @@ def edges_to_leaves(y: Tensor, begin: Tensor) -> list[tuple[Tensor, Any]] | None
         following = [each for each, _ in node.next_functions]
         if hasattr(node, "variable"):
             leaves[node.variable] = None
-        elif node.name() == CAST and hasattr(following[0], "variable"):
+        elif node.name() == CAST_NODE and hasattr(following[0], "variable"):
             casts[node] = following[0].variable
         elif node._sequence_nr() < first._sequence_nr():
             return None
@@ -414,7 +414,7 @@ class GivenGradients(torch.autograd.Function):
 # ---- activations that the backward pass computes again -------------------------------------------
 
 SAME_OUTPUT = 1e-4  # |second output - first| / |first|: rounding, as of sums in another order
-DIFFERS = (
+RECOMPUTES_DIFFERENTLY = (
     "activation_checkpoint=full: a block computes something else in the backward pass: it changes "
     "buffers, draws random numbers that are not torch's, or reads what changes between blocks or "
     "passes, such as the layer's number in the context: keep that in attributes of the block, or "
@@ -439,7 +439,7 @@ def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
         tensors = [part.detach() for part in tree_leaves(out) if isinstance(part, Tensor)]
         for a, b in zip(first, tensors, strict=False):
             if (a - b).float().norm() > SAME_OUTPUT * a.float().norm():
-                raise ValueError(DIFFERS)
+                raise ValueError(RECOMPUTES_DIFFERENTLY)
         if not first:
             first.extend(tensors)  # they are kept in any case, as the next block's input
         return out
@@ -449,7 +449,7 @@ def checkpoint_block(block: nn.Module, x: Tensor, context: Any) -> Tensor:
     function = run if is_checked else block
     out = checkpoint(function, x, context, use_reentrant=False, early_stop=not is_checked)
     if state_between_passes(block) != before:
-        raise ValueError(DIFFERS)
+        raise ValueError(RECOMPUTES_DIFFERENTLY)
     return out
 
 

@@ -32,10 +32,10 @@ from model import GPT
 # Measured on characters: 18 runs of 64 to 8192 tokens a step (47,228 losses, warm-up included) gave
 # no false alarm; the farthest loss was 5.8 deviations above its median. Two nats added to a loss
 # were found in at least 97% of places where losses scatter by 0.04 to 0.17.
-WINDOW = 100  # steps that a loss is compared with
-FEWEST = 30  # losses with which comparing begins
-DEVIATIONS = 8.0
-LEAST_RISE = 0.25  # nats: with large batches 8 deviations are less than what other text changes
+SPIKE_WINDOW = 100  # steps that a loss is compared with
+MIN_LOSSES = 30  # losses with which comparing begins
+SPIKE_DEVIATIONS = 8.0
+MIN_SPIKE = 0.25  # nats: with large batches, other text changes a loss by more than 8 deviations
 
 
 class SpikeDetector:
@@ -45,21 +45,21 @@ class SpikeDetector:
     """
 
     def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def add(self, loss: float) -> float | None:
         """Add a step's loss.
 
         Return the median loss of the steps before if this one is a spike; otherwise None.
 
-        A spike is above the median by LEAST_RISE and by DEVIATIONS standard deviations: 1.4826
+        A spike is above the median by MIN_SPIKE and by SPIKE_DEVIATIONS standard deviations: 1.4826
         median absolute ones, which outliers do not change.
         """
         # Only a new highest loss can be a spike, so the medians are rarely computed.
-        if len(self.losses) >= FEWEST and loss > max(self.losses):
+        if len(self.losses) >= MIN_LOSSES and loss > max(self.losses):
             median = statistics.median(self.losses)
             deviation = 1.4826 * statistics.median(abs(x - median) for x in self.losses)
-            if loss > median + max(LEAST_RISE, DEVIATIONS * deviation):
+            if loss > median + max(MIN_SPIKE, SPIKE_DEVIATIONS * deviation):
                 self.losses.clear()
                 return median
         if math.isfinite(loss):

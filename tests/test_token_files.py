@@ -18,7 +18,7 @@ from conftest import CPU, POSIX, ROOT, Code, raises_one_line, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.batches import AHEAD, BatchSplit, Loader, NumberFile, Split
+from data.batches import MICRO_BATCHES_AHEAD, BatchSplit, Loader, NumberFile, Split
 from data.dataset import Dataset, eval_digest, fingerprint
 from data.prepared import write_dataset, write_shards
 from data.token_files import (
@@ -385,7 +385,7 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
     threading.Timer(0.1, may_read.set).start()
     [*loader.step(0)]
     assert loader.wait_s > 0.05
-    until(lambda: sorted(made) == list(range(1 + AHEAD)))  # nobody asks for them yet
+    until(lambda: sorted(made) == list(range(1 + MICRO_BATCHES_AHEAD)))  # nobody asks for them yet
     loader.close()
 
 
