@@ -254,7 +254,7 @@ def main(config: TrainConfig) -> float:
             # ---- one optimizer step --------------------------------------------------------------
             seed_all(micro_batch_seed(config.seed, step, -1), dist.device)  # for draws of main
             for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+                group["lr"] = lr * group.get("lr_scale", 1.0)  # its share, if its lr is its own
             loss_sums: defaultdict[str, Any] = defaultdict(float)  # by name, on the device
             tokens = 0
             for micro in loader.step(step):
