@@ -523,6 +523,7 @@ int64_t parts_of_a_head(Shape x) {
 }
 
 // Where part i of n begins, such that all have the same work: the first rows of a triangle are short, or the last.
+// None is empty, since the parts of a head have at least ROWS_OF_A_TASK rows in the mean.
 int64_t begin_of_part(int64_t i, int64_t n, int64_t T, bool first_are_short) {
   if (i == n) return T;
   double share = static_cast<double>(i) / n;
@@ -546,10 +547,8 @@ void attention_forward_of(const Heads& q, const Heads& k, const Heads& v, const 
     int64_t h = head % x.H;
     int64_t begin = begin_of_part(task % parts, parts, x.T, true);
     int64_t end = begin_of_part(task % parts + 1, parts, x.T, true);
-    if (begin < end) {
-      forward_head<T>(q.head<const T>(b, h), k.head<const T>(b, h), v.head<const T>(b, h), o.head<T>(b, h),
-                      lse + head * x.T, begin, end, x.D);
-    }
+    forward_head<T>(q.head<const T>(b, h), k.head<const T>(b, h), v.head<const T>(b, h), o.head<T>(b, h),
+                    lse + head * x.T, begin, end, x.D);
   });
 }
 
@@ -563,10 +562,6 @@ void attention_backward_of(const Heads& g, const Heads& q, const Heads& k, const
   auto gradients = [&](int64_t head, int64_t part, float* dq_part) {
     int64_t b = head / x.H;
     int64_t h = head % x.H;
-    if (begin_of(part) == begin_of(part + 1)) {  // too few rows: another part has them
-      std::fill(dq_part, dq_part + size, 0.0f);
-      return;
-    }
     backward_head<T>(g.head<const T>(b, h), q.head<const T>(b, h), k.head<const T>(b, h), v.head<const T>(b, h),
                      o.head<const T>(b, h), lse + head * x.T, dk.head<T>(b, h), dv.head<T>(b, h), dq_part,
                      begin_of(part), begin_of(part + 1), x.T, x.D);

@@ -278,7 +278,7 @@ def reference_loss(model: GPT, x: np.ndarray, y: np.ndarray) -> float:
 def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it_is_split(
     tmp_path, model, micro, steps, world
 ):
-    n = micro * steps * world
+    n = row0 = micro * steps * world  # rows of an earlier part of the run, of other batches
     learned = [3 * T + 5, 3 * T + 6] if n == 4 else [5, 6, 7, 3 * T, 6 * T + 1]
     split = Split(masked(tmp_path / "m", "train", learned), "train", T, 256, seed=1)
     losses = []
@@ -286,11 +286,11 @@ def test_loss_of_a_step_is_the_cross_entropy_of_the_assistants_tokens_however_it
         total = 0.0
         for rank in range(world):  # whose mean is taken, as DDP does
             batch_split = BatchSplit(micro, steps * world, rank=rank, world=world)
-            loader = Loader(split, batch_split, CPU, step)
+            loader = Loader(split, batch_split, CPU, step, row0)
             for batch in loader.step(step):
                 total += (model(batch.x, batch.y)[1] * batch.weight).item() / world
             loader.close()
-        expected = reference_loss(model, *split.train_batch(step * n + np.arange(n)))
+        expected = reference_loss(model, *split.train_batch(row0 + step * n + np.arange(n)))
         assert total == pytest.approx(expected, rel=1e-5)
         losses.append(total)
     assert (min(losses) == 0) == (n == 4)

@@ -31,7 +31,13 @@ from conftest import (
 
 from deskgpt import limits, peaks, wheels
 from deskgpt.compiling import default_dtype
-from deskgpt.device import limit_threads, psutil, resolve_device, usable_memory_bytes
+from deskgpt.device import (
+    limit_threads,
+    peak_memory_bytes,
+    psutil,
+    resolve_device,
+    usable_memory_bytes,
+)
 from deskgpt.peaks import read_peaks, write_peaks
 from deskgpt.wheels import Gpu
 
@@ -171,6 +177,15 @@ def test_memory_and_threads_are_what_a_container_allows(row, tmp_path, monkeypat
     monkeypatch.delenv("OMP_NUM_THREADS")
     limit_threads()
     assert threads[-1] == int(cores)
+
+
+@POSIX
+def test_peak_memory_is_what_the_system_counts():
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    assert peak_memory_bytes(CPU) == pytest.approx(most, rel=0.01)
 
 
 # ---- published and measured peaks ----------------------------------------------------------------

@@ -109,7 +109,6 @@ def test_bad_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint(
     assert max(logged(tmp_path, "save"), default=0) <= first_bad
 
 
-@slow
 def test_overflow_of_float16_counts_only_below_a_loss_scale_of_1(chars, tmp_path, faults):
     faults.bad = range(2, 100)
     with raises_one_line("19 to 28", "float16", "loss scale 0."):

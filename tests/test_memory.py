@@ -78,7 +78,12 @@ COMPILED = ComputeMode("bfloat16", compiled=True, residual_dtype="bfloat16")
 
 @pytest.mark.parametrize(
     ("card", "gib", "cost", "expected"),
-    [("RTX 4070", 12, 29, 16), ("H100", 80, 29, 64), ("H100", 80, 0, 32)],  # 0: queueing remains
+    [
+        ("RTX 4070", 12, 29, 16),
+        ("H100", 80, 29, 64),
+        ("H100", 24, 29, 32),  # 64 would fit, but not with the tenth that stays free
+        ("H100", 80, 0, 32),  # 0: queueing remains
+    ],
 )
 def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, cost, expected, monkeypatch):
     batching = BatchSplit(batch_size=8, grad_accum_steps=16, block_size=1024)
@@ -87,6 +92,8 @@ def test_gpt2_takes_what_a_card_holds_up_to_64_sequences(card, gib, cost, expect
     monkeypatch.setattr("deskgpt.memory.FIXED_BYTES_PER_PARAMETER", cost)
     monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: gib << 30)
     assert larger_batch(GPT2, CUDA, batching, COMPILED) == expected
+    of_two_ranks = replace(batching, grad_accum_steps=4, world=2)
+    assert larger_batch(GPT2, CUDA, of_two_ranks, COMPILED) == 16  # all that a rank has
 
 
 def test_card_computes_the_fewest_chunks_of_the_loss_that_fit_and_a_cpu_asks_for_none():
@@ -126,10 +133,10 @@ def test_model_that_is_trained_needs_three_times_its_weights(monkeypatch):
 
 
 def test_micro_batch_that_does_not_fit_names_the_settings_that_keep_the_training():
-    with raises_one_line(
-        "batch_size=8 ", "--batch_size=4 --gradient_accumulation_steps=2 --eval_tokens=256"
-    ):
-        raise batch_too_large(CPU, BatchSplit(batch_size=8, block_size=16, eval_iters=2), False)
+    for n, half, steps in ((8, 4, 2), (5, 1, 5)):
+        same = f"--batch_size={half} --gradient_accumulation_steps={steps} --eval_tokens={32 * n}"
+        with raises_one_line(f"batch_size={n} ", same):
+            raise batch_too_large(CPU, BatchSplit(batch_size=n, block_size=16, eval_iters=2), False)
     with raises_one_line("not even batch_size=1", "--block_size=32"):
         raise batch_too_large(CPU, BatchSplit(batch_size=1, block_size=64), True)
 

@@ -201,6 +201,11 @@ def test_card_computes_in_bfloat16_compiled_and_with_a_graph_and_a_cpu_compiles_
         chosen(CPU, cpu_kernels=True)
 
 
+def test_run_without_our_kernels_uses_none_that_another_run_has_loaded(kernels):
+    chosen(CPU, cpu_kernels=False)
+    assert cpu_kernels.dtypes() == ()
+
+
 def test_resumed_run_computes_as_before_on_the_same_kind_of_device(card):
     earlier = asdict(ComputeMode("float32", compiled=True)) | {"device": "cuda"}
     eager = saved_compute(earlier | {"compiled": False}, CUDA)

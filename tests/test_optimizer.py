@@ -32,13 +32,15 @@ def make(model: GPT, name: str) -> torch.optim.AdamW:
 
 def test_muon_computes_in_the_dtype_of_the_run_not_in_what_a_ranks_own_device_does_fastest():
     config = TrainConfig(optimizer="muon")
-    optimizer: Any = build_optimizer(config, GPT.without_storage(CONFIG), "float32")
-    assert optimizer.dtype == torch.float32
+    for dtype in ("float32", "bfloat16"):
+        optimizer: Any = build_optimizer(config, GPT.without_storage(CONFIG), dtype)
+        assert optimizer.dtype == getattr(torch, dtype)
 
 
 def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
-    """torch.optim.Muon gets q, k and v as the three matrices that they are."""
+    """torch.optim.Muon gets q, k and v as the three matrices that they are, and no table."""
     model = model_with_gradients()
+    model.transformer.h[0].table = torch.nn.Embedding(3, 32)
     optimizer = make(model, "muon")
     other = copy.deepcopy(model)
     adamw = make(other, "adamw")
@@ -49,7 +51,7 @@ def test_muon_takes_the_steps_of_torchs_muon_and_adamw_the_rest():
     assert {*apart} == {
         p
         for name, p in model.named_parameters()
-        if p.dim() > 1 and name.startswith("transformer.h.")
+        if p.dim() > 1 and name.startswith("transformer.h.") and "table" not in name
     }
     matrices = [part for parts in apart.values() for part in parts]
     reference = torch.optim.Muon(

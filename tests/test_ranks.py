@@ -4,6 +4,7 @@ stopped or start again together.
 
 import itertools
 import os
+import random
 import re
 import signal
 import sys
@@ -40,7 +41,7 @@ from data.batches import Split
 from deskgpt.checkpoint import Checkpoint, load_checkpoint
 from deskgpt.distributed import ALONE, DistContext
 from deskgpt.errors import one_line_errors
-from deskgpt.launch import dist_env
+from deskgpt.launch import dist_env, init_distributed, shutdown_distributed
 from deskgpt.memory import larger_batch
 from deskgpt.resume import (
     Start,
@@ -71,9 +72,18 @@ def test_rank_and_world_size_come_from_torchrun_and_are_0_of_1_without_it():
 
 
 def train_on(ranks, c):
+    """Return the best loss, and what an optimizer may draw in each step."""
+    draws = []
+    step_if_finite = train.step_if_finite
+
+    def step(*args):
+        draws.append((torch.rand(()).item(), random.random()))
+        step_if_finite(*args)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "init_distributed", lambda *_: ranks)
-        return main(c)
+        patch.setattr(train, "step_if_finite", step)
+        return main(c), draws
 
 
 def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypatch):
@@ -85,16 +95,19 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
     # rank.
     own = {"dropout": 0.3, "gradient_accumulation_steps": 4, "batch_size": 2, "max_iters": 4}
     c = tiny(chars, one, eval_tokens=17 * 16, **own)
-    best = train_on(DistContext(CPU), c)
+    best, draws = train_on(DistContext(CPU), c)
+    assert len({*draws}) == 4
     name = "deskgpt.device.device_name"
     monkeypatch.setattr(name, lambda device: f"device of rank {os.environ['RANK']}")
     found = on_ranks(lambda ranks: train_on(ranks, replace(c, out_dir=str(two))), 2, tmp_path)
-    assert found == pytest.approx([best, best], rel=1e-5)
+    assert found == [(pytest.approx(best, rel=1e-5), draws)] * 2
     of_eval = ("train_loss", "val_loss", "val_se")
     for kind, names in (("eval", of_eval), ("iter", ("loss", "grad_norm"))):
         for name in names:
             expected = logged(one, kind, name)
             assert logged(two, kind, name) == pytest.approx(expected, rel=1e-5), name
+    losses = load_checkpoint(two).progress["losses"]
+    assert losses == pytest.approx(logged(one, "iter", "loss"), rel=1e-5)  # compared for spikes
     torch.testing.assert_close(vector(two), vector(one), rtol=1e-5, atol=1e-5)
     [start] = events(two, "start")
     assert (start["world_size"], start["tokens_per_step"]) == (2, 4 * 2 * 16)
@@ -147,6 +160,28 @@ def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(tmp_path):
         return found
 
     assert on_ranks(batches_until_a_signal, 2, tmp_path) == [[0, 1, 2]] * 2
+
+
+def test_sum_leaves_its_terms_and_no_rank_leaves_while_another_works(tmp_path):
+    def work(ranks):
+        x = torch.tensor([1.0 + ranks.rank])
+        found = [ranks.sum(x).item(), x.item()]
+        if ranks.rank:
+            time.sleep(0.5)
+            (tmp_path / "done").touch()
+        shutdown_distributed(torch.nn.Identity(), ranks)
+        return [*found, (tmp_path / "done").exists()]
+
+    assert on_ranks(work, 2, tmp_path) == [[3.0, 1.0, True], [3.0, 2.0, True]]
+
+
+def test_ranks_wait_for_each_other_as_long_as_dist_timeout_s_says():
+    def on_rank(rank):
+        init_distributed("cpu", "auto", 8.0)
+        backend = torch.distributed.group.WORLD._get_backend(CPU)
+        assert backend.options._timeout.total_seconds() == 8
+
+    forked(2, on_rank)
 
 
 def test_rank_that_cannot_read_its_data_ends_the_others_too(chars, tmp_path, monkeypatch):

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CPU, POSIX, assert_equal, files_of_at_most, raises_one_line, slow, tiny, vector
+from conftest import (
+    CPU,
+    POSIX,
+    assert_equal,
+    files_of_at_most,
+    logged,
+    raises_one_line,
+    slow,
+    tiny,
+    vector,
+)
 from gloo import forked, resumed, run
 from tiny_models import TINIEST, make, state_of
 
@@ -51,6 +61,8 @@ def test_sharded_weights_of_two_ranks_are_those_of_ddp_to_the_last_bit(
     sharded = weights_after(chars, tmp_path / "sharded", dp_shard=-1, **settings)
     full = weights_after(chars, tmp_path / "full", **settings)
     assert torch.equal(sharded, full)
+    norms = [logged(tmp_path / name, "iter", "grad_norm") for name in ("sharded", "full")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_what_sharded_weights_cannot_have_is_refused():

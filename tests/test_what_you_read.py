@@ -143,7 +143,6 @@ def test_block_of_a_new_class_is_computed_again_in_the_backward_pass_and_compile
     assert counter.frame_count < 12  # although it counts its passes
 
 
-@slow
 @POSIX
 def test_experts_of_which_a_rank_uses_only_one_train_on_two_ranks(chars, tmp_path, monkeypatch):
     """The first token decides which; the loss is computed in chunks."""
