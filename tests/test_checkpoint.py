@@ -14,7 +14,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import POSIX, Code, assert_equal, assert_one_line, corrupted, raises_one_line
+from conftest import (
+    POSIX,
+    Code,
+    assert_equal,
+    assert_one_line,
+    contents,
+    corrupted,
+    raises_one_line,
+)
 from tiny_models import state_of
 
 from deskgpt.checkpoint import (
@@ -108,19 +116,18 @@ def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
 
 
 def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path):
-    save_checkpoint(
-        replace(state_of(5), progress={"evaluations": [[5, 3.0, 3.0, 0.1]]}), tmp_path, best=False
-    )
-    (tmp_path / "ckpt_best.pt").write_text("damaged")
-    (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
+    save_checkpoint(state_of(5), tmp_path, best=False)
+    intact = (tmp_path / "ckpt.pt").read_bytes()
     (tmp_path / "notes.tmp").write_text("the user's")
-    lines: list[str] = []
-    clean_out_dir(tmp_path, lines.append)
-    assert_one_line(*lines, tmp_path / "ckpt_best.pt", "previous-1")
-    assert load_checkpoint(tmp_path / "ckpt_best.pt").iter_num == 5  # a copy of ckpt.pt
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"ckpt.pt", "ckpt_best.pt", "notes.tmp", "previous-1"}
-    assert [p.name for p in (tmp_path / "previous-1").iterdir()] == ["ckpt_best.pt"]
+    expected = {"ckpt.pt": intact, "ckpt_best.pt": intact, "notes.tmp": b"the user's"}
+    for name in ("previous-1", "previous-2"):
+        (tmp_path / CKPT_BEST).write_text(name)
+        (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
+        lines: list[str] = []
+        clean_out_dir(tmp_path, lines.append)
+        assert_one_line(*lines, tmp_path / CKPT_BEST, name)
+        expected[f"{name}/ckpt_best.pt"] = name.encode()
+    assert contents(tmp_path) == expected
 
 
 def test_best_model_of_other_data_is_moved_aside_and_nothing_is_lost(tmp_path):
@@ -132,12 +139,13 @@ def test_best_model_of_other_data_is_moved_aside_and_nothing_is_lost(tmp_path):
         assert load_checkpoint(folder).iter_num == 5
 
 
-def test_intact_best_checkpoint_stays_beside_a_later_worse_one(tmp_path):
-    worse = replace(state_of(7), progress={"evaluations": [[7, 9.0, 9.0, 0.1]]})
+def test_intact_best_checkpoint_stays_and_the_lower_loss_of_both_counts(tmp_path):
     save_checkpoint(state_of(5), tmp_path, best=True)
-    save_checkpoint(worse, tmp_path, best=False)
-    clean_out_dir(tmp_path, print)
-    assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 5
+    for loss in (9.0, 1.0):
+        save_checkpoint(state_of(7, loss), tmp_path, best=False)
+        clean_out_dir(tmp_path, print)
+        assert load_checkpoint(tmp_path / CKPT_BEST).iter_num == 5
+        assert load_to_resume(tmp_path).best_val_loss == min(2.5, loss)
 
 
 @pytest.mark.parametrize(("step", "loss"), [(5, 3.5), (7, math.inf)])
@@ -195,7 +203,7 @@ ODD = [
     torch.ones(1, dtype=torch.float8_e4m3fn).expand(1 << 40),
 ]
 WRONG = {
-    "iter_num": (-1, 2**63, 1.0),
+    "iter_num": (-1, 2**40, 1.0, True),
     "best_val_loss": (math.nan, "1", 10**400),
     "model": ([], {"w": 3}, {3: torch.ones(1)}, *({"w": odd} for odd in ODD)),
     "optimizer": (3,),

@@ -71,6 +71,8 @@ FAULTY = {
     "bias = True\nmax_iters: 3\n": ["c.py:2:", "max_iters = 3"],  # as in YAML
     "max_iters = 1\n\nlearning_rat = 2\n": ["c.py:3:", "learning_rat ", "learning_rate"],
     "\noptimizer = 'c'\n": ["c.py:2:", "optimizer='c'", "adamw, muon"],
+    "auto_batch = 1\n": ["c.py:1:", "auto_batch=1", "auto, True, False"],
+    "learning_rate = float('nan')\n": ["c.py:1:", "=nan is not float; write it like --learning"],
     "x = \n": ["c.py:1:", "SyntaxError"],
     "def rate():\n    return 1 / 0\nmin_lr = rate()\n": ["c.py:2:", "ZeroDivisionError"],
     "--max_itres=3": ["--max_itres", "did you mean max_iters?"],

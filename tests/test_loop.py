@@ -100,6 +100,7 @@ def test_run_trains_evaluates_and_logs_what_a_plain_loop_does(settings, chars, t
     rows = [tuple(e[name] for name in names) for e in events(tmp_path, "eval")]
     assert rows == (saved.progress or {})["evaluations"]
     assert saved.best_val_loss == min(row[2] for row in rows)
+    assert [*(saved.metadata or {})["learning rates"]] == [*"012345"]  # of the steps done
 
 
 def test_settings_that_a_run_may_change_are_refused_in_the_loop_with_what_to_read():
@@ -121,6 +122,7 @@ def test_max_hours_are_hours_and_may_end_before_there_is_a_loss(
         assert stops.reason == reason
     main(tiny(chars, tmp_path, max_hours=1e-9))
     assert "val loss n/a: the run ended before its first eval" in capsys.readouterr().out
+    assert logged(tmp_path, "end", "best_val_loss") == [None]  # JSON has no infinity
 
 
 def test_steps_that_fit_into_max_minutes_leave_time_for_their_evaluations(monkeypatch):
@@ -195,9 +197,11 @@ def test_norms_of_float16_are_those_of_the_gradients_without_the_loss_scale(
     chars, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("deskgpt.compiling.default_dtype", lambda device: "float16")
-    for dtype in ("float32", "auto"):
-        run_tiny(chars, tmp_path / dtype, dtype=dtype, max_iters=3, grad_clip=0.1)
-    assert load_checkpoint(tmp_path / "auto").scaler
+    settings = {"decay_lr": False, "grad_clip": 0.1}
+    for dtype, start in itertools.product(("float32", "auto"), ("scratch", "resume")):
+        n = 2 if start == "scratch" else 3
+        run_tiny(chars, tmp_path / dtype, dtype=dtype, init_from=start, max_iters=n, **settings)
+    assert (load_checkpoint(tmp_path / "auto").scaler or {})["_growth_tracker"] == 3
     for name, rel in (("grad_norm", 0.05), ("loss", 0.01)):
         found = logged(tmp_path / "auto", "iter", name)
         expected = logged(tmp_path / "float32", "iter", name)
@@ -284,6 +288,7 @@ def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_
         assert f"\niter {e['iter']}: {numbers}" in out
     for e in events(tmp_path, "eval"):
         numbers = f"train loss {e['train_loss']:.4f}, val loss {e['val_loss']:.4f}"
+        numbers += f", bits per byte {e['val_loss'] / math.log(2):.4f}"  # a byte a token
         assert f"\nstep {e['iter']}: {numbers}" in out
     start, *_, end = read_events(tmp_path / "log.jsonl")
     assert (start["event"], start["settings"]) == ("start", asdict(c))
@@ -372,14 +377,15 @@ def test_run_keeps_the_best_model_saves_as_asked_and_times_steps_evaluations_and
     takes(30, "train.evaluate", lambda *_: Evaluation(next(losses), None))
     takes(10, "deskgpt.saving.save_checkpoint", save_checkpoint)
     settings = {"always_save_checkpoint": always, "save_minutes": minutes, "log_interval": 3}
-    run_tiny(chars, tmp_path, max_iters=5, eval_interval=1, **settings)
+    assert run_tiny(chars, tmp_path, max_iters=5, eval_interval=1, **settings) == 1.5
     assert logged(tmp_path, "save") == saved
-    assert load_checkpoint(tmp_path).iter_num == saved[-1]
-    best = load_checkpoint(tmp_path / "ckpt_best.pt")
-    assert (best.iter_num, best.best_val_loss) == (4, 2.0)
+    for name, step in (("ckpt.pt", saved[-1]), ("ckpt_best.pt", 4)):
+        found = load_checkpoint(tmp_path / name)
+        assert (found.iter_num, found.best_val_loss) == (step, 2.0)
     [end] = events(tmp_path, "end")
-    found = [end["train_s"], end["eval_s"], end["save_s"]]
-    assert found == pytest.approx([5, 6 * 2 * 30, 10 * len(saved)], abs=4)
+    evaluations = logged(tmp_path, "eval", "eval_s")
+    times = [end["train_s"], end["eval_s"], sum(evaluations), end["save_s"]]
+    assert times == pytest.approx([5, 360, 360, 10 * len(saved)], abs=4)
     # Of steps 0, 3 and 4
     assert logged(tmp_path, "iter", "time_ms") == pytest.approx([1000] * 3, abs=900)
 

@@ -20,6 +20,7 @@ import torch
 from conftest import (
     POSIX,
     TINY,
+    assert_equal,
     assert_one_line,
     assert_same_run,
     contents,
@@ -38,9 +39,10 @@ import train
 from data.batches import Loader, Split
 from deskgpt.checkpoint import load_checkpoint, save_checkpoint
 from deskgpt.device import code_digest
+from deskgpt.distributed import ALONE
 from deskgpt.logger import RunLogger
 from deskgpt.resume import resumed_settings
-from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, SignalHandler, signal_handler
+from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, StopConditions, signal_handler
 from model import Block
 from train import TrainConfig, main
 
@@ -64,6 +66,9 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
     )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert logged(tmp_path / "halves", "iter") == list(range(6))
+    one, other = (vars(load_checkpoint(tmp_path / s))["progress"] for s in ("full", "halves"))
+    assert_equal(one, other)
+    assert one["losses"] == logged(tmp_path / "full", "iter", "loss")
 
 
 class Passes(nn.Module):
@@ -107,12 +112,13 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     drawn = []
     step_of = Loader.step
     restore = train.restore
-    parts = [nn.Linear(1, 1) for _ in range(3)]  # a part that main registers, of each run
+    parts = [nn.Linear(1, 1) for _ in range(6)]  # two that main registers, of each run
     unused = iter(parts)
 
     def restored(*args, **options):
+        args[1].register_state("early", next(unused))
         restore(*args, **options)
-        args[1].register_state("part", next(unused))
+        args[1].register_state("late", next(unused))
 
     def step(self, number):
         drawn.append(float(torch.rand(())))  # as main may draw before the first micro-batch
@@ -130,7 +136,8 @@ def test_changed_model_and_loop_resume_bit_for_bit_and_what_is_lost_is_said(
     main(resumed(tmp_path / "halves", max_iters=6))
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert drawn[:6] == drawn[6:]
-    assert torch.equal(parts[1].weight, parts[2].weight)
+    for before, after in (parts[2::2], parts[3::2]):
+        assert torch.equal(before.weight, after.weight)
     [lost] = re.findall("^changed: attributes of the model .*", capsys.readouterr().out, re.M)
     assert_one_line(lost, "'transformer.h.0.calls, transformer.h.1.calls'", "buffers")
 
@@ -247,15 +254,19 @@ def test_signal_ends_an_evaluation_and_max_hours_a_run_which_resumes(
 
 
 def test_second_signal_leaves_at_once_but_an_echo_of_the_first_does_not(monkeypatch, capfd):
+    """With the status of the first, as a run that ends after its step."""
     monkeypatch.setattr(os, "_exit", sys.exit)
-    handler = SignalHandler()
-    handler._handle(signal.SIGTERM, None)
-    handler._handle(signal.SIGINT, None)  # as systemd and shells of closing terminals send them
-    assert handler.signal == signal.SIGTERM
-    handler._heard_at -= ONE_REQUEST_S
-    with pytest.raises(SystemExit) as exit:
-        handler._handle(signal.SIGINT, None)
-    assert exit.value.code == 143
+    monkeypatch.setattr(signal_handler, "signal", None)
+    stops = StopConditions(TrainConfig(), ALONE)
+    again = partial(signal_handler._handle, signal.SIGINT, None)
+    signal_handler._handle(signal.SIGTERM, None)
+    again()  # as systemd and shells of closing terminals send them
+    signal_handler._heard_at -= ONE_REQUEST_S
+    assert stops.note_signal()
+    for leave in (stops.exit, again):
+        with pytest.raises(SystemExit) as exit:
+            leave()
+        assert exit.value.code == 143
     assert_one_line(capfd.readouterr().err.splitlines()[-1], "SIGINT", "leaving at once")
 
 
@@ -380,9 +391,11 @@ def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     assert "changed" not in capsys.readouterr().out
 
 
-def test_weights_of_a_run_are_finetuned_with_the_dropout_that_is_asked_for(half, out, tmp_path):
-    main(tiny(half / "data", tmp_path / "fine", init_from=str(out), dropout=0.3, max_iters=0))
-    assert load_checkpoint(tmp_path / "fine").model_args["dropout"] == 0.3
+def test_weights_of_a_run_are_finetuned_with_the_dropout_and_context_that_are_asked_for(
+    half, out, tmp_path):
+    wanted = {"dropout": 0.3, "block_size": 8}
+    main(tiny(half / "data", tmp_path / "fine", init_from=str(out), max_iters=0, **wanted))
+    assert load_checkpoint(tmp_path / "fine").model_args.items() >= wanted.items()
 
 
 def test_finished_run_that_is_resumed_prints_changed_code_and_a_damaged_best_model(out, capsys):

@@ -79,10 +79,16 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     # The disk fills after the best one is written and before the last one is.
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("deskgpt.checkpoint.copy_file", full)
-    saver.save(state_of(6, 0.5), best=True)
+    saver.save(state_of(5, 0.5), best=True)
     assert not saver.is_best(0.6, step=7)
     assert load_checkpoint(tmp_path / CKPT_BEST).best_val_loss == 0.5
-    assert load_to_resume(tmp_path).iter_num == 5
+    assert load_checkpoint(tmp_path).best_val_loss == 2.5
+    # It is tried again, though its step was saved before
+    monkeypatch.undo()
+    run = mock.Mock(step=5, checkpoint=functools.partial(state_of, 5))
+    saver.save_if_due(run, mock.MagicMock())
+    saver.raise_if_last_failed()
+    assert load_checkpoint(tmp_path).best_val_loss == 0.5
 
 
 @pytest.mark.parametrize(
