@@ -301,7 +301,6 @@ def test_printed_lines_are_nanogpts_and_the_log_has_all_that_its_figures_depend_
     assert end["peak_memory_bytes"] > 1e6
 
 
-@slow
 def test_new_run_in_a_used_folder_keeps_the_old_ones_files_and_eval_only_changes_none(
     chars, tmp_path, capsys
 ):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    CUDA,
     POSIX,
     TINY,
     assert_equal,
@@ -37,13 +38,14 @@ from torch import nn
 import model
 import train
 from data.batches import Loader, Split
-from deskgpt.checkpoint import load_checkpoint, save_checkpoint
+from deskgpt.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from deskgpt.compute import ComputeMode
 from deskgpt.device import code_digest
-from deskgpt.distributed import ALONE
+from deskgpt.distributed import ALONE, DistContext
 from deskgpt.logger import RunLogger
-from deskgpt.resume import resumed_settings
+from deskgpt.resume import Start, choose_compute_and_batch, resumed_settings
 from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, StopConditions, signal_handler
-from model import Block
+from model import Block, GPTConfig
 from train import TrainConfig, main
 
 LONG = {"max_iters": 60, "eval_interval": 5, "lr_decay_iters": 60, "dropout": 0.1}
@@ -374,7 +376,6 @@ def test_another_experiment_is_refused_and_changes_no_file(name, value, named, h
     assert contents(out) == before
 
 
-@slow
 def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     best = (out / "ckpt_best.pt").read_bytes()
     # Which the other data never has
@@ -389,6 +390,26 @@ def test_best_losses_of_other_val_data_are_not_compared(out, tmp_path, capsys):
     assert [e[0] for e in (load_checkpoint(out).progress or {})["evaluations"]] == [4, 6]
     main(resumed(out))  # from now on it is this data's run
     assert "changed" not in capsys.readouterr().out
+
+
+def test_optimizer_state_of_parameters_in_another_order_is_refused(out):
+    saved = load_checkpoint(out)
+    saved.optimizer["names"].reverse()
+    save_checkpoint(saved, out, best=False)
+    with raises_one_line(out, "another order"):
+        main(resumed(out))
+
+
+def test_rule_takes_larger_micro_batches_on_a_card_only_if_what_is_learned_stays(monkeypatch):
+    """Neither with dropout, whose masks would change, nor in a resumed run."""
+    monkeypatch.setattr("deskgpt.resume.choose_compute", lambda *_: ComputeMode())
+    monkeypatch.setattr("deskgpt.device.memory_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr("deskgpt.memory.larger_batch", lambda *_: 480)
+    for dropout, is_new in itertools.product((0.0, 0.1), (True, False)):
+        c = TrainConfig(dropout=dropout)
+        start = Start("", GPTConfig.from_settings(c, 9), Checkpoint({}, {}), None if is_new else c)
+        _, batch = choose_compute_and_batch(c, start, DistContext(CUDA))
+        assert (batch.batch_size > c.batch_size) == (is_new and not dropout)
 
 
 def test_weights_of_a_run_are_finetuned_with_the_dropout_and_context_that_are_asked_for(
@@ -452,7 +473,6 @@ def nanogpt_checkpoint(half: Path) -> dict[str, Any]:
     }
 
 
-@slow
 def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(half, tmp_path, script):
     torch.save(nanogpt_checkpoint(half), tmp_path / "ckpt.pt")
     machine = ("--compile=False", "--cpu_kernels=False", "--device=cpu")
@@ -461,6 +481,7 @@ def test_nanogpts_run_is_resumed_and_sampled_from_as_it_is(half, tmp_path, scrip
     saved = load_checkpoint(tmp_path)
     assert saved.iter_num == 6
     assert saved.model_args["activation"] == "gelu"
+    assert saved.config["dtype"] == "auto"  # not that of its machine
     assert {int(s["step"]) for s in saved.optimizer["state"].values()} == {6}
     assert saved.best_val_loss < 9
     assert logged(tmp_path, "iter") == [4, 5]
