@@ -28,23 +28,6 @@ def run(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-@pytest.fixture
-def assert_fails(run, script, tmp_path, monkeypatch):
-    """Check that train.py ends with one line of error that names these, and changes no file of the
-    run.
-    """
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-
-    def check(named, *args, code=1):
-        before = contents(run)
-        done = script("train.py", *args)
-        fails(done, *named, code=code)
-        assert contents(run) == before
-
-    return check
-
-
 # Arguments, the words of the error, and the status: 2 if the settings cannot be, 1 if they cannot
 # be here.
 SETTINGS = [
@@ -53,7 +36,7 @@ SETTINGS = [
     ("config/train_shakespeare.py", ["config/train_shakespeare.py", "did you mean config/"], 2),
     ("--n_layer=1000000", ["n_layer=1000000", "1,000"], 2),
     ("--n_embd=32768", ["M parameters", "GiB", "take a smaller"], 1),
-    ("--dataset={run}/ckpt.pt", ["dataset {run}/ckpt.pt has no train.bin"], 1),
+    ("--dataset=README.md", ["dataset README.md has no train.bin"], 1),
     ("--dataset=text", ["python data/text/prepare.py"], 1),
     ("--block_size=200000", ["val*.bin: 111,540", "--block_size=111539"], 1),
     ("--init_from=gpt2", ["init_from=gpt2", "connect once"], 1),  # without a network
@@ -61,13 +44,16 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named", "code"), SETTINGS)
-def test_wrong_setting_is_named_with_its_remedy(arguments, named, code, chars, run, assert_fails):
-    named = [name.format(run=run) for name in named]
-    settings = (
-        flags(out_dir=run) if "resume" in arguments else flags(**TINY, dataset=chars, out_dir=run)
-    )
-    assert_fails(named, *settings, *arguments.format(run=run).split(), code=code)
+def test_wrong_setting_is_named_with_its_remedy_and_changes_no_file(
+    chars, run, script, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    before = contents(run)
+    for arguments, named, code in SETTINGS:
+        new = {} if "resume" in arguments else TINY | {"dataset": chars}
+        done = script("train.py", *flags(**new, out_dir=run), *arguments.split())
+        fails(done, *named, code=code)
+        assert contents(run) == before
 
 
 def test_script_alone_and_with_a_runs_folder_says_what_to_type(run, script):
@@ -92,12 +78,12 @@ def test_run_whose_train_bin_is_cut_short_saves_and_ends(run, chars, tmp_path, m
 
 
 def test_micro_batch_of_an_untrusted_checkpoint_is_refused_before_it_takes_memory(
-    run, assert_fails, monkeypatch
+    run, script, monkeypatch
 ):
     monkeypatch.setattr("deskgpt.device.usable_memory_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(train, "named_losses", lambda *_: pytest.fail("it was tried"))
     found = torch.load(run / "ckpt.pt")
     found["config"]["batch_size"] = 1 << 20
     torch.save(found, run / "ckpt.pt")
-    named = ["batch_size=1048576", "1.0 GiB", "--batch_size="]
-    assert_fails(named, "--init_from=resume", f"--out_dir={run}", "--resume_changed=True")
+    arguments = flags(init_from="resume", out_dir=run, resume_changed=True)
+    fails(script("train.py", *arguments), "batch_size=1048576", "1.0 GiB", "--batch_size=")

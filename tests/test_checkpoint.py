@@ -7,7 +7,6 @@ import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -93,7 +92,7 @@ def test_file_system_that_syncs_no_folders_is_named_once(tmp_path, monkeypatch, 
     assert_one_line(capsys.readouterr().err, tmp_path, "cannot flush folders")
 
 
-def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
+def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path, capsys):
     """A damage that is not found has changed nothing, such as the room between two tensors."""
     draw = random.Random(3)
     for step in (1, 2):
@@ -104,18 +103,17 @@ def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path):
     found = 0
     for _ in range(80):
         last.write_bytes(corrupted(content, draw))
-        lines: list[str] = []
-        saved = load_checkpoint(tmp_path, lines.append)
+        saved = load_checkpoint(tmp_path, print)
         assert_equal(vars(saved), expected[saved.iter_num])
         if saved.iter_num == 1:
             found += 1
-            assert_one_line(*lines, last, "step 1")
+            assert_one_line(capsys.readouterr().out, last, "step 1")
             with raises_one_line("checkpoint", last.name):
                 load_checkpoint(last)  # named, it is not exchanged for another
     assert found > 40
 
 
-def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path):
+def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path, capsys):
     save_checkpoint(state_of(5), tmp_path, best=False)
     intact = (tmp_path / "ckpt.pt").read_bytes()
     (tmp_path / "notes.tmp").write_text("the user's")
@@ -123,9 +121,8 @@ def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(
     for name in ("previous-1", "previous-2"):
         (tmp_path / CKPT_BEST).write_text(name)
         (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
-        lines: list[str] = []
-        clean_out_dir(tmp_path, lines.append)
-        assert_one_line(*lines, tmp_path / CKPT_BEST, name)
+        clean_out_dir(tmp_path, print)
+        assert_one_line(capsys.readouterr().out, tmp_path / CKPT_BEST, name)
         expected[f"{name}/ckpt_best.pt"] = name.encode()
     assert contents(tmp_path) == expected
 
@@ -148,19 +145,18 @@ def test_intact_best_checkpoint_stays_and_the_lower_loss_of_both_counts(tmp_path
         assert load_to_resume(tmp_path).best_val_loss == min(2.5, loss)
 
 
-@pytest.mark.parametrize(("step", "loss"), [(5, 3.5), (7, math.inf)])
-def test_only_evaluated_weights_become_the_best(step, loss, tmp_path):
+def test_only_evaluated_weights_become_the_best(tmp_path):
     """Without ckpt_best.pt: it was deleted, or the run was stopped before its first evaluation
     after step 0.
     """
-    saved = replace(
-        state_of(step, 3.0), progress={"evaluations": [[0, 4.0, 4.0, 0.1], [5, 3.0, 3.5, 0.1]]}
-    )
-    save_checkpoint(saved, tmp_path, best=False)
-    assert load_to_resume(tmp_path).best_val_loss == loss
-    clean_out_dir(tmp_path, print)
-    assert (tmp_path / CKPT_BEST).exists() == (loss < math.inf)
-    assert load_to_resume(tmp_path).best_val_loss == loss
+    evaluations = [[0, 4.0, 4.0, 0.1], [5, 3.0, 3.5, 0.1]]
+    for step, loss in ((7, math.inf), (5, 3.5)):
+        saved = replace(state_of(step, 3.0), progress={"evaluations": evaluations})
+        save_checkpoint(saved, tmp_path, best=False)
+        assert load_to_resume(tmp_path).best_val_loss == loss
+        clean_out_dir(tmp_path, print)
+        assert (tmp_path / CKPT_BEST).exists() == (loss < math.inf)
+        assert load_to_resume(tmp_path).best_val_loss == loss
 
 
 def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
@@ -178,7 +174,7 @@ def test_entry_that_could_not_be_read_back_is_not_written(tmp_path):
 
 def test_evaluations_of_a_long_run_fit_into_a_checkpoint():
     found = [EvalRecord(step, 1.0, 2.0, 0.1) for step in range(MOST_EVALUATIONS)]
-    state: Any = SimpleNamespace(step=10**6, evaluations=found)
+    state = Mock(step=10**6, evaluations=found)
     TrainState.add_evaluation(state, Evaluation(1.0, 0.1), Evaluation(2.0, 0.1))
     assert state.evaluations == [*found[1:], (10**6, 1.0, 2.0, 0.1)]
 

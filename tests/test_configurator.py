@@ -3,7 +3,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, assert_one_line, flags, raises_one_line
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,12 +91,11 @@ FAULTY = {
 }
 
 
-@pytest.mark.parametrize(("fault", "named"), FAULTY.items())
-def test_fault_is_one_line_which_names_its_value_and_in_a_file_its_line(tmp_path, fault, named):
-    is_file = "\n" in fault
-    argv = [write(tmp_path, fault)] if is_file else fault.split()
-    with raises_one_line(*named, kind=ConfigError):
-        configure(TrainConfig, argv)
+def test_fault_is_one_line_which_names_its_value_and_in_a_file_its_line(tmp_path):
+    for fault, named in FAULTY.items():
+        argv = [write(tmp_path, fault)] if "\n" in fault else fault.split()
+        with raises_one_line(*named, kind=ConfigError):
+            configure(TrainConfig, argv)
 
 
 def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
@@ -107,9 +105,9 @@ def test_home_folder_is_meant_by_a_tilde(tmp_path, monkeypatch):
         assert configure(TrainConfig, [argument]).out_dir == f"{tmp_path}/a"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)
-def test_ready_made_runs_parse(path):
-    assert configure(TrainConfig, [str(path)]) != TrainConfig()
+def test_ready_made_runs_parse():
+    for path in (ROOT / "config").glob("*.py"):
+        assert configure(TrainConfig, [str(path)]) != TrainConfig()
 
 
 def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(tmp_path):
@@ -121,13 +119,13 @@ def test_config_file_with_names_and_code_of_its_own_runs_as_it_does_in_nanogpt(t
     assert not any("_own_prefix" in vars(module) for module in [*sys.modules.values()])
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, SampleConfig])
-def test_help_shows_every_setting_once_with_its_type_default_and_comment(cls):
-    shown = help_text(cls).partition("in a config file:\n")[2]
-    found = re.findall(r"^    --(\w+) (\S+) = (.*)", shown, re.M)
-    known = settings_of(cls)
-    assert sorted(name for name, _, _ in found) == sorted(known)
-    for name, kind, text in found:
-        default = repr(known[name].default)
-        assert (kind, text[: len(default)]) == (known[name].type_name, default)
-        assert text.removeprefix(default).strip(), f"{name} has no comment"
+def test_help_shows_every_setting_once_with_its_type_default_and_comment():
+    for cls in (TrainConfig, SampleConfig):
+        shown = help_text(cls).partition("in a config file:\n")[2]
+        found = re.findall(r"^    --(\w+) (\S+) = (.*)", shown, re.M)
+        known = settings_of(cls)
+        assert sorted(name for name, _, _ in found) == sorted(known)
+        for name, kind, text in found:
+            default = repr(known[name].default)
+            assert (kind, text[: len(default)]) == (known[name].type_name, default)
+            assert text.removeprefix(default).strip(), f"{name} has no comment"

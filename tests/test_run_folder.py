@@ -52,9 +52,8 @@ from deskgpt.logger import RunLog, read_events
 from deskgpt.saving import Checkpointer
 
 
-def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch):
-    lines: list[str] = []
-    saver = Checkpointer(tmp_path, lines.append, best_val_loss=9.0)
+def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monkeypatch, capsys):
+    saver = Checkpointer(tmp_path, print, best_val_loss=9.0)
     assert not saver.is_best(8.0, step=0)  # random weights
     saver.save(state_of(1, 3.0), best=True)
     # 1e27 is finite, but what is computed with it is not.
@@ -69,7 +68,8 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     assert saver.saved_step == 1
     for path in (tmp_path, tmp_path / CKPT_BEST):
         assert load_checkpoint(path).iter_num == 1
-    assert_one_line(*lines, tmp_path / CKPT, "free some disk space", "the run continues")
+    printed = capsys.readouterr().out
+    assert_one_line(printed, tmp_path / CKPT, "free some disk space", "the run continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
@@ -95,7 +95,7 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     ("step", "number", "named", "loaded"), [(7, torch.nan, "NaN", 5), (8, 0.0, "step 8", 8)]
 )
 def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(
-    tmp_path, step, number, named, loaded
+    tmp_path, step, number, named, loaded, capsys
 ):
     """Damage of a file that one resumes, and a run that goes back to its best model."""
     save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
@@ -103,10 +103,9 @@ def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(
     state.model["lm_head.weight"][0, 0] = number
     write_ckpt_file(vars(state), tmp_path / CKPT)
     before = (tmp_path / CKPT).read_bytes()
-    lines: list[str] = []
     assert load_checkpoint(tmp_path).iter_num == loaded
-    Checkpointer(tmp_path, lines.append, 3.0, saved_step=5).save(state_of(6), best=False)
-    assert_one_line(*lines, tmp_path / CKPT, named, "previous-1")
+    Checkpointer(tmp_path, print, 3.0, saved_step=5).save(state_of(6), best=False)
+    assert_one_line(capsys.readouterr().out, tmp_path / CKPT, named, "previous-1")
     assert contents(tmp_path / "previous-1") == {CKPT: before}
     assert load_checkpoint(tmp_path).iter_num == 6
 
@@ -274,19 +273,19 @@ def test_second_run_is_refused_and_leaves_no_trace(chars, tmp_path, script):
 
 
 @POSIX
-@pytest.mark.parametrize("remove", [shutil.rmtree, lambda path: path.rename(f"{path}-old")])
-def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(remove, tmp_path):
+def test_run_whose_folder_went_ends_and_writes_nothing_into_the_next_ones(tmp_path):
     out_dir = tmp_path / "out"
-    with locked_folder(out_dir):
-        log = RunLog(out_dir / "log.jsonl")
-        saver = Checkpointer(out_dir, print, best_val_loss=9.0)
-        remove(out_dir)
-        with raises_one_line(out_dir, "removed or renamed"):
-            log.write("iter", iter=1)
-        out_dir.mkdir()  # it may get the number of the one that was removed
-        with raises_one_line(out_dir, "removed or renamed"):
-            saver.save(state_of(), best=True)
-    assert contents(out_dir) == {}
+    for remove in (shutil.rmtree, lambda path: path.rename(f"{path}-old")):
+        with locked_folder(out_dir):
+            log = RunLog(out_dir / "log.jsonl")
+            saver = Checkpointer(out_dir, print, best_val_loss=9.0)
+            remove(out_dir)
+            with raises_one_line(out_dir, "removed or renamed"):
+                log.write("iter", iter=1)
+            out_dir.mkdir()  # it may get the number of the one that was removed
+            with raises_one_line(out_dir, "removed or renamed"):
+                saver.save(state_of(), best=True)
+        assert contents(out_dir) == {}
 
 
 def test_file_system_without_locks_gets_a_note(tmp_path, monkeypatch, capsys):
