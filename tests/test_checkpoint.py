@@ -116,15 +116,13 @@ def test_damage_is_found_and_the_best_checkpoint_is_used(tmp_path, capsys):
 def test_damaged_checkpoints_are_set_aside_and_files_of_killed_runs_are_removed(tmp_path, capsys):
     save_checkpoint(state_of(5), tmp_path, best=False)
     intact = (tmp_path / "ckpt.pt").read_bytes()
-    (tmp_path / "notes.tmp").write_text("the user's")
-    expected = {"ckpt.pt": intact, "ckpt_best.pt": intact, "notes.tmp": b"the user's"}
-    for name in ("previous-1", "previous-2"):
-        (tmp_path / CKPT_BEST).write_text(name)
-        (tmp_path / "ckpt.pt.123-abc.tmp").write_text("torn")
-        clean_out_dir(tmp_path, print)
-        assert_one_line(capsys.readouterr().out, tmp_path / CKPT_BEST, name)
-        expected[f"{name}/ckpt_best.pt"] = name.encode()
-    assert contents(tmp_path) == expected
+    files = {"ckpt_best.pt": b"damaged", "ckpt.pt.123-abc.tmp": b"torn", "notes.tmp": b"mine"}
+    for name in files:
+        (tmp_path / name).write_bytes(files[name])
+    clean_out_dir(tmp_path, print)
+    assert_one_line(capsys.readouterr().out, tmp_path / CKPT_BEST, "previous-1")
+    expected = {"ckpt.pt": intact, "ckpt_best.pt": intact, "notes.tmp": b"mine"}
+    assert contents(tmp_path) == expected | {"previous-1/ckpt_best.pt": b"damaged"}
 
 
 def test_best_model_of_other_data_is_moved_aside_and_nothing_is_lost(tmp_path):

@@ -83,7 +83,6 @@ FAULTY = {
     "--out_dir=": ["--out_dir", "--out_dir=out"],
     "--max_iters 8": ["8", "--key=value"],
     # What other programs call it; never what is spelled alike and means something else.
-    "--bs=4": ["--bs", "did you mean batch_size?"],
     "--lr=1": ["--lr", "did you mean learning_rate?"],
     "--iterations=1": ["did you mean max_iters?"],
     "--no-compile": ["--no-compile", "--compile=False"],

@@ -67,7 +67,10 @@ def test_times_are_rounded_to_what_they_show():
 def test_output_that_cannot_be_written_is_an_error():
     with open("/dev/full", "w") as full:
         done = shell(
-            *("python", "-OO", "train.py", "--help"),
+            "python",
+            "-OO",
+            "train.py",
+            "--help",
             code=1,
             capture_output=False,
             stdout=full,

@@ -13,8 +13,8 @@ import os
 import traceback
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, fields
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -191,8 +191,7 @@ def test_untrusted_checkpoints(folder, data, random):
         )
         optimizer = make_optimizer(model, c.optimizer, 0.1, 1e-3, (0.9, 0.95), 0.9)
         scaler = torch.amp.GradScaler("cpu", enabled=bool(saved.scaler))
-        no_data: Any = SimpleNamespace(tokenizer=None, chat=None, metadata={})
-        no_data.eval_metadata = lambda batching: {}
+        no_data = Mock(tokenizer=None, chat=None, metadata={}, eval_metadata=lambda _: {})
         parts = (asdict(c), model, optimizer, scaler, ComputeMode(), c.batch_split(), c.schedule())
         run = TrainState(*parts, train.learning_rate, no_data, DistContext(CPU))
         run.resume(saved, str(path), trains=True)

@@ -154,21 +154,16 @@ def shortened(command: str) -> str:
 
 def training_flags(command: str) -> str:
     """Return settings that make a train.py command short."""
-    if "init_from=resume" in command:  # the checkpoint decides the model and the batch
+    if "--init_from" in command:  # the checkpoint decides the model and the batch
         return f"--max_iters=4 {PLAIN} --resume_changed=True"
     if "mine" in command:
         return f"{SHORT} --block_size=64"
-    if "init_from=out-" in command:
-        return f"--max_iters=4 {PLAIN} --gradient_accumulation_steps=1"
     if "finetune" in command or "eval_gpt2" in command:  # the weights decide the model
         return (
             f"--max_iters=4 {PLAIN} --block_size=32 --init_from={GPT2} "
             "--gradient_accumulation_steps=1"
         )
-    accumulation = (
-        " --gradient_accumulation_steps=8" if "torchrun" in command or "fineweb" in command else ""
-    )
-    return f"{SHORT} --eval_tokens=64{accumulation}"
+    return f"{SHORT} --eval_tokens=64 --gradient_accumulation_steps=8"
 
 
 @needs_bpe

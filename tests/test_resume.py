@@ -45,7 +45,7 @@ from deskgpt.distributed import ALONE, DistContext
 from deskgpt.logger import RunLogger
 from deskgpt.resume import Start, choose_compute_and_batch, resumed_settings
 from deskgpt.stopping import ONE_REQUEST_S, SIGNALS, StopConditions, signal_handler
-from model import Block, GPTConfig
+from model import Block
 from train import TrainConfig, main
 
 LONG = {"max_iters": 60, "eval_interval": 5, "lr_decay_iters": 60, "dropout": 0.1}
@@ -327,14 +327,8 @@ def test_settings_override_the_checkpoints_except_the_models_size_in_a_config_fi
     (tmp_path / "config.py").write_text("n_layer = 5\nbias = True\neval_interval = 5\n")
     argv = [str(tmp_path / "config.py"), f"--out_dir={out}", "--learning_rate=1e-4"]
     found = resumed_settings(TrainConfig, argv, str(out))
-    expected = {
-        "n_layer": 2,
-        "bias": False,
-        "eval_interval": 5,
-        "learning_rate": 1e-4,
-        "max_iters": 4,
-    }
-    assert {name: found[name] for name in expected} == expected
+    expected = {"n_layer": 2, "bias": False, "eval_interval": 5, "max_iters": 4}
+    assert found.items() >= (expected | {"learning_rate": 1e-4}).items()
 
 
 def test_untrusted_checkpoint_sends_no_data_to_another_machine(out, capfd):
@@ -402,7 +396,7 @@ def test_rule_takes_larger_micro_batches_on_a_card_only_if_what_is_learned_stays
     monkeypatch.setattr("deskgpt.memory.larger_batch", lambda *_: 480)
     for dropout, is_new in itertools.product((0.0, 0.1), (True, False)):
         c = TrainConfig(dropout=dropout)
-        start = Start("", GPTConfig.from_settings(c, 9), Checkpoint({}, {}), None if is_new else c)
+        start = Start("", c.model_config(9), Checkpoint({}, {}), None if is_new else c)
         _, batch = choose_compute_and_batch(c, start, DistContext(CUDA))
         assert (batch.batch_size > c.batch_size) == (is_new and not dropout)
 
@@ -417,16 +411,17 @@ def test_weights_of_a_run_are_finetuned_with_the_dropout_and_context_that_are_as
 
 def test_finished_run_that_is_resumed_prints_changed_code_and_a_damaged_best_model(out, capsys):
     saved = load_checkpoint(out)
-    assert saved.metadata is not None
-    earlier = {"code_digest": "0" * 16, "versions": saved.metadata["versions"] | {"torch": "1.0"}}
-    save_checkpoint(replace(saved, metadata=saved.metadata | earlier), out, best=False)
+    metadata = vars(saved)["metadata"]
+    metadata["code_digest"] = "0"
+    metadata["versions"]["torch"] = "1.0"
+    save_checkpoint(saved, out, best=False)
     (out / "ckpt_best.pt").write_bytes(b"cut")
     main(resumed(out, dtype="bfloat16"))
     assert logged(out, "eval") == [0, 3, 4, 4]  # a finished run evaluates
     printed = capsys.readouterr().out
     # Also if both are the same commit "+changes".
     code, versions, variant = re.findall("^changed: .*", printed, re.M)
-    assert_one_line(code, "code_digest: '0000000000000000' before", code_digest())
+    assert_one_line(code, "code_digest: '0' before", code_digest())
     assert_one_line(versions, "torch: '1.0' before", torch.__version__)
     assert_one_line(variant, "float32", "bfloat16")
     damaged, last = printed.split("best val loss")[-1].splitlines()[1:3]

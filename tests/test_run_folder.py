@@ -3,7 +3,6 @@ run at a time.
 """
 
 import errno
-import functools
 import itertools
 import math
 import os
@@ -13,6 +12,7 @@ import signal
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 from unittest import mock
@@ -68,8 +68,7 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     assert saver.saved_step == 1
     for path in (tmp_path, tmp_path / CKPT_BEST):
         assert load_checkpoint(path).iter_num == 1
-    printed = capsys.readouterr().out
-    assert_one_line(printed, tmp_path / CKPT, "free some disk space", "the run continues")
+    assert_one_line(capsys.readouterr().out, tmp_path / CKPT, "free some disk space", "continues")
     with pytest.raises(OSError, match="disk space"):
         saver.raise_if_last_failed()
     saver.save(state_of(5, 2.5), best=True)
@@ -85,29 +84,28 @@ def test_full_disk_and_broken_weights_leave_the_checkpoint_before(tmp_path, monk
     assert load_checkpoint(tmp_path).best_val_loss == 2.5
     # It is tried again, though its step was saved before
     monkeypatch.undo()
-    run = mock.Mock(step=5, checkpoint=functools.partial(state_of, 5))
-    saver.save_if_due(run, mock.MagicMock())
+    state = mock.Mock(step=5, checkpoint=partial(state_of, 5))
+    saver.save_if_due(state, mock.MagicMock())
     saver.raise_if_last_failed()
     assert load_checkpoint(tmp_path).best_val_loss == 0.5
 
 
-@pytest.mark.parametrize(
-    ("step", "number", "named", "loaded"), [(7, torch.nan, "NaN", 5), (8, 0.0, "step 8", 8)]
-)
-def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(
-    tmp_path, step, number, named, loaded, capsys
-):
+def test_nan_and_a_later_checkpoint_are_moved_aside_before_they_are_overwritten(tmp_path, capsys):
     """Damage of a file that one resumes, and a run that goes back to its best model."""
-    save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
-    state = state_of(step)
-    state.model["lm_head.weight"][0, 0] = number
-    write_ckpt_file(vars(state), tmp_path / CKPT)
-    before = (tmp_path / CKPT).read_bytes()
-    assert load_checkpoint(tmp_path).iter_num == loaded
-    Checkpointer(tmp_path, print, 3.0, saved_step=5).save(state_of(6), best=False)
-    assert_one_line(capsys.readouterr().out, tmp_path / CKPT, named, "previous-1")
-    assert contents(tmp_path / "previous-1") == {CKPT: before}
-    assert load_checkpoint(tmp_path).iter_num == 6
+    for aside, step, number, named, loaded in (
+        ("previous-1", 7, torch.nan, "NaN", 5),
+        ("previous-2", 8, 0.0, "step 8", 8),
+    ):
+        save_checkpoint(state_of(5, 3.0), tmp_path, best=True)
+        state = state_of(step)
+        state.model["lm_head.weight"][0, 0] = number
+        write_ckpt_file(vars(state), tmp_path / CKPT)
+        before = (tmp_path / CKPT).read_bytes()
+        assert load_checkpoint(tmp_path).iter_num == loaded
+        Checkpointer(tmp_path, print, 3.0, saved_step=5).save(state_of(6), best=False)
+        assert_one_line(capsys.readouterr().out, tmp_path / CKPT, named, aside)
+        assert contents(tmp_path / aside) == {CKPT: before}
+        assert load_checkpoint(tmp_path).iter_num == 6
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def test_kill_at_any_call_of_a_save_loses_neither_the_last_nor_the_best_checkpoi
                 os.truncate(out_dir / CKPT, 1000)
             reported = Path(folder, f"{call}.report")
             with open(reported, "wb", buffering=0) as report:
-                (status,) = in_forks(functools.partial(save_all, out_dir, call, report))
+                (status,) = in_forks(partial(save_all, out_dir, call, report))
             assert status in (0, -signal.SIGKILL)
             lines = reported.read_text().splitlines()
             assert all(line.startswith("done ") for line in lines)  # nothing was written in place
