@@ -143,12 +143,13 @@ def test_steps_that_fit_into_max_minutes_leave_time_for_their_evaluations(monkey
 def test_time_that_is_left_is_that_of_the_steps_evaluations_and_saves_to_come():
     logger = Mock(config=TrainConfig(eval_interval=4), _ends_at=math.inf)
     logger.timer.last_s = {"evaluation": 6.0, "saving": 1.0}
-    for end, step in itertools.product((8, 10), range(8)):
+    for end in (8, 10):
         logger.state.schedule.max_iters = end
-        to_come = range(step + 1, end + 1)
-        evaluations = [s for s in to_come if s % 4 == 0 or s == end]
-        expected = 2.0 * (len(to_come) - 1) + 7.0 * len(evaluations)
-        assert RunLogger._left_s(logger, step, 2.0) == expected
+        for step in range(end):
+            to_come = range(step + 1, end + 1)
+            evaluations = [s for s in to_come if s % 4 == 0 or s == end]
+            expected = 2.0 * (len(to_come) - 1) + 7.0 * len(evaluations)
+            assert RunLogger._left_s(logger, step, 2.0) == expected
 
 
 def test_evaluation_computes_in_the_dtype_of_the_run():
