@@ -463,16 +463,17 @@ function showTip(span) {
   placeTip();
 }
 
-// Below the current token, above where there is no room; never beyond the window.
+// Below the current token, above where there is no room; never beyond the window or over the buttons below the token.
 function placeTip() {
   const span = document.querySelector(".current");
   if (span === null) return;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const below = at.bottom + 6;
   const above = at.top - tip.offsetHeight - 6;
-  const fits = below + tip.offsetHeight < innerHeight || above < 8;
+  const buttons = generateButton.parentElement.getBoundingClientRect();
+  const end = buttons.top >= at.bottom && buttons.right > at.left ? buttons.top : innerHeight;
   tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${fits ? below : above}px`;
+  tip.style.top = `${below + tip.offsetHeight < end ? below : Math.max(8, above)}px`;
 }
 
 function hideTip() {
