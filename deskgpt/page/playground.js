@@ -11,6 +11,7 @@ const generateButton = document.getElementById("generate");
 const stopButton = document.getElementById("stop");
 const againButton = document.getElementById("again");
 const copyButton = document.getElementById("copy");
+const saveButton = document.getElementById("save");
 const newButton = document.getElementById("new");
 const earlier = document.getElementById("earlier");
 
@@ -68,6 +69,30 @@ function fill() {
   main.querySelector(".details").append(...details.map(detail => make("span", "", detail)));
   generateButton.disabled = false;
   if (page.system !== null) becomeChat();
+  if (history.state !== null) restore(history.state);
+}
+
+// Keeps what was asked for, and the dialogue, over a reload, in the tab's entry for this address: when a page is left it is
+// too late for that.
+function keepState() {
+  if (page === undefined) return;
+  const state = {values: requested(), system: form.elements.system.value, messages, answers};
+  history.replaceState(state, "");
+}
+
+function restore(kept) {
+  for (const [name, value] of Object.entries(kept.values)) form.elements[name].value = value;
+  form.elements.system.value = kept.system;
+  messages = kept.messages;
+  answers = kept.answers;
+  // A question without its answer is asked again by hand.
+  if (messages.at(-1)?.role === "user") form.elements.prompt.value = messages.pop().content;
+  for (const {role, content} of messages) {
+    const written = show(role, content);
+    if (role === "user") addEdit(written);
+    else finishAnswer(written);
+  }
+  setStopper(null);
 }
 
 function becomeChat() {
@@ -78,6 +103,7 @@ function becomeChat() {
   form.elements.system.value = page.system;
   document.getElementById("of-system").hidden = false;
   againButton.hidden = false;
+  saveButton.hidden = false;
   newButton.hidden = false;
   text.setAttribute("role", "log"); // a screen reader says each answer as it ends
   text.setAttribute("aria-label", "The dialogue; arrow keys go through an answer's tokens");
@@ -130,9 +156,22 @@ function addAction(written, name, action) {
   actions.append(button);
 }
 
+function addEdit(message) {
+  addAction(message, "Edit", () => edit(message.parentElement));
+}
+
 async function copy(content) {
   await navigator.clipboard.writeText(content);
   showStatus("copied");
+}
+
+// Saves the dialogue as a file that data/chat/prepare.py reads.
+function save() {
+  const link = make("a");
+  link.download = "dialogue.jsonl";
+  link.href = URL.createObjectURL(new Blob([JSON.stringify({messages: dialogue()}) + "\n"]));
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
 // ---- earlier texts ----
@@ -309,7 +348,7 @@ async function generate() {
   messages.push({role: "user", content: values.prompt});
   field.value = "";
   if (await answer(values)) {
-    addAction(message, "Edit", () => edit(message.parentElement));
+    addEdit(message);
     return;
   }
   field.value = messages.pop().content;
@@ -338,19 +377,21 @@ function newDialogue() {
   form.elements.prompt.focus();
 }
 
+// Returns the messages so far, after the system message.
+function dialogue() {
+  const system = form.elements.system.value;
+  return system ? [{role: "system", content: system}, ...messages] : messages;
+}
+
 // Writes the answer to the messages so far; returns whether there is one.
 async function answer(values) {
-  const system = form.elements.system.value;
-  const before = system ? [{role: "system", content: system}] : [];
   const place = show("assistant");
-  const ended = await run({...values, seed: values.seed + answers, messages: [...before, ...messages]}, place);
+  const ended = await run({...values, seed: values.seed + answers, messages: dialogue()}, place);
   const isAnswer = ended || tokens > 0;
   if (isAnswer) {
-    const content = place.textContent;
-    messages.push({role: "assistant", content});
+    messages.push({role: "assistant", content: place.textContent});
     answers += 1;
-    addAction(place, "Copy", () => copy(content));
-    if (IS_MARKDOWN.test(content)) showMarkdown(place, content);
+    finishAnswer(place);
     setStopper(null);
   } else {
     place.parentElement.remove();
@@ -358,9 +399,22 @@ async function answer(values) {
   return isAnswer;
 }
 
-// Shows an answer as Markdown; a button shows its tokens again.
+function finishAnswer(place) {
+  const content = place.textContent;
+  addAction(place, "Copy", () => copy(content));
+  if (IS_MARKDOWN.test(content)) showMarkdown(place, content);
+}
+
+// Shows an answer as Markdown; a button shows its tokens again, and one copies a block of code.
 function showMarkdown(place, content) {
   const markdown = rendered(content);
+  for (const code of markdown.querySelectorAll("pre code")) {
+    const button = make("button", "", "Copy");
+    button.type = "button";
+    button.setAttribute("aria-label", "Copy this code");
+    button.addEventListener("click", () => copy(code.textContent));
+    code.before(button);
+  }
   place.before(markdown);
   place.hidden = true;
   addAction(place, "Tokens", button => {
@@ -395,6 +449,8 @@ function setStopper(controller) {
   stopButton.disabled = controller === null;
   againButton.disabled = controller !== null || messages.length === 0;
   newButton.disabled = againButton.disabled;
+  saveButton.disabled = againButton.disabled;
+  keepState();
   copyButton.disabled = controller !== null || text.firstChild === null;
 }
 
@@ -463,15 +519,15 @@ function showTip(span) {
   placeTip();
 }
 
-// Below the current token, above where there is no room; never beyond the window or over the buttons below the token.
+// Below the current token, above where there is no room; never beyond the window or over the buttons below the text.
 function placeTip() {
   const span = document.querySelector(".current");
   if (span === null) return;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
-  const below = at.bottom + 6;
-  const above = at.top - tip.offsetHeight - 6;
   const buttons = generateButton.parentElement.getBoundingClientRect();
-  const end = buttons.top >= at.bottom && buttons.right > at.left ? buttons.top : innerHeight;
+  const end = buttons.right > at.left ? buttons.top : innerHeight;
+  const below = at.bottom + 6;
+  const above = Math.min(at.top, end) - tip.offsetHeight - 6;
   tip.style.left = `${Math.max(8, Math.min(at.left, innerWidth - tip.offsetWidth - 8))}px`;
   tip.style.top = `${below + tip.offsetHeight < end ? below : Math.max(8, above)}px`;
 }
@@ -493,6 +549,7 @@ form.addEventListener("submit", event => {
 stopButton.addEventListener("click", stop);
 againButton.addEventListener("click", again);
 newButton.addEventListener("click", newDialogue);
+saveButton.addEventListener("click", save);
 copyButton.addEventListener("click", () => copy(text.textContent));
 document.getElementById("heat").addEventListener("change", event => {
   text.classList.toggle("heat", event.target.checked);
@@ -514,6 +571,7 @@ addEventListener("keydown", event => {
 });
 addEventListener("scroll", placeTip);
 addEventListener("resize", placeTip);
+addEventListener("change", keepState);
 
 fetch("/v1/models", CALL)
   .then(response => response.json())
