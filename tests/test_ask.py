@@ -1,6 +1,5 @@
 """bench/ask.py: questions answered by real runs of a tiny model, and from made-up ones."""
 
-import difflib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, TINY, assert_refused, flags, nightly, raises_one_line, slow, until
@@ -29,14 +29,10 @@ MODEL = flags(**TINY | {"n_layer": 1, "max_iters": 20, "eval_tokens": 512, "lear
 BETTER = ["--b", "--learning_rate=3e-2"]  # than 6e-4, by far
 
 
-def patch_of(path: str, old: str, new: str, folder: Path) -> str:
-    """Return the path of a patch that replaces a text in a file of the repository."""
-    before = (ROOT / path).read_text()
-    assert old in before
-    after = before.replace(old, new).splitlines(True)
+def patch_of(path: str, folder: Path) -> str:
+    """Return the path of a patch that adds a file to the repository."""
     patch = folder / f"{Path(path).stem}.patch"
-    lines = difflib.unified_diff(before.splitlines(True), after, f"a/{path}", f"b/{path}")
-    patch.write_text("".join(lines))
+    patch.write_text(f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+one line\n")
     return str(patch)
 
 
@@ -89,21 +85,18 @@ def test_planted_effects_are_found_and_asked_again_nothing_runs(asking, ledger, 
     assert [path.name for path in ledger.iterdir()] == ["runs"]  # no code
 
 
-def test_arm_whose_loss_is_never_finite_is_an_error_and_no_answer():
-    arm = Arm("b", "a.patch", Path(), "code", {})
-    with raises_one_line("b (a.patch) is broken"):
-        ask.result(arm, [{"event": "diverged"}, {"event": "eval", "val_loss": None}])
-
-
 @pytest.mark.parametrize(
     ("last", "kind", "loss"),
     [(3.0, "end", 3.0), (3.0, "diverged", math.log(65)), (9.0, "diverged", 9)],
 )
-def test_result_is_the_last_loss_and_a_run_that_diverged_is_worth_guessing(last, kind, loss):
+def test_result_is_the_last_loss_guessing_if_it_diverged_and_an_error_without_one(last, kind, loss):
     events = [{"event": "eval", "val_loss": x, "eval_digest": "x"} for x in (2.0, last)]
     start = {"event": "start", "model_args": {"vocab_size": 65}}
-    found = ask.result(Arm("b", "", Path(), "", {}), [start, *events, {"event": kind}])
+    arm = Arm("b", "a.patch", Path(), "", {})
+    found = ask.result(arm, [start, *events, {"event": kind}])
     assert found == {"has_diverged": kind == "diverged", "val_loss": loss, "eval_digest": "x"}
+    with raises_one_line("b (a.patch) is broken"):
+        ask.result(arm, [start, {"event": kind}, {"event": "eval", "val_loss": None}])
 
 
 def test_run_is_made_once_and_another_code_setting_seed_or_machine_makes_another(
@@ -172,27 +165,22 @@ def test_stored_questions_can_be_asked(command, tmp_path):
 
 
 def test_code_has_a_digest_of_all_that_a_run_uses(tmp_path):
-    kernels = "deskgpt/cpu_kernels.cpp"
-    line = (ROOT / kernels).read_text().splitlines()[0]
-    changed = patch_of(kernels, line, f"// changed\n{line}", tmp_path)
-    docs = patch_of("docs/asking.md", "# Asking", "# Changed\n# Asking", tmp_path)
     os.utime(ROOT / "README.md")  # a file that was only touched has not changed
     with folder_for_worktrees(tmp_path) as below:
         own = check_out(below / "own", [])
-        assert check_out(below / "docs", [docs]) == own
-        assert check_out(below / "changed", [changed]) != own
+        assert check_out(below / "docs", [patch_of("docs/page.md", tmp_path)]) == own
+        assert check_out(below / "changed", [patch_of("deskgpt/more.cpp", tmp_path)]) != own
     assert {path.suffix for path in tmp_path.iterdir()} == {".patch"}
 
 
 def test_runs_are_known_by_the_content_of_their_data(tmp_path):
     settings = {"dataset": str(tmp_path), "device": "cpu"}
     found = []
-    for name, content in (("val.bin", b"12"), ("val.mask", b"1"), ("val.mask", b"0")):
-        (tmp_path / name).write_bytes(content)
+    for name, content in (("bin", b"12"), ("mask", b"1"), ("mask", b"0"), ("bin", b"12")):
+        (tmp_path / f"val.{name}").write_bytes(content)
         found.append(str(ask.context_of(settings)))
     assert len({*found}) == 3
-    (tmp_path / "val.bin").write_bytes(b"12")
-    assert str(ask.context_of(settings)) == found[2]
+    assert found[2] == found[3]
 
 
 def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkeypatch):
@@ -200,15 +188,20 @@ def test_run_diverged_by_an_event_and_not_by_words_of_a_message(tmp_path, monkey
     log = RunLog(tmp_path / "log.jsonl")
     message = "cannot write /nan/ckpt.pt: the disk is full"
 
-    def fails(*_):
+    def fails(command, **_):
         log.write(kinds.pop(), iter=3, loss=math.nan)
-        return message
+        (tmp_path / "ckpt.pt").touch()
+        resumes.append("--init_from=resume" in command)
+        return Mock(communicate=lambda: ("", message))
 
-    monkeypatch.setattr(ask, "train", fails)
-    kinds = ["diverged", "bad_step"]
-    with raises_one_line(message):
-        ask.train_to_the_end(arm, 1, tmp_path)
+    monkeypatch.setattr("subprocess.Popen", fails)
+    kinds = ["diverged", "bad_step", "end"]  # of which the last comes first: it was stopped
+    resumes: list[bool] = []
+    for _ in range(2):
+        with raises_one_line(message):
+            ask.train_to_the_end(arm, 1, tmp_path)
     assert ask.has_diverged(ask.train_to_the_end(arm, 1, tmp_path))
+    assert resumes == [False, True, True]
 
 
 def made_up(of_b: float, budget_s: float, digests: str = "xx") -> list[tuple[dict[str, Any], str]]:
