@@ -44,7 +44,7 @@ def test_settings_that_nanogpt_prints_are_read_and_the_others_are_its_defaults(t
 
 
 def test_log_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path):
-    text = nanogpt(TIMES, (0, 40, 80))
+    text = nanogpt({0: 9000.0, 40: 6000.0, 80: 6000.0, 90: 1000.0}, (0, 40, 80))
     run = printed(tmp_path / "log.txt", "tokens per iteration will be: 1,000", text, "iter 95: lo")
     assert run.per_s("tokens") == 1000.0  # without steps that have an evaluation in their time
     assert [e["tokens"] for e in run.evals] == [0, 40_000, 80_000]
@@ -153,7 +153,7 @@ def test_what_changed_names_initial_weights_and_no_setting_that_does_not_change_
 @pytest.mark.parametrize("changed", [{}, {"eval_digest": "abd"}, {"eval_digest": None}])
 def test_losses_are_compared_only_if_all_evaluations_read_the_same_windows(tmp_path, changed):
     a = log(tmp_path / "a", CURVE)
-    b = log(tmp_path / "b", {0: 1.0, 100: 0.9, 200: 0.8}, n_layer=3, **changed)
+    b = log(tmp_path / "b", CURVE | {200: 0.8}, n_layer=3, **changed)
     found = compared(a, b)
     assert ("not comparable" in found.headline) == bool(changed)
     assert ("B: b learned more" in found.headline) == (not changed)
@@ -169,7 +169,7 @@ def test_printed_logs_of_other_data_do_not_compare_and_the_data_are_what_changed
 
 
 def test_a_loss_between_two_evaluations_is_not_made_up(tmp_path):
-    a = log(tmp_path / "a", {0: 4.0, 100: 3.0, 200: 2.0})
+    a = log(tmp_path / "a", CURVE)
     b = log(tmp_path / "b", {0: 4.0, 100: 2.9, 150: 2.1}, n_layer=3)
     assert_one_line(compared(a, b).headline, "after equal tokens (6,400)", "A's is 0.1000 higher")
 
