@@ -5,9 +5,11 @@ half-written stays.
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from conftest import (
 from tiny_models import make, tokens
 
 from data.chat import template
+from data.text.prepare import train_bpe
 from data.tokenizer import BytesTokenizer, CharTokenizer, Tokenizer, from_meta
 from data.tokenizer_json import tokenizer_config_json, tokenizer_json
 from deskgpt import deskgpt_ops, export_hugging_face, kernels
@@ -53,9 +56,11 @@ COMBINATIONS = [
     {"activation": "gelu"},
     *({name: value} for name, value in CHOICES.items()),
     CHOICES,
+    {"embedding_norm": True},  # which goes into the embedding
 ]
-# A norm that goes into the embedding.
-COMBINATIONS += [{"embedding_norm": True}]
+each_tokenizer = pytest.mark.parametrize(
+    "kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)]
+)
 
 # What transformers copies from folders is remembered by their names: kept out of the user's own
 # cache.
@@ -109,8 +114,8 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.fixture
 def alone(monkeypatch):
     """Hide the programs that exports are compared with."""
-    hidden = ("transformers", "xllamacpp")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in hidden else name)
+    for name in ("transformers", "xllamacpp"):
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,11 @@ def test_model_taken_back_is_the_same_to_the_bit(tmp_path, name, bias, alone):
     )
     model, folder = exported(tmp_path, config)
     found = load_gpt2(str(folder))
-    assert json.loads((folder / "config.json").read_text())["architectures"] == [name]
+    records = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert records["config"]["architectures"] == [name]
+    assert records["tokenizer_config"]["model_max_length"] == 64
+    # Each id is one of the tokenizer's, or never drawn.
+    assert [*range(65), *records["generation_config"]["suppress_tokens"]] == [*range(67)]
     assert GPTConfig.from_args(found.model_args, "") == config
     assert_equal(found.model, dict(model.state_dict()))
     assert load_model(str(folder), "", CPU).tokenizer.meta()["chars"] == CHARS
@@ -196,11 +205,6 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
     assert loss.item() == pytest.approx(model(x[:, :-1], x[:, 1:])[1].item(), abs=1e-5)
     loss.backward()
     assert all(p.grad is not None for p in theirs.parameters())
-    mask = torch.ones_like(x)
-    mask[0, [*range(7), 20]] = 0  # at the left, and in the middle
-    with torch.inference_mode():
-        found = theirs(x, attention_mask=mask).logits[0]
-        torch.testing.assert_close(found[mask[0] == 1], model(x[:1, mask[0] == 1])[0][0])
     half = loaded(folder, torch.bfloat16)
     assert distance(half(x).logits, model(x)[0], dim=-1) <= TOLERANCE["bfloat16"].logits
     assert theirs.generate(x, num_beams=4, do_sample=False, max_new_tokens=20).size(1) == 50
@@ -208,8 +212,27 @@ def test_own_class_trains_and_searches_with_beams_and_names_what_it_lacks(tmp_pa
         theirs(tokens(1, 65, vocab=65))
     with raises_one_line("use_cache=False"):
         theirs.generate(x, max_new_tokens=3, use_cache=True)
-    with raises_one_line("position_ids"):
-        theirs(x, position_ids=torch.arange(30)[None] // 2)
+
+
+def test_padding_anywhere_changes_no_logits_and_what_would_be_ignored_is_refused(monkeypatch):
+    """By our forward alone: importing transformers takes seconds."""
+    stand_in = SimpleNamespace(GenerationMixin=object, GPT2Config=object)
+    stand_in.PreTrainedModel = stand_in.CausalLMOutput = SimpleNamespace
+    for name in ("transformers", "transformers.modeling_outputs"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    from deskgpt.modeling_deskgpt import DeskGPTForCausalLM
+
+    ours = DeskGPTForCausalLM.__new__(DeskGPTForCausalLM)
+    ours.gpt = make(SMALL)
+    x = tokens(1, 30, vocab=65)
+    mask = torch.ones_like(x)
+    mask[0, [*range(7), 20]] = 0  # at the left, and in the middle
+    is_text = mask[0] == 1
+    found = ours.forward(x, mask).logits[:, is_text]
+    torch.testing.assert_close(found, ours.gpt(x[:, is_text])[0])
+    for name in ("past_key_values", "position_ids"):
+        with raises_one_line(name):
+            ours.forward(x, **{name: mask})
 
 
 # ---- a changed model -----------------------------------------------------------------------------
@@ -313,9 +336,6 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
     rare = "".join(chr(c) for c in range(0, 0x110000, 3) if not 0xD800 <= c < 0xE000)
     odd = text[:200_000] + rare[:250_000] + ODD * 500 + " " * 3000 + "\n" * 300 + "🧀" * 500
     if kind == "bpe":
-        pytest.importorskip("tokenizers")
-        from data.text.prepare import train_bpe
-
         return train_bpe(text[:100_000], 1000), odd
     if kind == "char":
         known = CharTokenizer.of(odd[:250_000] + ODD)
@@ -325,7 +345,7 @@ def tokenizer_and_text(kind: str, text: str) -> tuple[Tokenizer, str]:
 
 
 @slow
-@pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+@each_tokenizer
 def test_auto_tokenizer_gives_our_ids_and_the_text_back(text, tmp_path, kind):
     from transformers import AutoTokenizer
 

@@ -38,9 +38,10 @@ PACK = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shard_for_each_file():
+def _shard_for_each_file_and_small_batches():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.sources.SHARD_BYTES", 1)
+        patch.setattr(prepare_fineweb, "BATCH_CHARS", 1000)
         yield
 
 
@@ -145,13 +146,13 @@ def test_files_are_taken_by_their_very_names_and_formats(tmp_path, script, monke
         (folder / other).write_text("no")
     (tmp_path / "blob").write_bytes(b"seven")
     (folder / "f.TXT").symlink_to(tmp_path / "blob")  # as in the hub's cache
-    options = ("--tokenizer=bytes", "--val_tokens=4", "--out", tmp_path / "out")
-    done = script(PREPARE, "--source", folder, *options)
+    to = tmp_path / "out"
+    done = script(PREPARE, "--source", folder, "--tokenizer=bytes", "--val_tokens=4", "--out", to)
     assert (done.code, done.err) == (0, "")
     expected = [text for name in FORMATS for text in (f"{name} ünïcödé", "NA")]
     expected += ["three", "four \ufffd", "five\nsix\n", "six and a half", "seven"]
-    assert_holds(tmp_path / "out", expected)
-    assert len([*(tmp_path / "out").glob("train_*.bin")]) == 1  # small files share a shard
+    assert_holds(to, expected)
+    assert len([*to.glob("train_*.bin")]) == 1  # small files share a shard
 
 
 GOOD = b'{"text": "good line"}\n'
@@ -233,7 +234,7 @@ def test_shards_hold_the_documents_of_their_files_and_are_listed(undisturbed, te
     assert splits[1].tokens == 50_000
 
 
-def test_tokens_can_be_raised_later_and_harmed_shards_are_made_again(
+def test_tokens_can_be_raised_later_harmed_shards_are_made_again_and_other_settings_are_errors(
     tmp_path, script, source, undisturbed
 ):
     prepare = (PREPARE, "--source", source, *SMALL, "--out", tmp_path)
@@ -247,16 +248,9 @@ def test_tokens_can_be_raised_later_and_harmed_shards_are_made_again(
     (tmp_path / "train_000004.bin").write_bytes(b"harmed")
     (tmp_path / "train_000004.bin.1-a.tmp").touch()  # left by a kill
     assert script(*prepare).code == 0
+    for name in ("text_column", "val_tokens"):
+        fails(script(*prepare, f"--{name}=9"), "was not made with", name, "--out")
     assert contents(tmp_path) == contents(undisturbed)
-
-
-def test_other_settings_are_errors_and_change_nothing(script, source, undisturbed):
-    prepare = (PREPARE, "--source", source, *SMALL, "--out", undisturbed)
-    before = contents(undisturbed)
-    for option in ("text_column=id", "val_tokens=20000"):
-        name = option.partition("=")[0]
-        fails(script(*prepare, f"--{option}"), "was not made with", name, "--out")
-    assert contents(undisturbed) == before
 
 
 @slow
@@ -328,7 +322,6 @@ def test_killed_in_the_middle_of_a_file_it_reads_no_row_before_again_and_the_byt
     write_documents(tmp_path / name, texts)
     options += ["--tokenizer=bytes", "--val_tokens=1000"]
     text_of = prepare_fineweb.text_of
-    monkeypatch.setattr(prepare_fineweb, "BATCH_CHARS", 1000)
     made(*options, "--out", tmp_path / "undisturbed")
     monkeypatch.setattr("data.prepared.SAVED_TOKENS", 20_000)
     monkeypatch.setattr("data.prepared.usable_cores", lambda: 1)

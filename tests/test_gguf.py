@@ -13,8 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_one_line, files_of_at_most, needs_bpe, raises_one_line, slow
-from test_export import DIALOGUE, ODD, exported, prompt_of_dialogue, saved, tokenizer_and_text
+from conftest import assert_one_line, files_of_at_most, raises_one_line, slow
+from test_export import (
+    DIALOGUE,
+    ODD,
+    each_tokenizer,
+    exported,
+    prompt_of_dialogue,
+    saved,
+    tokenizer_and_text,
+)
+from test_sample import over_time
 from tiny_models import MODERN_SETTINGS, make
 
 from data.chat import template
@@ -22,7 +31,7 @@ from data.tokenizer import END_OF_TEXT, BytesTokenizer, CharTokenizer
 from deskgpt import export_gguf
 from deskgpt.engine import GenerationConfig, encode_prompt, generate
 from export import ExportConfig, main
-from model import GPTConfig, activation
+from model import GPTConfig
 
 pytest.importorskip("gguf")
 needs_llama = pytest.mark.skipif(
@@ -72,14 +81,9 @@ def by_length(q, k, v, dropout):
     return F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
 
 
-def running_mean(self, x, *args):
-    n = torch.arange(1, x.size(1) + 1)[:, None]
-    return self.c_proj(activation(self.c_fc(x + 0.02 * x.cumsum(1) / n), self.activation))
-
-
 @needs_llama
 @pytest.mark.parametrize(
-    ("function", "change"), [("causal_attention", by_length), ("MLP.forward", running_mean)]
+    ("function", "change"), [("causal_attention", by_length), ("MLP.forward", over_time)]
 )
 def test_model_that_llama_cpp_computes_otherwise_is_not_exported(
     tmp_path, monkeypatch, function, change
@@ -92,7 +96,7 @@ def test_model_that_llama_cpp_computes_otherwise_is_not_exported(
 
 @needs_llama
 @slow
-@pytest.mark.parametrize("kind", ["bytes", "char", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+@each_tokenizer
 def test_llama_cpp_reads_and_writes_our_tokens_and_dialogues(text, tmp_path, kind):
     tokenizer, odd = tokenizer_and_text(kind, text)
     _, path = exported(
@@ -127,6 +131,8 @@ def test_all_that_llama_cpp_lacks_is_named_with_what_to_change():
     parts = [found[f"blk.1.attn_{letter}.weight"] for letter in "qkv"]
     assert torch.equal(torch.cat(parts), weights["transformer.h.1.attn.c_attn.weight"])
     model = make(SMALL)
+    found = export_gguf.tensors_of(SMALL, model.state_dict(), 258)
+    assert sum(map(torch.numel, found.values())) == sum(map(torch.numel, model.parameters()))
     model.transformer.h[0].register_parameter("gain", torch.nn.Parameter(torch.zeros(3)))
     with raises_one_line("transformer.h.0.gain", "nothing was exported"):
         export_gguf.tensors_of(SMALL, model.state_dict(), 256)

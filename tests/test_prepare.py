@@ -4,6 +4,7 @@ line.
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from test_export import each_tokenizer
 from test_fineweb import PACK, killed_at_rename
 
+from data.prepared import write_dataset
 from data.shakespeare_char.prepare import SHA256, download
 from data.text.prepare import prepare, train_bpe
 from data.text_files import lines_in, read_text
-from data.token_files import read_meta, read_record
+from data.token_files import listed_checksums, read_meta, read_record
 from data.tokenizer import (
     BytesTokenizer,
     CharTokenizer,
@@ -33,7 +36,7 @@ from data.tokenizer import (
     of_merges,
     padded_vocab_size,
 )
-from deskgpt.files import file_sha256
+from deskgpt.files import file_sha256, locked_folder
 
 PREPARE = "data/text/prepare.py"
 
@@ -127,15 +130,15 @@ def test_lines_of_end_of_text_become_the_token_or_a_line_tells_that_they_do_not(
     stories = [f"Once upon a time {i} there was a Kätzchen 🧀.\n" for i in range(900)]
     (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories), "utf-8-sig", newline="\r\n")
     (tmp_path / "0.txt").write_text("A <|endoftext|> in a line.")  # and no newline at the end
-    options = ("--out", tmp_path / "own", "--tokenizer", tokenizer)
-    done = script(PREPARE, tmp_path / "*.txt", *options)
+    own = tmp_path / "own"
+    done = script(PREPARE, tmp_path / "*.txt", "--out", own, "--tokenizer", tokenizer)
     assert done.code == 0, done.err
     assert "900 documents" in done.out
-    end_of_text = read_meta(tmp_path / "own")["end_of_text"]
+    end_of_text = read_meta(own)["end_of_text"]
     assert ("char has no such token" in done.out) == (end_of_text is None) == (tokenizer == "char")
     if tokenizer != "char":
-        assert np.count_nonzero(ids_in(tmp_path / "own") == end_of_text) == 900
-        assert decoded(tmp_path / "own").endswith("\n" + "".join(stories).replace("\n", "\r\n"))
+        assert np.count_nonzero(ids_in(own) == end_of_text) == 900
+        assert decoded(own).endswith("\n" + "".join(stories).replace("\n", "\r\n"))
 
 
 DATA_OR_MARKUP = {
@@ -173,19 +176,23 @@ def test_folder_means_its_texts_and_another_texts_tokenizer_is_taken_from_its_fo
 
 @POSIX
 def test_kill_before_any_rename_leaves_the_old_data_or_the_new_or_none(tmp_path):
-    def prepare_text(text):
-        prepare(text * 50, tmp_path, "bytes", "a text")
+    def write(text):
+        ids = BytesTokenizer().encode(text)
+        splits: Any = {"train": ids, "val": ids}
+        write_dataset(tmp_path, splits, BytesTokenizer(), "a text", splits)
 
-    for at in (1, 3, 5):
-        prepare_text("old ")
-        assert killed_at_rename(at, functools.partial(prepare_text, "new "))
+    write("new ")
+    expected = contents(tmp_path)
+    for at in (1, 3, 5, 7, 9):
+        write("old ")
+        assert killed_at_rename(at, functools.partial(write, "new "))
         if (tmp_path / "val.bin").exists():
-            for name, entry in read_record(tmp_path)["files"].items():
-                assert file_sha256(tmp_path / name) == entry["sha256"]
-        prepare_text("new ")
-        assert decoded(tmp_path) == "new " * 50
-        names = {path.name for path in tmp_path.glob("[!.]*")}
-        assert names == {"train.bin", "val.bin", "meta.json"}
+            for name, digest in listed_checksums(read_record(tmp_path)).items():
+                assert file_sha256(tmp_path / name) == digest
+        write("new ")
+        assert contents(tmp_path) == expected
+    with locked_folder(tmp_path), raises_one_line(tmp_path, "wait"):
+        write("old ")
 
 
 def test_download_arrives_complete_or_not_at_all(tmp_path):
@@ -216,11 +223,13 @@ def known(name: str) -> tuple[Tokenizer, np.ndarray]:
     return tokenizer, tokenizer.token_bytes()
 
 
-@pytest.mark.parametrize("kind", ["char", "bytes", "bpe", pytest.param("gpt2", marks=needs_bpe)])
+@each_tokenizer
 @given(text=unicode)
 def test_any_text_comes_back_and_its_bytes_are_counted(kind, text):
     if kind == "char":
-        tokenizer = from_meta(CharTokenizer.of(text + "x").meta())
+        meta = CharTokenizer.of(text + "x").meta()
+        assert meta == CharTokenizer.of("x" + text[::-1]).meta()  # whatever their order
+        tokenizer = from_meta(meta)
         lengths = tokenizer.token_bytes()
     else:
         tokenizer, lengths = known(kind)
@@ -236,9 +245,6 @@ def test_ids_are_bytes_then_merges_then_the_end_of_text():
     tokenizer = of_merges("Ġ t\nh e\nĠt he")
     assert tokenizer.end_of_text == 259
     assert tokenizer.encode("the the\xff").tolist() == [116, 257, 258, 0xC3, 0xBF]
-    assert tokenizer.encode_prompt("he<|endoftext|>").tolist() == [257, 259]
-    assert BytesTokenizer().encode_prompt("h<|endoftext|>").tolist() == [104, 255]
-    assert 259 not in tokenizer.encode("<|endoftext|>")
     assert padded_vocab_size(tokenizer.meta(), 260) == 320
 
 

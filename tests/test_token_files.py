@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from data.batches import MICRO_BATCHES_AHEAD, BatchSplit, Loader, NumberFile, Split
 from data.dataset import Dataset, eval_digest, fingerprint
-from data.prepared import write_dataset, write_shards
+from data.prepared import write_dataset
 from data.token_files import (
     HEADER_BYTES,
     JSON_BYTES,
@@ -207,6 +207,7 @@ WRONG = {
     "'int'": record(tokenizer=3),
     "sha256='000": record(files={"train.bin": ENTRY | {"sha256": "0" * 63}}),
     "'../../VICTIM.txt'": record(files={"../../VICTIM.txt": ENTRY}),
+    "'val/../../a.bin'": record(files={"val/../../a.bin": ENTRY}),
 }
 
 
@@ -387,14 +388,6 @@ def test_batches_are_made_ahead_and_waiting_for_one_is_counted(tmp_path, monkeyp
     assert loader.wait_s > 0.05
     until(lambda: sorted(made) == list(range(1 + MICRO_BATCHES_AHEAD)))  # nobody asks for them yet
     loader.close()
-
-
-def test_shards_hold_all_pieces_in_order_and_no_more_than_their_size(tmp_path):
-    pieces = np.split(np.arange(20), [3, 15])
-    entries = write_shards(tmp_path, {"a": 5, "b": 9, "c": 99}, iter(pieces))
-    shards = [np.fromfile(tmp_path / name, np.uint16) for name in entries]
-    assert [len(ids) for ids in shards] == [5, 9, 6]
-    assert np.concatenate(shards).tolist() == list(range(20))
 
 
 def test_evaluation_reads_at_least_the_tokens_that_are_asked_for():
