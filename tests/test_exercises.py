@@ -7,7 +7,7 @@ import re
 
 import jinja2
 import torch
-from conftest import logged, run_tiny
+from conftest import assert_equal, logged, run_tiny, weights
 from tiny_models import MODERN, make, tokens
 
 from data.chat import template
@@ -60,33 +60,34 @@ def test_answer_counts_as_exact_just_if_the_model_writes_it():
     targets = written.clone()
     targets[:, :6] = -1
     targets[:, 11] = -1  # two answers a row, which are what the model writes
-    assert [n.tolist() for n in exact_answers(model(written[:, :-1])[0], targets[:, 1:])] == [
-        [2] * 3
-    ] * 2
-    targets[0, 15] = (targets[0, 15] + 1) % 100  # the last token of one is another
-    n_right, n_answers = exact_answers(model(written[:, :-1])[0], targets[:, 1:])
-    assert (n_right.tolist(), n_answers.tolist()) == ([1, 2, 2], [2, 2, 2])
+    for n_right in (2, 1):
+        found = exact_answers(model(written[:, :-1])[0], targets[:, 1:])
+        assert [n.tolist() for n in found] == [[n_right, 2, 2], [2, 2, 2]]
+        targets[0, 15] = (targets[0, 15] + 1) % 100  # then the last token of one is another
 
 
 def test_run_on_dialogues_counts_the_answers_that_it_writes(tmp_path, script):
     (tmp_path / "d.jsonl").write_text("".join(f'["Say {i}.", "ok"]\n' for i in range(60)))
     form = ["--tokenizer=bytes", "--block_size=32", "--out", tmp_path / "d"]
     assert script("data/chat/prepare.py", tmp_path / "d.jsonl", *form).code == 0
-    run_tiny(
-        tmp_path / "d",
-        tmp_path / "out",
-        eval_answers=True,
-        eval_iters=9,
-        block_size=32,
-        batch_size=16,
-        max_iters=25,
-        eval_interval=25,
-        learning_rate=0.03,
-    )
-    assert logged(tmp_path / "out", "eval", "val_answers") == [0.0, 1.0]
+    for counts in (False, True):
+        run_tiny(
+            tmp_path / "d",
+            tmp_path / str(counts),
+            eval_answers=counts,
+            eval_iters=9,
+            block_size=32,
+            batch_size=16,
+            max_iters=25,
+            eval_interval=25,
+            learning_rate=0.03,
+            dropout=0.1,
+        )
+    assert logged(tmp_path / "True", "eval", "val_answers") == [0.0, 1.0]
+    assert_equal(weights(tmp_path / "True"), weights(tmp_path / "False"))
     rows = ['["Say 1.", "ok"]'] * 3 + ['{"question": "a", "answer": "b: ok", "category": "c"}']
     (tmp_path / "t.jsonl").write_text("\n".join([*rows, '["Say 2.", "no"]']))
-    table = script("bench/accuracy.py", tmp_path / "out", tmp_path / "t.jsonl").out
+    table = script("bench/accuracy.py", tmp_path / "True", tmp_path / "t.jsonl").out
     cells = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
     assert [[cell.strip() for cell in row] for row in cells] == [
         ["any", "4", "75.0%", "75.0%"],
