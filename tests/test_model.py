@@ -25,6 +25,7 @@ from deskgpt.compute import ComputeMode, autocast
 from deskgpt.deskgpt_ops import rotate
 from deskgpt.distributed import DistContext
 from deskgpt.kernels import causal_attention, gradients_of_chunk
+from deskgpt.kv_cache import KVCache
 from model import GPT, GPTConfig
 from train import TrainConfig, forward_backward
 
@@ -111,8 +112,11 @@ def test_cropped_model_computes_the_same_on_short_contexts(config):
     assert torch.equal(model(idx)[0], before)
     assert model.config.block_size == 12
     assert not any(p.requires_grad for p in model.parameters())  # what is frozen stays frozen
-    with raises_one_line(13, "block_size=12"):
-        model(tokens(2, 13))
+    full = KVCache(12)
+    full.length = 12
+    for n, cache in ((13, None), (1, full)):
+        with raises_one_line(13, "block_size=12"):
+            model.transformer(tokens(2, n), cache)
     with raises_one_line("--block_size=12"):
         model.crop_block_size(13)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CPU, assert_one_line, assert_same_run, events, raises_one_line, run_tiny, slow
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from test_export import saved
@@ -27,8 +27,8 @@ from deskgpt.compute import autocast
 from deskgpt.engine import GenerationConfig, InferenceEngine, Sample, generate, sample_tokens
 from deskgpt.gpt2_weights import load_gpt2
 from deskgpt.kernels import masked_attention, matmul_attention
-from deskgpt.kv_cache import KVCache
-from model import MLP, activation
+from deskgpt.kv_cache import GraphedKVCache, KVCache
+from model import MLP, GPTConfig, activation
 from sample import SampleConfig, main
 
 
@@ -168,8 +168,13 @@ def test_cache_serves_only_a_text_that_continues_its_own(config):
     longer = torch.cat((first, other), 1)
     with torch.no_grad():
         model.next_logits(first, cache)
-        for text in (longer, other, other, longer, first):
+        for text in (longer, other, other, longer, first, tokens(2, 8)):
             torch.testing.assert_close(model.next_logits(text, cache), model.next_logits(text))
+    cache = GraphedKVCache(9)
+    new = repr(vars(cache))
+    vars(cache).update(dict.fromkeys(vars(cache), 9))  # whatever it held
+    cache.clear()
+    assert repr(vars(cache)) == new
 
 
 def test_attention_of_apple_gpus_is_torchs():
@@ -226,6 +231,7 @@ def test_tokens_of_a_large_vocabulary_are_drawn_evenly_to_the_last():
     st.text(max_size=40).map(lambda text: text.encode("utf-8", "ignore")) | st.binary(),
     st.text(max_size=3),
 )
+@example(b"aaab", "aab")
 def test_text_that_comes_in_pieces_is_shown_whole_up_to_the_stop_text(content, stop):
     text = content.replace(b"\xff", END_OF_TEXT.encode()).decode("utf-8", "replace")
     sample = Sample(BytesTokenizer(), "prompt", stop)
@@ -236,8 +242,8 @@ def test_text_that_comes_in_pieces_is_shown_whole_up_to_the_stop_text(content, s
 
 
 def test_text_ends_at_the_first_of_several_stop_texts():
-    sample = Sample(BytesTokenizer(), "b", "abcd", "", "bc", "x")
-    assert [sample.add(b) for b in b"bab.abcd"] == ["", "b", "", "ab.", "", "", "a", ""]
+    sample = Sample(BytesTokenizer(), "b", "abcd", "", "c", "b\ufffd")  # which end in one token
+    assert [sample.add(b) for b in b"bab.ab\xe9cx"] == ["", "b", "", "ab.", "", "", "", "a", ""]
     assert (sample.text, sample.done) == ("bbab.a", True)
 
 
@@ -261,7 +267,7 @@ def test_end_of_text_has_its_name_in_prompts_texts_and_stops_whatever_the_tokeni
 def run(chars, tmp_path_factory):
     """The out_dir of a run of a few steps on characters."""
     out_dir = tmp_path_factory.mktemp("run")
-    run_tiny(chars, out_dir, eval_interval=6)
+    run_tiny(chars, out_dir, eval_interval=6, dropout=0.3)
     return out_dir
 
 
@@ -294,11 +300,8 @@ def test_text_of_the_likeliest_tokens_has_three_names(run):
 
 def test_same_seed_same_text_whatever_the_number_of_samples(run):
     five = samples(run, num_samples=5, out_dir="nowhere", init_from=str(run / "ckpt.pt"))
-    assert samples(run, num_samples=2) == five[:2]
+    assert samples(run) == five[:2]  # of two
     assert samples(run, num_samples=1, seed=1337 + 3) == five[3:4]
-    likeliest = samples(run, num_samples=1, temperature=0.0)
-    assert samples(run, num_samples=1, top_p=1e-6) == likeliest
-    assert samples(run, num_samples=1, top_k=1) == likeliest
     assert len(set(five)) == 5
     assert all(text.startswith("the ") and len(text) == 44 for text in five)  # 44 > block_size=16
 
@@ -314,6 +317,9 @@ def test_prompt_is_read_from_a_file_and_typed_line_breaks_are_line_breaks(tmp_pa
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(codecs.BOM_UTF8 + b"\n\t\\na")  # a file is read as it is
     assert samples(tmp_path, start=f"FILE:{prompt}", **settings) == [text]
+    saved(tmp_path, SMALL, {"name": "bytes"})
+    with raises_one_line("has 100 tokens", "another model's"):
+        samples(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -348,10 +354,11 @@ def folder_of_others(folder: Path, weights: dict[str, Tensor], **changes: Any) -
 
 def test_weights_of_others_may_be_cut_once_they_are_read_and_are_refused_afterwards(tmp_path):
     """A file that were mapped into memory would end the process with SIGBUS."""
-    folder = folder_of_others(tmp_path, {})
+    exported = {"model_args": GPTConfig().as_args()}  # without biases; one that is not zero is read
+    folder = folder_of_others(tmp_path, {"ln_f.bias": torch.ones(8)}, deskgpt=exported)
     state = load_gpt2(folder).model
     os.truncate(tmp_path / "model.safetensors", 100)
-    assert sum(w.sum().item() for w in state.values()) == 20 * 8 * 2 + 8 * 8
+    assert sum(w.sum().item() for w in state.values()) == 20 * 8 * 2 + 8 * 8 + 8
     with raises_one_line("init_from", tmp_path, "model.safetensors"):
         load_gpt2(folder)
 
@@ -375,7 +382,6 @@ def test_odd_folders_of_others_are_refused_in_a_short_line(tmp_path, weights, ch
 # ---- --sample_interval: texts in log.jsonl as the model learns -----------------------------------
 
 
-@slow
 def test_samples_leave_training_bit_for_bit_as_it_is(chars, tmp_path):
     runs = (tmp_path / "without", tmp_path / "with")
     for n, out_dir in enumerate(runs):
