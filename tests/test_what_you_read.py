@@ -32,6 +32,7 @@ from conftest import (
 )
 from gloo import resumed, run
 from plain_loop import plain_loop
+from tiny_models import TINIEST
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -299,22 +300,17 @@ def test_order_of_the_lines_in_the_log_block_puts_no_figure_into_another_step(
     assert repr(found) == repr(usual)  # as texts, in which NaN equals NaN
 
 
-def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run(chars, tmp_path, monkeypatch):
-    run_tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8)
-    rate = train.learning_rate
-    monkeypatch.setattr(
-        train,
-        "learning_rate",
-        lambda schedule, step: rate(schedule, step) * (1 - 0.01 * (step > 2)),
-    )
-    with raises_one_line("learning rate at step 3", "resume_changed=True"):
-        main(resumed(tmp_path, max_iters=6))
-
-
-def test_learning_rate_that_is_changed_in_main_is_said_by_a_resumed_run(
+def test_other_schedule_in_the_code_is_noticed_by_a_resumed_run_and_one_in_main_is_said(
     chars, tmp_path, monkeypatch, capsys
 ):
     run_tiny(chars, tmp_path, max_iters=4, lr_decay_iters=8)
+    rate = train.learning_rate
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            train, "learning_rate", lambda *given: rate(*given) * (1 - 0.01 * (given[1] > 2))
+        )
+        with raises_one_line("learning rate at step 3", "resume_changed=True"):
+            main(resumed(tmp_path, max_iters=6))
     main(resumed(tmp_path, max_iters=5))
     assert "changed: learning rate" not in capsys.readouterr().out
     lr = "lr = learning_rate(state.schedule, step)"
@@ -367,16 +363,14 @@ def test_layer_that_is_frozen_when_the_optimizer_is_made_is_not_trained_later_wi
     made = "    optimizer = build_optimizer(config, model, compute.dtype)\n"
     begins = "            # ---- one optimizer step --"
     source = SOURCE.replace(begins, thaw + begins)
-    for new in (made + freeze, freeze + made):
-        module = edited_train(monkeypatch, made, new, source)
-        if new.startswith(made):
-            run_of(module, chars, tmp_path, max_iters=4)
-            optimizer = load_checkpoint(tmp_path).optimizer
-            moments = optimizer["state"][optimizer["names"].index("transformer.wpe.weight")]
-            assert moments["step"] == 2
-        else:
-            with raises_one_line("transformer.wpe.weight is trained now", "after build_optimizer"):
-                run_of(module, chars, tmp_path / "refused", max_iters=4)
+    module = edited_train(monkeypatch, made, made + freeze, source)
+    run_of(module, chars, tmp_path, max_iters=4)
+    optimizer = load_checkpoint(tmp_path).optimizer
+    moments = optimizer["state"][optimizer["names"].index("transformer.wpe.weight")]
+    assert moments["step"] == 2
+    module = edited_train(monkeypatch, made, freeze + made, source)
+    with raises_one_line("transformer.wpe.weight is trained now", "after build_optimizer"):
+        run_of(module, chars, tmp_path / "refused", max_iters=4)
 
 
 @pytest.mark.parametrize(
@@ -396,13 +390,7 @@ def test_edit_of_main_that_would_train_or_log_wrong_is_refused(
         run_of(module, chars, tmp_path, max_iters=3, gradient_accumulation_steps=2)
 
 
-SMALLEST: dict[str, Any] = {
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "block_size": 8,
-    "vocab_size": 32,
-}
+SMALLEST = TINIEST.as_args()
 # A choice of a Literal, and what must not take a new one for its last branch.
 NEW_CHOICES: list[tuple[str, Callable[[Any], Any]]] = [
     ("position", GPT),
