@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,8 +107,8 @@ def test_two_ranks_train_and_evaluate_as_one_rank_does(chars, tmp_path, monkeypa
         for name in names:
             expected = logged(one, kind, name)
             assert logged(two, kind, name) == pytest.approx(expected, rel=1e-5), name
-    losses = load_checkpoint(two).progress["losses"]
-    assert losses == pytest.approx(logged(one, "iter", "loss"), rel=1e-5)  # compared for spikes
+    progress: Any = load_checkpoint(two).progress
+    assert progress["losses"] == pytest.approx(logged(one, "iter", "loss"), rel=1e-5)  # compared for spikes
     torch.testing.assert_close(vector(two), vector(one), rtol=1e-5, atol=1e-5)
     [start] = events(two, "start")
     assert (start["world_size"], start["tokens_per_step"]) == (2, 4 * 2 * 16)
@@ -178,8 +179,8 @@ def test_sum_leaves_its_terms_and_no_rank_leaves_while_another_works(tmp_path):
 def test_ranks_wait_for_each_other_as_long_as_dist_timeout_s_says():
     def on_rank(rank):
         init_distributed("cpu", "auto", 8.0)
-        backend = torch.distributed.group.WORLD._get_backend(CPU)
-        assert backend.options._timeout.total_seconds() == 8
+        world: Any = torch.distributed.group.WORLD
+        assert world._get_backend(CPU).options._timeout.total_seconds() == 8
 
     forked(2, on_rank)
 

@@ -78,7 +78,7 @@ def serving(folder, **settings):
     with socket.create_server((server.HOST, 0)) as free:
         port = free.getsockname()[1]
     app = server.make_app(writer)
-    thread = threading.Thread(target=server.run_app, args=(app, port))
+    thread = threading.Thread(target=server.run_app, args=(app, port), daemon=True)
     thread.start()
     until(lambda: hasattr(app.state, "server") and app.state.server.started)
     yield Served(writer, port, app.state.token)

@@ -25,7 +25,6 @@ from conftest import (
     logged,
     raises_one_line,
     run_tiny,
-    slow,
     tiny,
     trajectory,
     weights,
