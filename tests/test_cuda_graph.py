@@ -276,22 +276,15 @@ def test_model_whose_python_code_changes_something_is_refused_by_name(edit, why,
     assert why in line
 
 
-def add_forward_hook(model):
-    factors = itertools.count(1, 0.01)
-    model.transformer.ln_f.register_forward_hook(lambda module, args, out: out * next(factors))
-
-
-def add_gradient_hook(model):
-    factors = itertools.count(1, 0.01)
-    model.lm_head.weight.register_hook(lambda gradient: gradient * next(factors))
-
-
 @pytest.mark.parametrize("first", [0, 6])  # also in the middle of the replays
-@pytest.mark.parametrize("add_hook", [add_forward_hook, add_gradient_hook])
-def test_hook_whose_state_cannot_be_seen_is_refused(add_hook, first, monkeypatch):
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_hook_whose_state_cannot_be_seen_is_refused(of_gradient, first, monkeypatch):
     def between(model, i):
+        factors = itertools.count(1, 0.01)
+        forward = model.transformer.ln_f.register_forward_hook
+        register = model.lm_head.weight.register_hook if of_gradient else forward
         if i == first:
-            add_hook(model)
+            register(lambda *args: args[-1] * next(factors))
 
     (line,), _ = compared(monkeypatch, between=between)
     assert "hook" in line
