@@ -4,12 +4,11 @@ shows.
 
 import math
 import os
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, events, flags, needs_bpe, raises_one_line, slow
+from conftest import logged, needs_bpe, raises_one_line, run_tiny
 
 from bench.compare import compare
 from bench.logs import read_run
@@ -49,26 +48,14 @@ def test_nothing_is_downloaded_for_it(tmp_path, monkeypatch):
         from_meta_offline({"name": "gpt2"})
 
 
-@slow
-def test_it_shows_in_line_log_and_comparison_and_is_the_same_resumed_and_at_any_micro_batch(
-    tmp_path, text, script
-):
-    mixed = "".join(text[i : i + 2000] + MULTI_BYTE for i in range(0, 100_000, 2000))
-    prepare(mixed, tmp_path / "data", "char", "test text")
+def test_it_shows_in_log_and_comparison_and_follows_from_the_loss(tmp_path):
+    prepare(MULTI_BYTE * 100, tmp_path / "data", "char", "test text")
     out_dir = tmp_path / "out"
-    settings = TINY | {"dataset": tmp_path / "data", "out_dir": out_dir, "eval_tokens": 2048}
-    printed = []
-    for changed in ({}, {"init_from": "resume", "eval_only": True, "batch_size": 8}):
-        done = script("train.py", *flags(**settings | changed))
-        assert done.code == 0, done.err
-        printed += re.findall(r"^step .*, val loss (\S+), bits per byte (\S+)$", done.out, re.M)
-    assert printed.pop() == printed[-1]  # at another micro-batch
-    logged = events(out_dir, "eval")
-    assert printed == [(f"{e['val_loss']:.4f}", f"{e['val_bpb']:.4f}") for e in logged]
-    [start] = events(out_dir, "start")
-    for e in logged:
-        assert e["val_bpb"] == pytest.approx(
-            e["val_loss"] / math.log(2) / start["bytes_per_token"], rel=1e-12
-        )
+    run_tiny(tmp_path / "data", out_dir)
+    [per_token] = logged(out_dir, "start", "bytes_per_token")
+    assert per_token > 1
+    found = logged(out_dir, "eval", "val_bpb")
+    expected = np.array(logged(out_dir, "eval", "val_loss")) / math.log(2) / per_token
+    assert found == pytest.approx(expected)
     rows = compare([read_run(str(out_dir))]).tables["Learning"]
-    assert ["bits per byte there", f"{min(e['val_bpb'] for e in logged):.4f}"] in rows
+    assert ["bits per byte there", f"{min(found):.4f}"] in rows

@@ -167,12 +167,12 @@ def test_ranks_end_an_evaluation_at_the_same_batch_after_a_signal(tmp_path):
 def test_sum_leaves_its_terms_and_no_rank_leaves_while_another_works(tmp_path):
     def work(ranks):
         x = torch.tensor([1.0 + ranks.rank])
-        found = [ranks.sum(x).item(), x.item()]
+        total = ranks.sum(x)
         if ranks.rank:
             time.sleep(0.5)
             (tmp_path / "done").touch()
         shutdown_distributed(torch.nn.Identity(), ranks)
-        return [*found, (tmp_path / "done").exists()]
+        return [total.item(), x.item(), (tmp_path / "done").exists()]
 
     assert on_ranks(work, 2, tmp_path) == [[3.0, 1.0, True], [3.0, 2.0, True]]
 
@@ -236,26 +236,15 @@ def test_init_from_auto_begins_as_the_config_file_says_then_resumes_and_never_ov
 # ---- what the ranks agree on ---------------------------------------------------------------------
 
 
-def with_other_data(ranks):
-    check_same_on_all_hosts({"out_dir": ranks.rank}, ranks)  # another path to the same folder
-    check_same_on_all_hosts({"train data": ranks.rank}, ranks)
+def test_data_and_kinds_of_devices_must_agree_between_hosts(tmp_path):
+    def work(ranks):
+        check_same_on_all_hosts({"out_dir": ranks.rank}, ranks)  # another path to the same folder
+        with raises_one_line("train data is 0 on rank 0, but 1 on rank 1", "--device=cpu"):
+            check_same_on_all_hosts({"train data": ranks.rank}, ranks)
+        check_same_on_all_hosts({}, replace(ranks, device=(CPU, CUDA)[ranks.rank]))
 
-
-def with_a_card(ranks):
-    kind = "cuda" if ranks.rank else "cpu"
-    check_same_on_all_hosts({}, replace(ranks, device=torch.device(kind)))
-
-
-@pytest.mark.parametrize(
-    ("check", "named"),
-    [
-        (with_other_data, "train data is 0 on rank 0, but 1 on rank 1"),
-        (with_a_card, "kind of device is 'cpu' on rank 0, but 'cuda' on rank 1"),
-    ],
-)
-def test_data_and_kinds_of_devices_must_agree_between_hosts(check, named, tmp_path):
-    for message in on_ranks(check, 2, tmp_path):
-        assert_one_line(message, named, "--device=cpu")
+    for message in on_ranks(work, 2, tmp_path):
+        assert_one_line(message, "'cpu' on rank 0, but 'cuda' on rank 1", "--device=cpu")
 
 
 @slow

@@ -282,16 +282,16 @@ def assert_bad_request(served: Served, path: str, body: Any, named: str = "") ->
 
 
 def test_bad_requests_get_one_line_that_names_the_value(plain, chat):
+    of_text, of_dialogue = "/v1/completions", "/v1/chat/completions"
     for body in NO_OBJECTS:
-        assert_bad_request(plain, "/v1/completions", body, "JSON")
+        assert_bad_request(plain, of_text, body, "JSON")
     for name, values in WRONG.items():
         for value in values:
-            asked = {"prompt": "a", "max_tokens": 3, name: value}
-            assert_bad_request(plain, "/v1/completions", asked, name)
+            assert_bad_request(plain, of_text, {"prompt": "a", "max_tokens": 3, name: value}, name)
     for messages in NO_DIALOGUES:
-        assert_bad_request(chat, "/v1/chat/completions", {"messages": messages})
+        assert_bad_request(chat, of_dialogue, {"messages": messages})
     # It saw no dialogues
-    assert_bad_request(plain, "/v1/chat/completions", {"messages": ASK}, "/v1/completions")
+    assert_bad_request(plain, of_dialogue, {"messages": ASK}, of_text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
