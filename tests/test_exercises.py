@@ -4,16 +4,19 @@ that are exact, counted in one pass and by writing them.
 
 import operator
 import re
+from dataclasses import replace
 
 import jinja2
 import torch
-from conftest import assert_equal, logged, run_tiny, weights
+from conftest import CPU, logged, run_tiny
 from tiny_models import MODERN, make, tokens
 
 from data.chat import template
 from data.chat.exercises import DAYS, TALK, exercises
+from deskgpt.compute import ComputeMode
+from deskgpt.distributed import DistContext
 from deskgpt.engine import GenerationConfig, generate
-from deskgpt.evaluation import exact_answers
+from deskgpt.evaluation import share_answered
 
 
 def result_of(kind: str, question: str) -> str:
@@ -53,16 +56,17 @@ def test_answers_are_right_and_the_test_asks_what_was_never_learned():
 
 
 def test_answer_counts_as_exact_just_if_the_model_writes_it():
-    model = make(MODERN)
+    model = make(replace(MODERN, dropout=0.5)).eval()
     prompts = tokens(3, 4)
     drawn = generate(model, prompts, GenerationConfig(max_new_tokens=12, temperature=0.0))
     written = torch.cat((prompts, torch.stack([ids for ids, _ in drawn], 1)), 1)
     targets = written.clone()
     targets[:, :6] = -1
     targets[:, 11] = -1  # two answers a row, which are what the model writes
-    for n_right in (2, 1):
-        found = exact_answers(model(written[:, :-1])[0], targets[:, 1:])
-        assert [n.tolist() for n in found] == [[n_right, 2, 2], [2, 2, 2]]
+    for share in (1, 5 / 6):
+        batch = (written[:, :-1], targets[:, 1:], 1.0)
+        assert share_answered(model.train(), ComputeMode(), [batch], DistContext(CPU)) == share
+        assert model.training
         targets[0, 15] = (targets[0, 15] + 1) % 100  # then the last token of one is another
 
 
@@ -70,24 +74,21 @@ def test_run_on_dialogues_counts_the_answers_that_it_writes(tmp_path, script):
     (tmp_path / "d.jsonl").write_text("".join(f'["Say {i}.", "ok"]\n' for i in range(60)))
     form = ["--tokenizer=bytes", "--block_size=32", "--out", tmp_path / "d"]
     assert script("data/chat/prepare.py", tmp_path / "d.jsonl", *form).code == 0
-    for counts in (False, True):
-        run_tiny(
-            tmp_path / "d",
-            tmp_path / str(counts),
-            eval_answers=counts,
-            eval_iters=9,
-            block_size=32,
-            batch_size=16,
-            max_iters=25,
-            eval_interval=25,
-            learning_rate=0.03,
-            dropout=0.1,
-        )
-    assert logged(tmp_path / "True", "eval", "val_answers") == [0.0, 1.0]
-    assert_equal(weights(tmp_path / "True"), weights(tmp_path / "False"))
+    run_tiny(
+        tmp_path / "d",
+        tmp_path / "out",
+        eval_answers=True,
+        eval_iters=9,
+        block_size=32,
+        batch_size=16,
+        max_iters=40,
+        eval_interval=40,
+        learning_rate=0.03,
+    )
+    assert logged(tmp_path / "out", "eval", "val_answers") == [0.0, 1.0]
     rows = ['["Say 1.", "ok"]'] * 3 + ['{"question": "a", "answer": "b: ok", "category": "c"}']
     (tmp_path / "t.jsonl").write_text("\n".join([*rows, '["Say 2.", "no"]']))
-    table = script("bench/accuracy.py", tmp_path / "True", tmp_path / "t.jsonl").out
+    table = script("bench/accuracy.py", tmp_path / "out", tmp_path / "t.jsonl").out
     cells = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
     assert [[cell.strip() for cell in row] for row in cells] == [
         ["any", "4", "75.0%", "75.0%"],
