@@ -222,7 +222,7 @@ def test_padding_anywhere_changes_no_logits_and_what_would_be_ignored_is_refused
         monkeypatch.setitem(sys.modules, name, stand_in)
     from deskgpt.modeling_deskgpt import DeskGPTForCausalLM
 
-    ours = DeskGPTForCausalLM.__new__(DeskGPTForCausalLM)
+    ours: Any = DeskGPTForCausalLM.__new__(DeskGPTForCausalLM)
     ours.gpt = make(SMALL)
     x = tokens(1, 30, vocab=65)
     mask = torch.ones_like(x)
