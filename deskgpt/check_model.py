@@ -104,6 +104,7 @@ def check_run(
         raise ValueError(f"model.py: {'; '.join(problems)}")
 
     optimizer = build_optimizer(config, model, mode.dtype)
+    optimizer_state(optimizer, model)  # refuses an optimizer that needs a closure
     forward_backward(model, NO_SCALER, mode, idx, targets, 1.0)
     step_if_finite(optimizer, NO_SCALER, torch.zeros((), device=idx.device))
     savable({"model": model.state_dict(), "optimizer": optimizer_state(optimizer, model)})

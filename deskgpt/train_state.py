@@ -116,17 +116,13 @@ class TrainState:
             | self.data.eval_metadata(self.batching)
             | code_versions(self.compute, self.dist.device)
         )
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS computes gradients in its step; the loop gives each step those of one "
-                "batch: take an optimizer that needs no closure"
-            )
         keep_rates_of_groups(self.optimizer, self.schedule.learning_rate)
         self._extra: dict[str, Any] = {}  # see register_state
         self._saved_extra: dict[str, Any] = {}
         self._frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
-        own = attributes_of(self.model)
-        self._attributes = {name: attribute_state(value) for name, value in own.items()}
+        self._attributes = {
+            name: attribute_state(value) for name, value in attributes_of(self.model).items()
+        }
         if not self.settings["eval_only"]:
             self._check_saves()
 
@@ -351,8 +347,13 @@ SET_BY_THE_MACHINE = {"lr_scale", "fused", "foreach", "capturable"}
 def optimizer_state(optimizer: torch.optim.Optimizer, model: GPT) -> dict[str, Any]:
     """Return an optimizer's state as plain values and tensors for a checkpoint.
 
-    Raises ValueError if that would lose something.
+    Raises ValueError if that would lose something, or if main's loop cannot take its steps.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS computes gradients in its step; the loop gives each step those of one "
+            "batch: take an optimizer that needs no closure"
+        )
     about = {"names": names_of(optimizer, model), "class": type(optimizer).__name__}
     if not has_own_state_dict(optimizer):
         return optimizer.state_dict() | about | {"attributes": own_numbers(optimizer)}

@@ -215,6 +215,10 @@ def with_a_list(config, model, dtype):
     return optimizer
 
 
+def lbfgs(config, model, dtype):
+    return torch.optim.LBFGS(model.parameters())
+
+
 @pytest.mark.parametrize(
     ("changed", "change", "named"),
     [
@@ -223,6 +227,7 @@ def with_a_list(config, model, dtype):
         ("model.GPT.forward", returning(lambda loss: (None, loss, {"aux": 0.0})), ["aux"]),
         ("model.GPT.forward", returning(lambda loss: (None, loss, {"lr": loss})), ["'lr'"]),
         ("train.build_optimizer", with_a_list, ["SGD", "seen"]),
+        ("train.build_optimizer", lbfgs, ["LBFGS", "closure"]),
         ("model.Transformer.forward", mean_in_training, ["in training tokens see later"]),
         ("model.GPT.logits", other_tokens, ["GPT.logits of one token alone"]),
     ],
@@ -415,13 +420,6 @@ def test_choice_that_nobody_computes_is_an_error_and_not_another_choice(name, co
     object.__setattr__(config, name, "new")  # as if its Literal had it
     with pytest.raises((ValueError, KeyError), match="new"):
         compute(config)
-
-
-def test_optimizer_that_needs_a_closure_is_refused(chars, tmp_path, monkeypatch):
-    lbfgs = torch.optim.LBFGS
-    monkeypatch.setattr(train, "build_optimizer", lambda c, model, dtype: lbfgs(model.parameters()))
-    with raises_one_line("LBFGS", "closure"):
-        run_tiny(chars, tmp_path, max_iters=1)
 
 
 def test_new_default_of_the_model_leaves_what_a_checkpoint_computes(monkeypatch):
