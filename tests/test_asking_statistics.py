@@ -55,7 +55,8 @@ def test_equal_arms_are_told_apart_as_rarely_as_the_page_says(row):
 def test_intervals_of_later_checks_lie_within_earlier_ones_and_hold_what_is_told():
     draw = np.random.default_rng(4)
     for drift in (0, 0, 20):  # with the last one, intervals cross
-        a, b = draw.normal(1.5, 1, 30), draw.normal(0, 1, 30)
+        a = draw.normal(1.5, 1, 30)
+        b = draw.normal(0, 1, 30)
         a[8:] -= drift
         estimates = [own.difference(a[:n], b[:n]) for n in range(2, 31)]
         assert not estimates[0].known

@@ -68,7 +68,8 @@ def test_resumed_run_is_bit_identical_to_one_that_was_not_interrupted(chars, tmp
     )
     assert_same_run(tmp_path / "full", tmp_path / "halves")
     assert logged(tmp_path / "halves", "iter") == list(range(6))
-    one, other = (vars(load_checkpoint(tmp_path / s))["progress"] for s in ("full", "halves"))
+    one = vars(load_checkpoint(tmp_path / "full"))["progress"]
+    other = vars(load_checkpoint(tmp_path / "halves"))["progress"]
     assert_equal(one, other)
     assert one["losses"] == logged(tmp_path / "full", "iter", "loss")
 
@@ -389,8 +390,8 @@ def test_rule_takes_larger_micro_batches_on_a_card_only_if_what_is_learned_stays
     for dropout, is_new in itertools.product((0.0, 0.1), (True, False)):
         c = TrainConfig(dropout=dropout)
         start = Start("", c.model_config(9), Checkpoint({}, {}), None if is_new else c)
-        _, batch = choose_compute_and_batch(c, start, DistContext(CUDA))
-        assert (batch.batch_size > c.batch_size) == (is_new and not dropout)
+        batching = choose_compute_and_batch(c, start, DistContext(CUDA))[1]
+        assert (batching.batch_size > c.batch_size) == (is_new and not dropout)
 
 
 def test_weights_of_a_run_are_finetuned_with_the_dropout_and_context_that_are_asked_for(
